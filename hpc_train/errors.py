@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     TRY_AGAIN = 75
     #: This rank ended because another one did.
     PEER_LOST = 76
-    #: The run failed, and would fail again: it is not requeued.
+    #: The run diverged, and would diverge again: it is not requeued.
     NO_RETRY = 77
     #: This rank's node failed its check.
     BAD_NODE = 78

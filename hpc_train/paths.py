@@ -115,7 +115,9 @@ class AttemptPaths:
 
     @property
     def notices(self) -> Path:
-        """Lines from rank 0 for the command that follows the run: which pretrained weights were loaded."""
+        """Lines from rank 0 for the command that follows the run: which pretrained weights were loaded,
+        what `predict --data` does not read.
+        """
         return self.folder / "notices.json"
 
     @property

@@ -19,6 +19,7 @@ from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import expanded
+from hpc_train.run.attempts import newest_number
 from hpc_train.run.bad_samples import BadSample, all_known
 from hpc_train.run.files import read_json, replacing
 from hpc_train.run.output_files import refuse_target
@@ -58,7 +59,10 @@ def predict(
         count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
     asked = read_json(own.evaluated_checkpoint) or {}
     skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
+    notices = read_json(own.attempt(newest_number(own)).notices) or {}
     shutil.rmtree(own.folder.parent)
+    for line in notices.get("lines", []):
+        say(f"predict: {line}")
     say_skipped(skipped)
     if as_json:
         file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}

@@ -102,7 +102,7 @@ def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Ite
     """
     with _limited_to(max_pixels):
         try:
-            image = _open(io.BytesIO(content))
+            image = open_lazily(io.BytesIO(content))
         except Image.DecompressionBombError as error:
             raise Image.DecompressionBombError(
                 f"{str(error).rstrip('.')}; if the file is right, write its number of pixels as "
@@ -117,7 +117,11 @@ def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Ite
             yield image
 
 
-def _open(source: io.BytesIO) -> ImageFile.ImageFile:
+def open_lazily(source: Any, *_: Any, **__: Any) -> ImageFile.ImageFile:
+    """Replace ``Image.open`` in the code of others: of all formats only ``FORMATS`` are opened.
+
+    ``source``: a path or a file; the pixels are read later. Other arguments of ``Image.open`` are ignored.
+    """
     common, others = FORMATS
     with suppress(UnidentifiedImageError):
         return Image.open(source, formats=common)

@@ -65,6 +65,20 @@ class Index:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a data set reads from its index: the names of its splits, and of the arrays of each."""
+
+    splits: frozenset[str]
+    arrays: frozenset[str]
+
+    def fits(self, splits: Mapping[str, Any]) -> bool:
+        """Return True if the header of an index has these splits and arrays."""
+        return splits.keys() == self.splits and all(
+            self.arrays <= split["arrays"].keys() for split in splits.values()
+        )
+
+
 def packed_texts(texts: list[bytes]) -> dict[str, Array]:
     """Return texts as two arrays: ``ends`` (N + 1,), and all ``bytes``.
 
@@ -81,14 +95,16 @@ def text_at(arrays: Mapping[str, Array], index: int) -> str:
     return os.fsdecode(arrays["bytes"][begin:end].tobytes())
 
 
-def open_index(data: DataConfig, files: Sequence[Path]) -> Index | None:
+def open_index(data: DataConfig, files: Sequence[Path], layout: Layout) -> Index | None:
     """Return the index of ``files`` as they are now; None if there is none, or it is damaged.
+
+    One without the splits and arrays of ``layout`` is damaged.
 
     Raises OSError if one of the files is not here, or the disk fails.
     """
     path = index_path(data, files)
     header = index_header(path)
-    if header is None:
+    if header is None or not layout.fits(header["splits"]):
         return None
     with open_regular(path) as file:
         try:
@@ -129,18 +145,22 @@ def _read_array(file: BinaryIO, start: int, key: str, entry: Mapping[str, Any]) 
     return np.frombuffer(content, dtype).reshape(shape)
 
 
-def index_of(data: DataConfig, files: Sequence[Path], make: Callable[[], Index], *, download: bool) -> Index:
+def index_of(
+    data: DataConfig, files: Sequence[Path], layout: Layout, make: Callable[[], Index], *, download: bool
+) -> Index:
     """Return the index of ``files``, or what ``make`` reads off them; with ``download`` it is written."""
-    return ensure_index(data, files, make) if download else open_index(data, files) or make()
+    if download:
+        return ensure_index(data, files, layout, make)
+    return open_index(data, files, layout) or make()
 
 
-def ensure_index(data: DataConfig, files: Sequence[Path], make: Callable[[], Index]) -> Index:
+def ensure_index(data: DataConfig, files: Sequence[Path], layout: Layout, make: Callable[[], Index]) -> Index:
     """Return the index of ``files``; if there is none, write the one that ``make`` returns.
 
     For ``prepare``. Raises BadFileError if the files change meanwhile, StorageError if the disk refuses it.
     """
     path = index_path(data, files)
-    if (found := open_index(data, files)) is not None:
+    if (found := open_index(data, files, layout)) is not None:
         say(f"data.root: the index {path} is intact and up to date")
         return found
     made = make()

@@ -5,8 +5,10 @@ Image files and masks are inspected in a sample, so the time is bounded for any 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,8 @@ from hpc_train.datasets.images import (
     orientation_of,
     sample_path,
 )
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import listed, shortened
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
 INSPECTED = 32
@@ -45,31 +49,40 @@ _LOSSES = {
 }
 
 
-def data_notices(source: DataSource, data: DataConfig) -> list[str]:
-    """Return lines to print once per data set. Reads up to ``INSPECTED`` files per split."""
-    inspected = _Inspection(PixelRules.of(data))
+def data_notices(source: DataSource, data: DataConfig, *, more_masks_s: float = 0.0) -> list[str]:
+    """Return lines to print once per data set. Reads up to ``INSPECTED`` files per split.
+
+    ``more_masks_s``: time limit for reading further training masks if the first ones lack classes.
+    """
+    inspected = _Inspection(PixelRules.of(data), source.info)
     files = source.packed_from or source
-    for split in (files.train, files.val):
+    for name, split in (("train", files.train), ("val", files.val)):
         if isinstance(split, FileSplit):
-            inspected.inspect(split, source.info.ignore_index)
-    return [*source.notices, *inspected.losses(), *inspected.masks(source, data)]
+            inspected.inspect(name, split)
+    if isinstance(files.train, FileSplit) and more_masks_s:
+        inspected.inspect_masks("train", files.train, more_masks_s)
+    return [*source.notices, *inspected.losses(), *inspected.masks(data, whole_only=not more_masks_s)]
 
 
 class _Inspection:
     """Conversions that lose information, and class numbers in masks, of a sample of image files."""
 
-    def __init__(self, rules: PixelRules) -> None:
-        self._rules = rules
+    def __init__(self, rules: PixelRules, info: DataInfo) -> None:
+        self._rules, self._info = rules, info
         self._num_files = 0
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
-        self._num_masks = 0
-        #: Value in the masks → number of pixels.
-        self._values: Counter[int] = Counter()
+        #: By split: indices of the masks that were read, of how many, and their values → number of pixels.
+        self._seen: dict[str, set[int]] = {"train": set(), "val": set()}
+        self._sizes: dict[str, int] = {}
+        self._values: dict[str, Counter[int]] = {"train": Counter(), "val": Counter()}
+        #: Masks with values that are neither classes nor ignored.
+        self._unfit: list[str] = []
 
-    def inspect(self, split: Any, ignored: int | None) -> None:
+    def inspect(self, name: str, split: Any) -> None:
         """Add a sample of a split's files; those that can't be read are left to the readers."""
+        self._sizes[name] = len(split)
         count = min(len(split), INSPECTED)
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
             try:
@@ -78,10 +91,38 @@ class _Inspection:
                     self._inspect_file(split, index, content)
             except Exception:  # whatever a source or Pillow raises: reading the sample reports it
                 continue
-            if ignored is not None and isinstance(target, torch.Tensor) and target.dim() == 2:
-                self._num_masks += 1
-                values, counts = target.unique(return_counts=True)
-                self._values.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+            self._add_mask(name, split, index, target)
+
+    def inspect_masks(self, name: str, split: Any, limit_s: float) -> None:
+        """Add further masks, in random order, until all classes have occurred, for ``limit_s`` at most."""
+        deadline = time.monotonic() + limit_s
+        if not self._seen[name]:
+            return
+        for index in torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).tolist():
+            if not self._absent(name) or time.monotonic() > deadline:
+                return
+            if index not in self._seen[name]:
+                with suppress(Exception):  # as above
+                    self._add_mask(name, split, index, split.file_content(index)[1])
+
+    def _add_mask(self, name: str, split: Any, index: int, target: Any) -> None:
+        ignored = self._info.ignore_index
+        if ignored is None or not isinstance(target, torch.Tensor) or target.dim() != 2:
+            return
+        self._seen[name].add(index)
+        values, counts = target.unique(return_counts=True)
+        self._values[name].update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        if any(value != ignored and not 0 <= value < self._info.num_classes for value in values.tolist()):
+            path = split.mask_path(index) if hasattr(split, "mask_path") else f"sample {index}"
+            self._unfit.append(str(path))
+
+    def _classes(self, *names: str) -> list[int]:
+        """Return the classes that occur in the masks of the splits."""
+        found = set().union(*(self._values[name] for name in names))
+        return sorted(value for value in found if 0 <= value < self._info.num_classes)
+
+    def _absent(self, name: str) -> list[int]:
+        return sorted(set(range(self._info.num_classes)).difference(self._classes(name)))
 
     def losses(self) -> Iterator[str]:
         """Yield one line per kind of loss."""
@@ -92,23 +133,63 @@ class _Inspection:
                 f"data: {count} of {self._num_files} inspected images {words} (first: {self._examples[kind]})"
             )
 
-    def masks(self, source: DataSource, data: DataConfig) -> Iterator[str]:
-        """Yield a line if at most one class occurs in the inspected masks."""
-        ignored, num_classes = source.info.ignore_index, source.info.num_classes
-        classes = sorted(value for value in self._values if value != ignored)
-        if not self._num_masks or num_classes < 2 or len(classes) > 1:
+    def masks(self, data: DataConfig, *, whole_only: bool) -> Iterator[str]:
+        """Yield lines on classes that do not occur in the masks, and values that are not classes.
+
+        ``whole_only``: report rare classes only if all training masks were read.
+        """
+        if not any(self._seen.values()) or self._info.num_classes < 2:
             return
+        if self._unfit:
+            yield self._unfit_values()
+        if len(self._classes("train", "val")) < 2:
+            yield self._one_class(data)
+            return
+        is_whole = len(self._seen["train"]) == self._sizes["train"]
+        if self._seen["train"] and self._absent("train") and (is_whole or not whole_only):
+            yield self._absent_classes()
+
+    def _one_class(self, data: DataConfig) -> str:
+        ignored, num_classes = self._info.ignore_index, self._info.num_classes
+        classes = self._classes("train", "val")
         occurs = f"only class {classes[0]} occurs" if classes else "no class occurs"
         absent = [number for number in range(num_classes) if number not in classes]
-        words = f"data: {occurs} in the {self._num_masks} inspected masks"
+        count = sum(map(len, self._seen.values()))
+        words = f"data: {occurs} in the {count} inspected masks"
         if num_classes == 2 and len(absent) == 1:
             words += f", class {absent[0]} nowhere"
-        if share := self._values[ignored or 0] if ignored in self._values else 0:
-            words += f"; {share / self._values.total():.0%} of their pixels are {ignored}, which is ignored"
+        values = self._values["train"] + self._values["val"]
+        if share := values[ignored or 0] if ignored in values else 0:
+            words += f"; {share / values.total():.0%} of their pixels are {ignored}, which is ignored"
         is_folder = data.name == "segmentation_folder"
         if is_folder and share and num_classes == 2 and len(classes) == 1:
             words += f"; if {ignored} is a class, write data.args: {{mask_values: [{classes[0]}, {ignored}]}}"
-        yield f"{words}; nothing else can be learned from such masks"
+        return f"{words}; nothing else can be learned from such masks"
+
+    def _absent_classes(self) -> str:
+        absent, seen, size = self._absent("train"), len(self._seen["train"]), self._sizes["train"]
+        which = f"the {seen} training masks" if seen == size else f"{seen} of the {size} training masks"
+        words = f"data: {len(absent)} of {self._info.num_classes} classes occur in none of {which}: "
+        words += self._names(absent)
+        if in_val := sorted(set(absent).intersection(self._classes("val"))):
+            words += f"; validation masks have {self._names(in_val)}"
+        return words
+
+    def _unfit_values(self) -> str:
+        ignored, num_classes = self._info.ignore_index, self._info.num_classes
+        values = self._values["train"].keys() | self._values["val"].keys()
+        unfit = sorted(value for value in values if value != ignored and not 0 <= value < num_classes)
+        count = sum(map(len, self._seen.values()))
+        return (
+            f"data: {len(self._unfit)} of the {count} inspected masks have values that are neither classes "
+            f"(0 to {num_classes - 1}) nor {ignored}, which is ignored: {listed(list(map(str, unfit)), 5)} "
+            f"(first: {self._unfit[0]}); such masks can't be used: fix them, or the number of classes"
+        )
+
+    def _names(self, classes: Sequence[int]) -> str:
+        names = self._info.class_names
+        shown = [f"{shortened(names[number])} ({number})" if names else str(number) for number in classes]
+        return listed(shown, 10)
 
     def _inspect_file(self, split: Any, index: int, content: bytes | bytearray) -> None:
         path = sample_path(split, index)

@@ -29,7 +29,7 @@ _STORE_CONNECTIONS = 2
 class TooFewFilesError(UserError):
     """The operating system lets this process open fewer files than training needs."""
 
-    exit_code = ExitCode.NO_RETRY
+    exit_code = ExitCode.BAD_FILE
 
 
 def raise_limit() -> int:

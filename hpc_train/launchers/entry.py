@@ -19,6 +19,7 @@ from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
+from hpc_train.run.resource_limits import explained
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
@@ -65,7 +66,7 @@ class Entry:
             with suppress(OSError):
                 traceback.print_exc()
             with suppress(OSError):
-                tell_error(paths.attempt(number), rank, traceback.format_exc())
+                tell_error(paths.attempt(number), rank, explained(traceback.format_exc()))
         if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so
             tell_end(paths.attempt(number), rank, code, os.environ.get("SLURMD_NODENAME"))
         return code

@@ -81,7 +81,7 @@ def _space(folder: str) -> "dict[str, Any]":
 
 def _lacks(handle: int, path: str) -> "list[str]":
     """Return the calls that the file's file system refuses, of those that a run can do without."""
-    calls: "list[tuple[str, Any, tuple[Any, ...]]]" = [
+    calls: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("fsync", os.fsync, (handle,)),
         ("chmod", os.chmod, (path, 0o600)),
         ("symlink", os.symlink, (Path(path).name, path + ".l")),

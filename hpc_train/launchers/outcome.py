@@ -12,6 +12,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
 from hpc_train.recovery.diagnosis import Diagnosis, Evidence, SilentEnd, Stop, diagnose, stopped_by_signal
+from hpc_train.run import resource_limits
 from hpc_train.run.files import UnreadableFileError, read_text, tail_text
 from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import CANCELLED, INTERRUPTED
@@ -115,7 +116,8 @@ def _evidence(
         is_cancelled=is_cancelled,
         errors=errors,
         codes=ends | {rank.rank: _code(rank) for rank in failed},
-        logs={rank.rank: last_line(attempt.log(rank.rank)) for rank in failed},
+        logs={rank.rank: telling_line(attempt.log(rank.rank)) for rank in failed},
+        limits=resource_limits.current(),
         silent=_silent(first) if first else None,
         stop=stop,
         stayed_behind=stayed_behind,
@@ -164,6 +166,11 @@ def _read(path: Path) -> str:
 def last_line(path: Path) -> str:
     """Return the last line of a rank's log; empty if something else is in its place."""
     return next(iter(log_tail(path).strip().splitlines()[-1:]), "")
+
+
+def telling_line(path: Path) -> str:
+    """Return the line of a rank's log that says why it ended: that of a reached limit, or the last one."""
+    return resource_limits.reporting_line(log_tail(path)) or last_line(path)
 
 
 def log_tail(path: Path) -> str:

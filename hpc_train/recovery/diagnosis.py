@@ -15,6 +15,7 @@ from enum import Enum
 
 from hpc_train.errors import ExitCode, printable, shortened
 from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error
+from hpc_train.run import resource_limits
 from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
 
@@ -87,8 +88,10 @@ class Evidence:
     #: By rank: its exit code, and the node that it was on, where they are known.
     codes: Mapping[int, int] = field(default_factory=dict)
     nodes: Mapping[int, str] = field(default_factory=dict)
-    #: By rank that was started: the last line of its log.
+    #: By rank that was started: the last line of its log, or the one that reports a reached limit.
     logs: Mapping[int, str] = field(default_factory=dict)
+    #: The limits of the ranks' processes, as ``resource_limits.current`` returns them.
+    limits: Mapping[str, str] = field(default_factory=dict)
     #: Optimizer steps that are done.
     step: int = 0
     #: Nodes that failed according to the scheduler, by name where it gave any; None: it reported no failure.
@@ -191,13 +194,16 @@ def _by_code(evidence: Evidence, code: ExitCode) -> list[int]:
 def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
     how = end.how
     remedy = f"{evidence.more_memory}; {LESS_MEMORY}" if evidence.more_memory else LESS_MEMORY
-    if end.is_out_of_memory:
+    line = evidence.logs.get(end.rank, "")
+    if limit := resource_limits.clause(line, evidence.limits, end.signal):
+        how = f"{how}{f': {line}' if line else ''}{limit}"
+    elif end.is_out_of_memory:
         how = f"{how}, out of memory; {remedy}"
     elif end.signal == signal.SIGKILL:
         how = f"{how}; out of memory? {remedy}"
     elif end.exit_code is not None:
-        how = f"{how}: {evidence.logs.get(end.rank) or _NO_LAST_LINE}"
-    is_suspect = end.signal in _NODE_SIGNALS and not end.is_out_of_memory
+        how = f"{how}: {line or _NO_LAST_LINE}"
+    is_suspect = end.signal in _NODE_SIGNALS and not (end.is_out_of_memory or limit)
     place = f" on {end.node}" if end.node else ""
     blamed = _on(end.node if is_suspect else None, f"{end.name}: {end.how}")
     return _diagnosis("crash", f"{end.name}{place}: {how}", end.rank, blamed)
@@ -212,7 +218,8 @@ def _unexplained(evidence: Evidence) -> Diagnosis:
         rank, text = next(iter(evidence.errors.items()))
         return _diagnosis("crash", _by_rank(rank, exception_line(text)), rank)
     if not evidence.logs:
-        return _diagnosis("crash", f"no rank was started: {evidence.launch_error}")
+        limit = resource_limits.clause(evidence.launch_error, evidence.limits)
+        return _diagnosis("crash", f"no rank was started: {evidence.launch_error}{limit}")
     if evidence.launch_end is None:
         return _diagnosis("crash", f"the ranks ended without an error and without being done; {_SEE_LOGS}")
     return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {_SEE_LOGS}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
+import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_train.errors import StorageError, TransientStorageError
+from hpc_train.run import resource_limits
 from hpc_train.run.files import UnreadableFileError
 
 #: Pauses before each retry (assumed).
@@ -89,16 +90,6 @@ def storage_error(error: OSError, path: Path) -> StorageError | TransientStorage
     if error.errno in TRANSIENT:
         return TransientStorageError(f"{path}: {reason}")
     if error.errno == errno.EFBIG:
-        return StorageError(f"{path}: {reason}{resource_limit_words(resource.RLIMIT_FSIZE)}")
+        limit = resource_limits.clause(os.strerror(errno.EFBIG), resource_limits.current())
+        return StorageError(f"{path}: {reason}{limit}")
     return StorageError(f"{path}: {reason}; free some space or fix it there, then continue")
-
-
-def resource_limit_words(limit: int) -> str:
-    """Return a clause that names the process's limit of file size or address space; empty if it has none."""
-    size, _ = resource.getrlimit(limit)
-    if size == resource.RLIM_INFINITY:
-        return ""
-    option = {resource.RLIMIT_FSIZE: "-f", resource.RLIMIT_AS: "-v"}[limit]
-    name = {"-f": "the size of a file", "-v": "the address space"}[option]
-    remedy = "raise it with `ulimit` where the ranks are started, or ask the administrators (limits.conf)"
-    return f"; {name} is limited to {size / 2**20:.0f} MiB (`ulimit {option}`): {remedy}"

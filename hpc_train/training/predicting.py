@@ -6,7 +6,7 @@ A line of ``predictions-<rank>.jsonl`` is a JSON object with the sample's ``inde
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,11 @@ import torch
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.images import sample_path
+from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, UsageError, printable
+from hpc_train.run.files import write_json
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.training.evaluator import share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
@@ -70,12 +72,21 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
         if source.info.sequence_length is not None:
             raise BadFileError(f"--data: {rank.experiment.data.name} has tokens and not images; omit --data")
         files = ImageFiles(Path(images), source.info.channels)
-        for notice in files.notices:
-            rank.warn(printable(notice))
+        if rank.is_first:
+            shown = DataSource(files, None, source.info, notices=files.notices)
+            _note(rank, data_notices(shown, rank.experiment.data))
         return files
     if source.val is None:
         raise BadFileError(f"data.name: {rank.experiment.data.name} has no validation data; give --data")
     return source.val
+
+
+def _note(rank: Rank, notices: Sequence[str]) -> None:
+    """Hand the lines to the command, which removes the log."""
+    for notice in notices:
+        rank.warn(printable(notice))
+    if notices:
+        write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [*map(printable, notices)]})
 
 
 def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch: Batch) -> Any:

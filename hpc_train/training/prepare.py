@@ -49,6 +49,8 @@ from hpc_train.validate.loading import load as load_file
 NO_FORWARD = "--no-forward"
 #: Print what was found as JSON, in the last line of stdout.
 AS_JSON = "--json"
+#: To look for classes that do not occur in the first training masks (assumed).
+_MORE_MASKS_S = 5.0
 #: What is not found out here where the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
 
@@ -77,7 +79,7 @@ class PreparedData:
             len(source.train),
             num_val,
             source.info.num_classes,
-            notices=data_notices(source, config),
+            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 import sys
 import traceback
 from contextlib import suppress
@@ -19,15 +18,17 @@ from hpc_train.errors import (
     ExitCode,
     HpcTrainError,
     NonFiniteError,
+    StorageError,
     TryAgainError,
     UserError,
 )
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run import resource_limits
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
-from hpc_train.run.storage_errors import resource_limit_words, storage_error
+from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
@@ -60,11 +61,21 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    if _is_host_full(error):
-        text = text.rstrip("\n") + resource_limit_words(resource.RLIMIT_AS)
+    if not isinstance(cause, StorageError):  # it has the limit of a file's size
+        text = _with_limits(text, error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
+
+
+def _with_limits(text: str, error: BaseException) -> str:
+    """Return ``text`` with the limits of the process that ``error`` reports as reached."""
+    found = resource_limits.explained(text)
+    full = out_of_memory(error)
+    if found != text or full is None:
+        return found
+    limits = resource_limits.clause(f"{type(full).__name__}: {full}", resource_limits.current())
+    return text.rstrip("\n") + limits
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
@@ -78,11 +89,6 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
                 return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def _is_host_full(error: BaseException) -> bool:
-    full = out_of_memory(error)
-    return full is not None and not isinstance(full, torch.OutOfMemoryError)
 
 
 def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:

@@ -171,7 +171,7 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
 class OtherVersionsError(UserError):
     """The environment is not the one that the checkpoint was saved in, and the file insists on that."""
 
-    exit_code = ExitCode.NO_RETRY
+    exit_code = ExitCode.BAD_FILE
 
 
 @dataclass(frozen=True)

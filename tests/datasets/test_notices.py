@@ -149,6 +149,41 @@ def test_a_mask_that_is_turned_otherwise_than_its_image_is_reported(tmp_path: Pa
     assert "1 of 4 inspected images have another EXIF orientation than their masks" in said
 
 
+def write_masks(root: Path, *, rare: int = 200) -> Path:
+    """Write 40 training masks of classes 0 and 1, of which one has class ``rare``, and one of validation."""
+    write_folder(root, num_classes=2, train=40, val=1)
+    for path, value in ((root / "train/masks/007.png", rare), (root / "val/masks/000.png", 3)):
+        with Image.open(path) as image:
+            pixels = np.array(image)
+        pixels[3, 3] = value
+        save(path, pixels)
+    return root
+
+
+def mask_notices(root: Path, **more: Any) -> str:
+    args = {"num_classes": 5, "class_names": ["road", "sky", "car", "pole", "dog"]}
+    config = DataConfig(name="segmentation_folder", root=str(root), args=args)
+    return "\n".join(data_notices(build_source(config), config, **more))
+
+
+def test_classes_that_no_mask_has_are_named(tmp_path: Path) -> None:
+    folder = write_masks(tmp_path, rare=2)
+    absent = "car (2), pole (3), dog (4)"
+    assert mask_notices(folder) == "", "of a sample, a rank does not report what is rare"
+    said = mask_notices(folder, more_masks_s=1e-9)
+    assert f"data: 3 of 5 classes occur in none of 32 of the 40 training masks: {absent}" in said
+    assert "; validation masks have pole (3)" in said
+    said = mask_notices(folder, more_masks_s=60)
+    assert "data: 2 of 5 classes occur in none of the 40 training masks: pole (3), dog (4)" in said
+
+
+def test_values_of_masks_that_are_no_class_are_named(tmp_path: Path) -> None:
+    said = mask_notices(write_masks(tmp_path), more_masks_s=60)
+    assert "1 of the 41 inspected masks have values that are neither classes (0 to 4) nor 255" in said
+    assert "ignored: 200 (first: " in said and "train/masks/007.png); such masks can't be used" in said
+    assert "data: 3 of 5 classes occur in none of the 40 training masks" in said
+
+
 def test_a_mask_without_an_image_is_reported(tmp_path: Path) -> None:
     folder = masks(tmp_path, 0, 1)
     (folder / "train/images/003.png").unlink()

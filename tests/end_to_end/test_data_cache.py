@@ -47,6 +47,23 @@ def make_images(root: Path) -> Path:
     return root
 
 
+def test_rank_0_reports_what_is_not_read_and_what_loses_information(tmp_path: Path) -> None:
+    root = make_images(tmp_path / "images")
+    (root / "train/class0/.hidden.jpg").touch()
+    (root / "train/class0/0.jpg").unlink()  # the first of the files, which is inspected
+    Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(root / "train/class0/0.png")
+    text = TEXT.replace("ROOT", str(root)).replace("steps: 40", "steps: 2")
+    overrides = ("optimization.schedule={name: constant}", "evaluation.every_steps=2")
+    paths = submit(tmp_path / "run", *overrides, devices=2, text=text)
+    first, second = (paths.attempt(1).log(rank).read_text() for rank in (0, 1))
+    for words in (
+        "data.root: not read: 1 hidden files or folders (first: train/class0/.hidden.jpg)",
+        "inspected images have 16 bits per pixel (values 4095 to 4095)",
+    ):
+        assert first.count(words) == 1, first
+        assert words not in second
+
+
 def has_open(paths: RunPaths, path: Path) -> bool:
     """Whether a rank of the newest attempt has the file open."""
     try:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.end_to_end.runs import (
     status,
     submit,
     wait_for,
+    work_tree,
     write_experiment,
 )
 from tests.quiet import QuietRuns
@@ -582,5 +584,24 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
         HPC_TRAIN_RUNS=str(tmp_path / "runs"),
         before=("prlimit", "--nofile=32:32"),
     )
-    assert done.code == 1
+    assert done.code == 65
     assert "may open 32 files and sockets but needs 48, with world size 1" in done.err
+    assert "diverge" not in done.err, "it has not, and another learning rate does not help"
+
+
+def test_an_address_space_too_small_for_a_ranks_imports_is_named(tmp_path: Path) -> None:
+    """torch can't be imported: the shared objects do not fit."""
+    experiment, mib = write_experiment(tmp_path), 600
+    command = ["submit", str(experiment), "--local", "--devices", "1"]
+    done = subprocess.run(
+        ["prlimit", f"--as={mib << 20}", sys.executable, "-m", "hpc_train", *command],
+        cwd=work_tree(),
+        env=os.environ | {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
+    )
+    assert done.returncode == 1, done.stderr
+    limit = f"the address space is limited to {mib} MiB (`ulimit -v`)"
+    assert limit in done.stderr and limit in str(status(only_run(tmp_path))["reason"])

@@ -72,3 +72,17 @@ def test_images_of_a_folder_are_predicted_in_the_order_of_their_names(run: RunPa
     files = [row.pop("file") for row in found]
     assert files == sorted(map(str, folder.rglob("*.png")), key=lambda name: name.rpartition("/")[2])
     assert found == expected
+
+
+def test_files_of_a_folder_that_are_not_read_are_reported_once(run: RunPaths, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for name, mode in (("0.png", "L"), ("1.png", "LA"), (".2.png", "L")):
+        Image.new(mode, (32, 32)).save(folder / name)
+    (folder / "notes.txt").touch()
+    done = hpc_train("predict", run.folder, "-o", tmp_path / "all.jsonl", "--data", folder, "--devices", "2")
+    assert done.code == 0, done.err
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 2
+    assert done.err.count("--data: not read: 1 hidden files or folders (first: .2.png)") == 1, done.err
+    assert done.err.count("--data: not read: 1 files with other extensions (.txt 1; first: notes.txt)") == 1
+    assert done.err.count("data: 1 of 2 inspected images have transparent pixels") == 1

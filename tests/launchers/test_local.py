@@ -13,6 +13,7 @@ from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.launchers.outcome import log_tail
+from hpc_train.run import resource_limits
 from hpc_train.run.code.snapshot import link
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -292,6 +293,20 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     reason = read_status(request.paths).reason
     assert reason is not None
     assert reason.startswith("rank 1: killed by SIGKILL; out of memory?")
+
+
+def test_a_limit_that_ended_a_rank_is_named_with_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource_limits, "current", lambda: {"-v": "memory is limited to 9 MiB"})
+    request = new_request(tmp_path)
+    script = (
+        "if rank == 1: print('std::bad_alloc\\nbye', flush=True); os.kill(os.getpid(), signal.SIGABRT)"
+        + ELSE_LOSE_PEER
+    )
+    assert launch(request, script) == ExitCode.FAILED
+    reason = read_status(request.paths).reason or ""
+    assert reason.startswith("rank 1: killed by SIGABRT: std::bad_alloc; memory is limited to 9 MiB: ")
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_FILE, ExitCode.IO])

@@ -121,6 +121,13 @@ def test_planted_faults_are_found(
 
     code, found, said = findings(str(file), "environment.python=/no/python", "--submit")
     assert (code, found["machine.python"]) == (1, "error"), said
+    profiles = tmp_path / "profiles"
+    profiles.mkdir(mode=0o755)
+    (profiles / "site.yaml").write_text("setup: [export A=1, source /not/there.sh]\n")
+    monkeypatch.setenv("HPC_TRAIN_PROFILES", str(profiles))
+    code, found, said = findings(str(file), "slurm.profile=site", "--submit")
+    assert (code, found["machine.modules"]) == (1, "error"), said
+    assert "profile site: setup: `source /not/there.sh` ended with exit code 1" in said
     assert not runs_root().exists(), "made for the check"
     runs_root().mkdir()
     with without_runs(cluster, NODES[3]):

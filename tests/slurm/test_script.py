@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launchers.slurm import sbatch, script
+from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.launchers.slurm.script import Batch
 from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
@@ -120,6 +121,21 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) ->
     assert "JobState=CANCELLED" in cluster.run("scontrol", "show", "job", job)
     assert ranks(batch) == ["0 0"]
     assert not (batch.submission / "code").exists()
+
+
+def test_a_set_up_line_that_fails_starts_no_rank(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the lines print is read from the file that Slurm writes its output to."""
+    profile = Profile(setup=["source /not/there.sh"])
+    monkeypatch.setattr("hpc_train.launchers.slurm.profiles.find", lambda *_: profile)
+    batch = fake_batch(tmp_path)
+    job = submit(cluster, batch)
+    wait_for_the_end(cluster)
+    assert field(cluster, job, "ExitCode") == "1:0"
+    (output,) = batch.submission.glob("*_log.out")
+    assert "setup: `source /not/there.sh` ended with exit code 1" in output.read_text()
+    assert ranks(batch) == []
 
 
 def test_an_array_waits_until_it_is_released(cluster: Cluster, tmp_path: Path) -> None:

@@ -143,6 +143,16 @@ def test_what_a_trial_raised_is_told_as_the_ranks_own(
             "the address space is limited to 4096 MiB (`ulimit -v`)",
         ),
         (OSError(errno.EFBIG, "x"), resource.RLIMIT_FSIZE, "a file is limited to 4096 MiB (`ulimit -f`)"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            resource.RLIMIT_NOFILE,
+            "the number of open files is limited to 4294967296 (`ulimit -n`)",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            resource.RLIMIT_AS,
+            "the address space is limited to 4096 MiB (`ulimit -v`)",
+        ),
     ],
 )
 def test_a_limit_of_the_shell_is_named(

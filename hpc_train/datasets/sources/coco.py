@@ -32,7 +32,7 @@ from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import read_image
 from hpc_train.datasets.images import PixelRules, image_content
-from hpc_train.datasets.index_files import Array, Index, index_of
+from hpc_train.datasets.index_files import Array, Index, Layout, index_of
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.datasets.sources.values import MAX_INTEGER, text_problem
@@ -45,6 +45,9 @@ _TOLERANCE = 1.0
 _MAX_SIDE = 2**31 - 1
 #: Primes larger than any number of images that is read within the limit of time.
 _STRIDES = (7919, 104729)
+
+#: Of a split, in the index.
+_ARRAYS = frozenset({"targets", "names", "sides", "starts", "corners", "labels", "crowds"})
 
 
 class CocoSplit:
@@ -117,7 +120,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     root = root_of(config)
     files = annotation_files(root)
     make = partial(_parsed, root, files, args, has_remarks=download)
-    index = index_of(config, list(files.values()), make, download=download)
+    index = index_of(config, list(files.values()), Layout(frozenset(files), _ARRAYS), make, download=download)
     for remark in index.facts.get("remarks", ()) if download else ():
         say(f"data.root: {remark}")
     splits = {

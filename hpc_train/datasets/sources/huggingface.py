@@ -25,7 +25,7 @@ from hpc_train.datasets.arguments import parse_args, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.images import image_content
 from hpc_train.datasets.sources.infer import mean_and_std
-from hpc_train.datasets.sources.named_files import NamedFiles
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks
 from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, listed, shortened
@@ -149,6 +149,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     shape = () if has_classes else _shape_of_targets(splits["train"], columns[1])
     if download:
         _check_targets(splits, columns[1], len(names), shape, config)
+    if download and has_classes:
+        for remark in class_remarks(names, _present_classes(splits, columns[1], numbers)):
+            say(f"data.root: {remark}")
     mean, std = mean_and_std(args.channels)
     num_classes = len(names) if has_classes else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
@@ -317,6 +320,18 @@ def _classes(
             zip(cells, classes.finish(found).tolist() if key == "train" else found.tolist(), strict=True)
         )
     return classes.names, numbers
+
+
+def _present_classes(
+    splits: Mapping[str, Rows], column: str, numbers: Mapping[str, Mapping[Any, int] | None]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the class numbers that occur in each split."""
+    found = {}
+    for key, rows in splits.items():
+        mapping, values = numbers[key], rows.data.unique(column)
+        classes = values if mapping is None else [mapping[value] for value in values if value in mapping]
+        found[key] = np.array([number for number in classes if number is not None], np.int64)
+    return found
 
 
 def _no_classes(column: str, feature: Any) -> BadFileError:

@@ -21,7 +21,7 @@ from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_fil
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.images import image_content
-from hpc_train.datasets.index_files import Array, Index, index_of, packed_texts, text_at
+from hpc_train.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.datasets.sources.values import ClassNumbers, Place, as_number, number_of
@@ -29,6 +29,8 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, listed, shortened
 
 _PARQUET = ".parquet"
+#: Of a split, in the index.
+ARRAYS = frozenset({"targets", "lines", "ends", "bytes"})
 
 
 class ListedImages:
@@ -65,7 +67,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     for split, path in lists.items():
         _check_file(split, path)
     make = partial(_parsed, root, lists, args, has_remarks=download)
-    index = index_of(config, list(lists.values()), make, download=download)
+    index = index_of(config, list(lists.values()), Layout(frozenset(lists), ARRAYS), make, download=download)
     for remark in index.facts.get("remarks", ()) if download else ():
         say(f"data.root: {remark}")
     splits = {

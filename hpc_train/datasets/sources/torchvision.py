@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import PIL
 import torch
 import torchvision.datasets
-from PIL import EpsImagePlugin
+from PIL import EpsImagePlugin, Image
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.images import PixelRules
+from hpc_train.datasets.images import PixelRules, open_lazily
 from hpc_train.datasets.sources.in_memory import in_memory
 from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.sources.torchvision_masks import MASKED_SETS
@@ -25,11 +27,36 @@ from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.validate.part_rules import unlisted
 
-# torchvision opens files of any of Pillow's formats. EPS is the only one for which Pillow starts a program.
+# For EPS Pillow starts a program. No class of torchvision opens it below; this is in case of one that does.
 EpsImagePlugin.gs_binary = False
 
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 _VAL_SPLITS = ("val", "valid", "test")
+
+
+class _Pillow(ModuleType):
+    """A module of Pillow in which some names are replaced."""
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _restrict_formats() -> None:
+    """Let the modules of ``torchvision.datasets``, which open files themselves, open ``FORMATS`` only."""
+    image = _Pillow(Image, open=open_lazily)
+    replaced = {"Image": (Image, image), "PIL": (PIL, _Pillow(PIL, Image=image))}
+    for module in vars(torchvision.datasets).values():
+        for name, (original, restricted) in replaced.items():
+            if isinstance(module, ModuleType) and vars(module).get(name) is original:
+                setattr(module, name, restricted)
+
+
+_restrict_formats()
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:

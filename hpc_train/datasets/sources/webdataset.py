@@ -27,8 +27,17 @@ from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.listed_data import WebdatasetArgs, shard_files, webdataset_files, without_index
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
-from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
+from hpc_train.datasets.index_files import (
+    Array,
+    Index,
+    Layout,
+    ensure_index,
+    open_index,
+    packed_texts,
+    text_at,
+)
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.named_files import class_remarks
 from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.datasets.token_writing import refusing_repeated
 from hpc_train.datasets.types import DataInfo
@@ -46,6 +55,9 @@ _LABEL = b"V"
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
 _IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
+
+#: Of a split, in the index.
+_ARRAYS = frozenset({"targets", "shards", "offsets", "sizes", "ends", "bytes"})
 
 
 class ShardedImages:
@@ -87,6 +99,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     for split, paths in shards.items():
         _check_files(split, paths)
     index = _index(config, args, shards, download)
+    if download and args.target == "class":
+        targets = {split: arrays["targets"] for split, arrays in index.splits.items()}
+        for remark in class_remarks(index.class_names, targets):
+            say(f"data.root: {remark}")
     splits = {
         split: ShardedImages(paths, dict(index.splits[split]), args.channels)
         for split, paths in shards.items()
@@ -110,10 +126,10 @@ def _check_files(split: str, paths: list[Path]) -> None:
 
 
 def _index(config: DataConfig, args: WebdatasetArgs, shards: dict[str, list[Path]], download: bool) -> Index:
-    files = webdataset_files(config)
+    files, layout = webdataset_files(config), Layout(frozenset(shards), _ARRAYS)
     if download:
-        return ensure_index(config, files, lambda: _scanned(shards, args))
-    found = open_index(config, files)
+        return ensure_index(config, files, layout, lambda: _scanned(shards, args))
+    found = open_index(config, files, layout)
     if found is None:
         message, remedy = without_index(config, files)
         raise BadFileError(f"data.root: {message}; {remedy}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.outcome import last_line
+from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm import gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
@@ -26,6 +26,7 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
+from hpc_train.run import resource_limits
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
 from hpc_train.run.events import noted_signal
 from hpc_train.run.files import tail_text
@@ -97,7 +98,8 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
         is_early=signal == "SIGUSR2" and _is_early(paths, record),
         step=status.step,
         output=_output(job, record.attempt),
-        logs=_last_lines(attempt),
+        logs=_telling_lines(attempt),
+        limits=resource_limits.current(),
     )
 
 
@@ -130,11 +132,14 @@ def _errors(attempt: AttemptPaths) -> dict[int, str]:
     return {rank: text for _, rank, text in sorted(found)}
 
 
-def _last_lines(attempt: AttemptPaths) -> dict[int, str]:
-    """Return the logs' last lines by rank. Only srun's few words need them, so a thousand are not read."""
+def _telling_lines(attempt: AttemptPaths) -> dict[int, str]:
+    """Return by rank the line of its log that says why it ended, of at most 64 ranks.
+
+    Only for the ranks that srun names are they needed, so thousands of logs are not read.
+    """
     found: dict[int, str] = {}
     for rank, path in attempt.files_of_ranks(".log").items():
-        found[rank] = last_line(path) if len(found) < 64 else ""
+        found[rank] = telling_line(path) if len(found) < 64 else ""
     return found
 
 

@@ -67,6 +67,16 @@ class BatchJob:
         """How often the job has asked for other nodes since an attempt began."""
         return self.submission.folder / f"asked-elsewhere-{self.job}"
 
+    @property
+    def cannot_start(self) -> Path:
+        """Written by the batch script when it requeues the job because no attempt could begin."""
+        return self.submission.folder / f"cannot-start-{self.job}"
+
+    @property
+    def unrequested(self) -> Path:
+        """The starts of this job after the run had failed, one per line: time and step of the checkpoint."""
+        return self.submission.folder / f"unrequested-{self.job}"
+
 
 def _run_id(submission: SubmissionPaths, task: int) -> str:
     runs = (read_json(submission.record) or {}).get("runs")

@@ -27,7 +27,13 @@ from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import diagnose_record, effective_recovery, ended_unseen, nodes_to_exclude
+from hpc_train.recovery.history import (
+    diagnose_record,
+    effective_recovery,
+    ended_unseen,
+    nodes_to_exclude,
+    saved_step,
+)
 from hpc_train.run import trust
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
 from hpc_train.run.code import snapshot
@@ -40,6 +46,9 @@ from hpc_train.run.storage_errors import FULL, storage_error
 _SCONTROL_LIMIT_S = 60.0
 #: So often a job asks for other nodes at one start; then it takes what it gets.
 _MOST_ASKED = 2
+#: Maximum starts of a failed run's job, without progress, that hpc-train did not request. A person may
+#: requeue the job; a Slurm that does so by itself (RequeueExit) would do it without end.
+_MOST_UNREQUESTED = 3
 #: Set by the batch script where Slurm can't leave the nodes out.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 #: sinfo is asked at a requeue only; one that hangs must not keep the job from starting.
@@ -76,6 +85,7 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     if ended := _why_not(job.paths):
         say(f"run {job.paths.folder.name} is {ended}; nothing to do")
         return None
+    _check_unrequested(job)
     try:
         with _full_disks(job.paths):
             _check_trusted(job)
@@ -117,6 +127,32 @@ def _why_not(paths: RunPaths) -> str | None:
     if paths.cancelled.exists():
         return "cancelled"
     return "completed" if read_status(paths).state == "completed" else None
+
+
+def _check_unrequested(job: BatchJob) -> None:
+    """Raise BudgetSpentError if the job of a failed run is started again and again.
+
+    The batch script chooses an exit code after which Slurm does not do that, but it may not have received the
+    list of these codes. A start after a lost node, or one that ``after`` or the batch script requested,
+    does not count.
+    """
+    record, status = newest_record(job.paths), read_status(job.paths)
+    if status.state != "failed" or record is None or record.end is None or not job.owns(record):
+        return
+    if record.restart == job.restart or "requeue" in record.events or job.cannot_start.exists():
+        return
+    step = saved_step(job.paths, record.attempt)
+    lines = job.unrequested.read_text().splitlines() if job.unrequested.exists() else []
+    starts = 1 + sum(line.endswith(f" step {step}") for line in lines)
+    run = job.paths.folder.name
+    if starts > _MOST_UNREQUESTED:
+        raise BudgetSpentError(
+            f"run {run} has failed, and its job was started again {_MOST_UNREQUESTED} times without "
+            f"progress, by Slurm (RequeueExit) or `scontrol requeue`; `hpc-train resume {run}` continues it"
+        )
+    say(f"run {run} had failed, but its job is started again: {starts} of {_MOST_UNREQUESTED} times")
+    with job.unrequested.open("a") as file:
+        file.write(f"{now()} step {step}\n")
 
 
 def _check_trusted(job: BatchJob) -> None:

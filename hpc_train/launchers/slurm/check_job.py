@@ -29,6 +29,7 @@ from hpc_train.launchers.machine_checks import (
     parsed,
     unusable_runs,
 )
+from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import commands, profiles, queue, sbatch, sbatch_errors, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import runs_root
@@ -250,13 +251,22 @@ def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
     if code in {"43", "44"}:
         reason = "it is not there" if code == "43" else "no file can be made in it"
         return unusable_runs(where, runs, reason)
+    said = last_line(job.report.with_name(f"{job.report.name}.err")).removeprefix("hpc-train: ")
     causes = {
-        "41": ("machine.modules", "the set-up of the profile or `module load` fails", "environment.modules"),
-        "42": ("machine.python", "there is no such Python as the login node's", "environment.python"),
-        "45": ("machine.python", "Python fails", "environment.python"),
+        "41": (
+            "machine.modules",
+            said or "the set-up of the profile or `module load` fails",
+            "correct environment.modules, or `setup` of the profile",
+        ),
+        "42": (
+            "machine.python",
+            "there is no such Python as the login node's",
+            "write environment.python",
+        ),
+        "45": ("machine.python", "Python fails", "write environment.python"),
     }
-    check, what, key = causes.get(code, ("slurm.submit", f"the job ended as {job.state} {job.exit_code}", ""))
-    remedy = f"write {key}" if key else "see slurmd's log, or ask the administrators"
+    unknown = f"the job ended as {job.state} {job.exit_code}", "see slurmd's log, or ask the administrators"
+    check, what, remedy = causes.get(code, ("slurm.submit", *unknown))
     return Finding(
         Level.ERROR, check, f"{where}: {what}", f"job {job.job}", "ranks can't start there", remedy
     )

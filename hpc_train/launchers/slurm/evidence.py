@@ -46,8 +46,10 @@ class Facts:
     step: int = 0
     #: What the batch script has printed since the attempt began.
     output: str = ""
-    #: The ranks that wrote a log, each with its last line.
+    #: The ranks that wrote a log, each with the line that says why it ended.
     logs: dict[int, str] = field(default_factory=dict)
+    #: Of the batch script, from which ranks inherit them.
+    limits: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def evidence(facts: Facts) -> Evidence:
         codes=facts.codes,
         nodes=facts.nodes,
         logs=facts.logs,
+        limits=facts.limits,
         step=facts.step,
         failed_nodes=_FAILED_NODE.findall(facts.output) if has_failed_node else None,
         silent=_silent_end(facts),

@@ -120,6 +120,20 @@ def test_class_numbers_are_those_of_the_training_datas_names(library: Any, tmp_p
         source("unknown", labelled(library, ["a", "b", "dog"], [0, 1, 2]))
 
 
+def test_prepare_reports_classes_without_samples(
+    library: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    splits = {
+        "train": labelled(library, ["a", "b", "c"], [0, 0, 2]),
+        "val": labelled(library, ["c", "b"], [0, 1]),
+    }
+    library.DatasetDict(splits).save_to_disk(str(tmp_path / "rare"))
+    build(tmp_path / "rare", download=True)
+    said = "".join(capsys.readouterr())
+    assert "data.root: 1 of 3 classes have no training sample: b" in said
+    assert "data.root: 1 of 3 classes have no validation sample: a" in said
+
+
 def test_several_numbers_are_a_target(library: Any, tmp_path: Path) -> None:
     features = library.Features(
         {"image": library.Image(), "corners": library.Sequence(library.Value("int64"))}

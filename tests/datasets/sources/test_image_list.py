@@ -25,7 +25,7 @@ from hpc_train.data_facts.listed_data import (
 )
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.index_files import Index, ensure_index, open_index, packed_texts
+from hpc_train.datasets.index_files import Index, Layout, ensure_index, open_index, packed_texts
 from hpc_train.datasets.sources import image_list
 from hpc_train.errors import BadFileError
 from hpc_train.plan.input_files import fingerprints, other_inputs
@@ -33,6 +33,7 @@ from tests.datasets.samples import experiment
 from tests.datasets.sources.exactness import assert_exact
 
 ANIMALS = ("cat", "ant", "bee")
+LAYOUT = Layout(frozenset({"train", "val"}), image_list.ARRAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -149,11 +150,27 @@ def test_a_damaged_or_outdated_index_is_not_used(root: Path) -> None:
     content = path.read_bytes()
     for damaged in (content[:-1], content[:20], b"", content[:-1] + bytes([content[-1] ^ 1])):
         path.write_bytes(damaged)
-        assert open_index(data, image_list_files(data)) is None
+        assert open_index(data, image_list_files(data), LAYOUT) is None
         assert len(build(root).train) == 12
     path.write_bytes(content)
     write(root, "train", range(11))
     assert len(build(root).train) == 11 == training_samples(data)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], str]) -> None:
+    """Change the header of an index, and give it the right hash."""
+    content = path.read_bytes()
+    begin = len(INDEX_MAGIC) + INDEX_LENGTH.size
+    nbytes, _ = INDEX_LENGTH.unpack(content[len(INDEX_MAGIC) : begin])
+    text = change(json.loads(content[begin : begin + nbytes])).encode()
+    start = INDEX_MAGIC + INDEX_LENGTH.pack(len(text), header_digest(text))
+    path.write_bytes(start + text + content[begin + nbytes :])
+
+
+def without(header: dict[str, Any], split: str, array: str = "") -> str:
+    """Return the header without a split, or without one of its arrays."""
+    del (header["splits"][split]["arrays"] if array else header["splits"])[array or split]
+    return json.dumps(header)
 
 
 def changed(header: dict[str, Any], array: str, **values: Any) -> str:
@@ -184,6 +201,11 @@ def changed(header: dict[str, Any], array: str, **values: Any) -> str:
         lambda header: json.dumps(header["splits"]["train"]),
         lambda _: "[" * 100_000,
         lambda _: "1",
+        lambda header: without(header, "train"),
+        lambda header: without(header, "val"),
+        lambda header: without(header, "train", "targets"),
+        lambda header: without(header, "train", "lines"),
+        lambda header: without(header, "val", "bytes"),
     ],
 )
 def test_an_absurd_header_is_a_damaged_index(root: Path, change: Callable[[dict[str, Any]], str]) -> None:
@@ -192,12 +214,9 @@ def test_an_absurd_header_is_a_damaged_index(root: Path, change: Callable[[dict[
     data = config(root)
     path = index_path(data, image_list_files(data))
     content = path.read_bytes()
-    begin = len(INDEX_MAGIC) + INDEX_LENGTH.size
-    nbytes, _ = INDEX_LENGTH.unpack(content[len(INDEX_MAGIC) : begin])
-    text = change(json.loads(content[begin : begin + nbytes])).encode()
-    start = INDEX_MAGIC + INDEX_LENGTH.pack(len(text), header_digest(text))
-    path.write_bytes(start + text + content[begin + nbytes :])
-    assert open_index(data, image_list_files(data)) is None
+    rewrite(path, change)
+    assert open_index(data, image_list_files(data), LAYOUT) is None
+    assert len(build(root).train) == 12, "from the list"
     build(root, download=True)
     assert path.read_bytes() == content, "written again"
 
@@ -232,8 +251,8 @@ def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> Non
     names = [b"folder/%07d.jpg" % number for number in range(count)]
     arrays = packed_texts(names) | {"lines": np.arange(count), "targets": np.arange(count) % 10}
     data, files = config(root, tmp_path), image_list_files(config(root))
-    ensure_index(data, files, lambda: Index({"train": arrays, "val": arrays}, ("a",)))
-    opened = open_index(data, files)
+    ensure_index(data, files, LAYOUT, lambda: Index({"train": arrays, "val": arrays}, ("a",)))
+    opened = open_index(data, files, LAYOUT)
     assert opened is not None
     assert all(isinstance(array, np.ndarray) for array in opened.splits["train"].values())
     assert sum(array.nbytes for array in opened.splits["train"].values()) < 80 * count

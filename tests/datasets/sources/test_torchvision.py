@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import io
 import pickle
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torchvision.datasets
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torchvision.datasets.folder import pil_loader
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.images import open_lazily
 from hpc_train.errors import BadFileError
 from tests.datasets.sources.masks import save
 
@@ -213,6 +215,34 @@ def test_no_file_makes_pillow_start_a_program(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.setattr(subprocess, name, lambda *args, **_: started.append(args))
     path = tmp_path / "0.png"
     path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(OSError, match="Ghostscript"):
+    with pytest.raises(UnidentifiedImageError):
         pil_loader(str(path))
+    with Image.open(path) as image, pytest.raises(OSError, match="Ghostscript"):
+        image.load()
     assert not started
+
+
+def test_torchvision_opens_the_stated_formats_only(tmp_path: Path) -> None:
+    importlib.import_module("hpc_train.datasets.sources.torchvision")
+    image = Image.new("RGB", (16, 16), (10, 20, 30))
+    for folder, form in (("bad", "ICO"), ("good", "TIFF")):
+        (tmp_path / folder / "a").mkdir(parents=True)
+        image.save(tmp_path / folder / "a/0.png", form)
+    good, _ = torchvision.datasets.ImageFolder(str(tmp_path / "good"))[0]
+    assert isinstance(good, Image.Image) and good.getpixel((0, 0)) == (10, 20, 30)
+    with pytest.raises(UnidentifiedImageError, match="cannot identify"):
+        torchvision.datasets.ImageFolder(str(tmp_path / "bad"))[0]
+
+
+def test_no_module_of_torchvision_has_pillows_own_open() -> None:
+    """A new version may import it under another name."""
+    importlib.import_module("hpc_train.datasets.sources.torchvision")
+    folder = Path(torchvision.datasets.__file__).parent
+    opened = 0
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Image.open"):
+                module = importlib.import_module(f"torchvision.datasets.{path.stem}")
+                assert eval(ast.unparse(node.func), vars(module)) is open_lazily, f"{path.name}:{node.lineno}"
+                opened += 1
+    assert opened > 10

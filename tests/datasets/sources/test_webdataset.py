@@ -23,6 +23,7 @@ from hpc_train.plan.input_files import fingerprints, other_inputs
 from hpc_train.validate.loading import load
 from tests.datasets.samples import experiment
 from tests.datasets.sources.exactness import assert_exact
+from tests.datasets.sources.test_image_list import rewrite, without
 
 ANIMALS = ("cat", "ant", "bee")
 SHARDS = "train-{00..02}.tar"
@@ -118,6 +119,14 @@ def test_targets(root: Path, args: dict[str, Any], targets: list[Any], classes: 
     assert source.info.target_shape == np.shape(targets[0])
 
 
+def test_prepare_reports_classes_without_samples(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(root, num_classes=5)
+    build(root, num_classes=5, download=False)
+    said = "".join(capsys.readouterr())
+    assert said.count("data.root: 2 of 5 classes have no training sample: 3, 4") == 1
+    assert said.count("data.root: 2 of 5 classes have no validation sample: 3, 4") == 1
+
+
 def test_resume_and_ranks_read_the_same(root: Path) -> None:
     build(root)
     assert_exact(lambda: build(root, download=False))
@@ -137,6 +146,11 @@ def test_ranks_need_the_index_of_these_shards(root: Path, tmp_path: Path) -> Non
     path.write_bytes(content[:-1])
     with pytest.raises(BadFileError, match=words):
         build(root, download=False)
+    for absent in (("val", ""), ("train", "offsets")):
+        path.write_bytes(content)
+        rewrite(path, lambda header, absent=absent: without(header, *absent))  # type: ignore[misc]
+        with pytest.raises(BadFileError, match=words):
+            build(root, download=False)
     path.write_bytes(content)
     write(root / "train-01.tar", {"x": members_of(1)})
     with pytest.raises(BadFileError, match=words):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.accounting import gib, job_usage, parsed, seconds
 from hpc_train.run.files import read_json, write_json
 from tests.launchers.slurm.programs import put_programs_first
@@ -62,5 +63,15 @@ def test_all_jobs_of_the_run_are_asked_for(tmp_path: Path, monkeypatch: pytest.M
     write_json(paths.run, (read_json(paths.run) or {}) | {"slurm_job_ids": ["12", "14_3"]})
     assert job_usage(paths) is not None
     assert "--jobs=12,14_3" in programs.calls("sacct")[0]
+    clusters = {"slurm_job_ids": ["12", "13", "14_3"], "slurm_clusters": ["there", "here", None]}
+    write_json(paths.run, (read_json(paths.run) or {}) | clusters)
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    assert job_usage(paths) is not None
+    assert "--jobs=13,14_3" in programs.calls("sacct")[-1], "12 is another job on this cluster"
+    monkeypatch.setattr(commands, "cluster_name", lambda: "elsewhere")
+    write_json(paths.run, (read_json(paths.run) or {}) | {"slurm_clusters": ["there"] * 3})
+    calls = len(programs.calls("sacct"))
+    assert job_usage(paths) is None and len(programs.calls("sacct")) == calls
+    write_json(paths.run, (read_json(paths.run) or {}) | {"slurm_clusters": []})
     programs.put("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert job_usage(paths) is None

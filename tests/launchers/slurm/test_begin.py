@@ -14,6 +14,7 @@ import pytest
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.slurm.batch_job import MARK
 from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, _hosts, begin
+from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, now_ms, write_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.events import EventLog
@@ -143,6 +144,52 @@ def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(tmp_path
     assert "no progress 2 of 2" in (record_of(paths.attempt(2)).reason or "")
     # Requeued by hand after that: somebody wants it.
     assert begun(submission, restarted(4))[0] == 4
+
+
+def fail(paths: RunPaths, number: int, **events: str) -> None:
+    """End the attempt as ``after`` does when the run has failed."""
+    record = record_of(paths.attempt(number))
+    events = record.events | {"end": now_ms()} | events
+    write_record(paths.attempt(number), replace(record, end=now_ms(), cause="user error", events=events))
+    write_status(paths, RunStatus("failed", 0, 10, attempt=number, reason="data.root: nothing there"))
+
+
+@pytest.mark.fault(36)
+def test_a_failed_run_is_not_started_again_by_slurm_without_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By RequeueExit, where the batch script could not find an exit code that is not in the list."""
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    for restart in (1, 2, 3):
+        fail(paths, restart)
+        assert begun(submission, restarted(restart))[0] == restart + 1
+    assert "3 of 3 times" in capfd.readouterr().err
+    fail(paths, 4)
+    for restart in (4, 5):
+        with pytest.raises(BudgetSpentError, match="started again 3 times without progress, by Slurm"):
+            begin(submission, restarted(restart))
+    assert len(paths.attempt_folders()) == 4
+    status = read_status(paths)
+    assert (status.state, status.reason) == ("failed", "data.root: nothing there"), "it is still why"
+    write_checkpoint(paths, 4, attempt=4)
+    assert begun(submission, restarted(6))[0] == 5, "it has progressed"
+
+
+def test_only_starts_that_nobody_asked_for_count(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    for restart in range(1, 6):
+        fail(paths, restart, requeue=now_ms())
+        begun(submission, restarted(restart))
+    (submission / "cannot-start-12_0").write_text("exit code 1\n")
+    for restart in range(6, 12):
+        fail(paths, restart)
+        begun(submission, restarted(restart))
+    (submission / "cannot-start-12_0").unlink()
+    for restart in range(12, 18):  # lost with its node
+        begun(submission, restarted(restart))
+    assert not list(submission.glob("unrequested-*"))
 
 
 def test_progress_lets_slurm_requeue_without_end(tmp_path: Path) -> None:

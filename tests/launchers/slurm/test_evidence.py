@@ -46,6 +46,31 @@ def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None
     assert told(facts)[1:] == ("stop 65", "wrong file")
 
 
+@pytest.mark.parametrize(
+    ("srun", "line", "reason"),
+    [
+        ("Aborted", "std::bad_alloc", "killed by SIGABRT: std::bad_alloc; -v is 1"),
+        ("Exited with exit code 1", "MemoryError", "ended with exit code 1: MemoryError; -v is 1"),
+        ("CPU time limit exceeded", "", "killed by SIGXCPU; -t is 60"),
+        ("Segmentation fault", "pthread_create", "killed by SIGSEGV: pthread_create; -v is 1"),
+    ],
+)
+def test_a_limit_that_ended_a_rank_is_named_and_the_node_not_blamed(
+    srun: str, line: str, reason: str
+) -> None:
+    output, limits = f"srun: error: n2: task 3: {srun}\n", {"-v": "-v is 1", "-t": "-t is 60"}
+    found = judge(Facts(1, output=output, logs={3: line}, limits=limits))
+    assert str(found.reason).startswith(f"rank 3 on n2: {reason}: raise it with `ulimit`")
+    assert found.bad_nodes == {}
+
+
+def test_a_limit_that_kept_srun_from_starting_is_named() -> None:
+    output = "srun: error: fork: Resource temporarily unavailable\n"
+    found = judge(Facts(1, output=output, limits={"-u": "-u is 9"}))
+    assert "no rank was started: srun: error: fork: Resource temp" in str(found.reason)
+    assert "unavailable; -u is 9: raise it" in str(found.reason)
+
+
 def test_a_crash_is_reported_with_its_rank() -> None:
     assert told(CRASHED) == ("crash", "requeue 75", "rank 1: ValueError: too hot")
 

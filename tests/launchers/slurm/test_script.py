@@ -51,6 +51,19 @@ def run(batch: Batch, programs: Programs, **environment: str) -> subprocess.Comp
     )
 
 
+def run_like_slurm(batch: Batch, programs: Programs, **environment: str) -> tuple[int, str]:
+    """Return the exit code and what the script printed to stderr, which is a file as Slurm's is."""
+    path, errors = programs.folder / "script.sh", programs.folder / "script.err"
+    path.write_text(script_text(batch))
+    errors.write_text("ERROR: of an earlier start\n")
+    own = {"PATH": f"{programs.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with errors.open("a") as file:
+        done = subprocess.run(
+            ["bash", path], env=own | environment, stdout=subprocess.DEVNULL, stderr=file, check=False
+        )
+    return done.returncode, errors.read_text()
+
+
 def use(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
     """Let every experiment have the profile of these keys."""
     profile = Profile.model_validate(keys)
@@ -244,6 +257,79 @@ def test_a_module_that_is_not_loaded_has_failed_whatever_the_exit_code(
     assert done.returncode == (failed is not None), done.stderr
     assert len(programs.calls("srun")) == (failed is None)
     assert failed is None or failed in done.stderr
+
+
+#: Commands as set-up lines know them: some fail with exit code 0.
+SETUP = """\
+module() {
+  case $* in
+    "load there/1" | "restore there" | "use "*) MODULEPATH=${MODULEPATH:+$MODULEPATH:}$2; return 0 ;;
+    "load "*) echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 0 ;;
+    "restore "*) echo 'Lmod has detected the following error:  User module collection: "x" ...' >&2 ;;
+  esac
+  return 1
+}
+conda() { echo "EnvironmentNameNotFound: Could not find conda environment: $2" >&2; return 1; }
+micromamba() { echo "critical libmamba Cannot activate, prefix does not exist" >&2; return 0; }
+spack() { echo "==> Error: Spec '$2' matches no installed packages." >&2; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "failed"),
+    [
+        ("module use /not/there", "`module use /not/there`: no such folder"),
+        ("module load nope/1", "a line printed an error"),
+        ("module restore nope", "`module restore nope` ended with exit code 1"),
+        ("conda activate nope", "`conda activate nope` ended with exit code 1"),
+        ("source activate nope", "a line printed an error"),
+        ("micromamba activate nope", "a line printed an error"),
+        ("spack load nope", "a line printed an error"),
+        ("source /not/there", "`source /not/there` ended with exit code 1"),
+        (". /not/there", "`. /not/there` ended with exit code 1"),
+        (". inner.sh", "a line printed an error"),
+        ("for i in 1; do\n  nosuchcommand $i\ndone", "`nosuchcommand $i` ended with exit code 127"),
+        ("cd /not/there && module load there/1", None),
+        (". harmless.sh", None),
+        ("[ -d /not/there ] && module load there/1", None),
+        ("if false; then module load nope/1; fi", None),
+        ("module load there/1; module restore there", None),
+        ("module load nope/1 2> /dev/null || true", None),
+        ("export MODULEPATH=/usr:/of/the/site", None),
+        ("echo it has 3 errors, see ERRORS.txt >&2", None),
+    ],
+)
+def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch, line: str, failed: str | None
+) -> None:
+    (tmp_path / "init.sh").write_text(SETUP)
+    (programs.folder / "activate").write_text("conda activate $1\ntrue\n")
+    (programs.folder / "inner.sh").write_text("module load nope/1\ntrue\n")
+    (programs.folder / "harmless.sh").write_text("true\n[ -f /not/there ] && echo there\n")
+    lines = [f". {tmp_path}/init.sh", *line.split("\n"), "export MARK=set"]
+    use(monkeypatch, setup=lines)
+    code, errors = run_like_slurm(fake_batch(tmp_path), programs)
+    assert code == (failed is not None), errors
+    assert len(programs.calls("srun")) == (failed is None)
+    if failed is not None:
+        assert f"hpc-train: profile generic: setup: {failed}" in errors
+    assert ("MODULEPATH: /of/the/site does not exist" in errors) == ("/of/the/site" in line)
+
+
+def test_the_exit_code_of_a_set_up_line_counts_where_stderr_is_no_file(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, setup=["false"])
+    done = run(fake_batch(tmp_path), programs)
+    assert done.returncode == 1 and "`false` ended with exit code 1, see above" in done.stderr
+
+
+def test_a_trap_of_the_profile_is_left_alone(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, setup=["trap 'echo theirs >&2' ERR", "false"])
+    done = run(fake_batch(tmp_path), programs)
+    assert done.returncode == 0 and done.stderr.startswith("theirs\n")
 
 
 def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs: Programs) -> None:

@@ -464,6 +464,29 @@ def test_what_another_host_may_be_doing_is_left_to_it(
     assert not programs.calls("sbatch")
 
 
+@pytest.mark.parametrize(("cluster", "is_finished"), [("there", False), ("here", True), (None, True)])
+def test_what_was_begun_on_another_cluster_is_left_to_it(
+    cluster: str | None,
+    is_finished: bool,
+    tmp_path: Path,
+    folder: ExperimentPaths,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    paths = steps.new_paths(folder)
+    (run,) = _runs(tmp_path, folder, "[1]")
+    batch = Batch(paths.folder, "x", {"additional_parameters": {}})
+    made = steps.prepare(paths, [run.paths], batch, max_parallel=None, stays_held=False, cluster=cluster)
+    steps.write(paths, replace(made, job_id="12", state=steps.SUBMITTED, creator=None))
+    with SlurmLauncher().submitting(folder):
+        pass
+    said = capsys.readouterr().err
+    assert (f"submission {made.token}: left to cluster there, where it began" in said) != is_finished
+    assert ("release 12" in programs.calls("scontrol")) == is_finished
+
+
 @pytest.mark.fault(37)
 def test_one_command_at_a_time_submits(folder: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, entered = threading.Event(), threading.Event()
