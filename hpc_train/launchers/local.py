@@ -28,6 +28,9 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 _POLL_S = 0.05
 #: From a rank's failure to the end of all: long enough for survivors to say why they end. Assumed.
 _FAILURE_GRACE_S = 3.0
+#: From the first rank that lost a peer to the judgment: how long a rank may take to end after its connections
+#: have closed. Assumed.
+_CAUSE_GRACE_S = 2.0
 #: From the first rank that is through to the end of all: they left the last step together. Assumed.
 _LEAVE_GRACE_S = 120.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -111,6 +114,7 @@ class _Follower:
         self._deadline: float | None = None
         self._has_failed = False
         self._has_asked = False
+        self._lost_since: float | None = None
 
     def follow(self, poll: Callable[[], None]) -> list[RankProcess]:
         """Return once all ranks have ended: those that did so by themselves, first one first."""
@@ -136,6 +140,11 @@ class _Follower:
     def _handle_ends(self) -> None:
         if self._has_failed or not self._ranks.ended or not self._ranks.are_running:
             return
+        if all(rank.exit_code == ExitCode.PEER_LOST for rank in self._ranks.ended):
+            # The peer's connections close before it has ended: it may be the cause, by its own exit code.
+            self._lost_since = self._lost_since or time.monotonic()
+            if time.monotonic() < self._lost_since + _CAUSE_GRACE_S:
+                return
         is_completed = _is_completed(self._request)
         self._has_failed = any(
             is_failure(rank.exit_code, is_completed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,8 +62,8 @@ def judge(
     failed = [rank for rank in ended if is_failure(_code(rank), is_completed)]
     if interrupted_by is not None:
         failed = [rank for rank in failed if _code(rank) not in _ASKED_TO_END]
-    if _follow_one_that_was_asked(failed, ended):
-        failed = []
+    if all(_code(rank) == ExitCode.PEER_LOST for rank in failed) and any(map(_stopped_by_request, ended)):
+        failed = []  # they lost the peer that somebody had asked to stop
     stop = None
     if not failed and interrupted_by is not None:
         stop = stopped_by_signal(interrupted_by)
@@ -88,10 +87,9 @@ def judge(
     return Outcome(exit_code, found.reason, details, state, found.cause)
 
 
-def _follow_one_that_was_asked(failed: Sequence[RankProcess], ended: Sequence[RankProcess]) -> bool:
-    """Tell whether all of ``failed`` lost a peer that somebody had asked to stop; the launcher asks later."""
-    asked_at = min((rank.ended_at for rank in ended if _code(rank) == ExitCode.TRY_AGAIN), default=math.inf)
-    return all(_code(rank) == ExitCode.PEER_LOST and rank.ended_at >= asked_at for rank in failed)
+def _stopped_by_request(rank: RankProcess) -> bool:
+    """Tell whether somebody asked the rank to stop before the launcher did."""
+    return _code(rank) == ExitCode.TRY_AGAIN and not rank.was_asked
 
 
 def _evidence(

@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ class RankProcess:
     rank: int
     popen: subprocess.Popen[bytes]
     exit_code: int | None = None
-    #: When it was seen to have ended, in monotonic seconds: equal where that was at the same time.
-    ended_at: float = 0.0
+    #: It still ran when the launcher asked it to stop.
+    was_asked: bool = False
 
 
 class RankProcesses:
@@ -74,11 +73,9 @@ class RankProcesses:
 
     def collect(self) -> None:
         """Note which ranks have ended since the last call."""
-        now = time.monotonic()
         for rank in self._running():
             rank.exit_code = exit_code(rank.popen)
             if rank.exit_code is not None:
-                rank.ended_at = now
                 self.ended.append(rank)
 
     def exit_codes(self) -> list[int]:
@@ -90,7 +87,8 @@ class RankProcesses:
     def terminate(self) -> None:
         """Ask the ranks that run to stop."""
         for rank in self._running():
-            rank.popen.terminate()
+            rank.popen.terminate()  # not sent if it has ended
+            rank.was_asked = rank.popen.returncode is None
 
     def kill(self) -> None:
         """End the ranks that run, and what they started, now; return once they are gone."""

@@ -277,6 +277,26 @@ leave(76)
     assert read_status(request.paths).state == "interrupted"
 
 
+def test_a_peer_that_ends_after_those_that_lost_it_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's connections close before it has ended: with much memory on a GPU, seconds before."""
+    monkeypatch.setattr(local, "_CAUSE_GRACE_S", HANG_LIMIT_S)
+    request = new_request(tmp_path)
+    script = """
+pid = run.folder / "pid"
+if rank == 1:
+    wait_for(pid.exists)
+    wait_for(lambda: not Path("/proc", pid.read_text()).exists())  # the launcher knows how it ended
+    leave(75)
+(run.folder / "new").write_text(str(os.getpid()))
+(run.folder / "new").rename(pid)
+leave(76)
+"""
+    assert launch(request, script) == ExitCode.TRY_AGAIN
+    assert read_status(request.paths).state == "interrupted"
+
+
 @pytest.mark.fault(16)
 def test_a_rank_that_the_launcher_asks_after_a_peer_was_lost_excuses_nothing(tmp_path: Path) -> None:
     request = new_request(tmp_path)
