@@ -25,6 +25,10 @@ class LoggerContext:
     args: dict[str, Any]
 
 
+class LoggerOffError(Exception):
+    """Raised by the constructor of a logger that the user has turned off; the text says by what."""
+
+
 class Logger(Protocol):
     """Constructed as ``Logger(context)`` at the start of each attempt.
 

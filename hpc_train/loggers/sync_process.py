@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 from hpc_train.loggers.sending import BusyError, in_a_line, lock_for
 from hpc_train.paths import RunPaths
 
-#: How wandb's log reports that its server has refused rows; ``finish`` succeeds nevertheless.
-_REFUSED = "filestream: fatal error"
 _BUSY = "another process sends the run's rows: another sync, or an attempt that trains and sends them itself"
 
 
@@ -55,7 +53,7 @@ def _end_with_parent() -> None:
 def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     files = Path(request["settings"]["files"])
     try:
-        answer = _send_to_wandb(request, files)
+        answer = _send_to_wandb(request)
     except (BusyError, ModuleNotFoundError):
         raise
     except Exception as error:
@@ -64,14 +62,14 @@ def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _send_to_wandb(request: dict[str, Any], files: Path) -> dict[str, Any]:
+def _send_to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     from hpc_train.loggers.wandb_process import WandbMirror
 
     mirror = WandbMirror(request["settings"], lambda what: None)
     mirror.send(request["step"])
     mirror.finish(request["end"])
-    if any(_REFUSED in log.read_text(errors="replace") for log in files.glob("wandb/run-*/logs/*.log")):
-        return {"error": "wandb's server has refused rows; `wandb status` and the project's page may say why"}
+    if (problem := mirror.missing()) is not None:
+        return {"error": f"{problem}; `wandb status` and the project's page may say why"}
     return {"rows_sent": mirror.num_sent, "target": mirror.url}
 
 

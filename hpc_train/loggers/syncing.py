@@ -21,6 +21,7 @@ from hpc_train.loggers.sync_targets import Target
 from hpc_train.package_path import answer_in, with_package
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
+from hpc_train.redaction import redacted
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import GOING_ON
 
@@ -59,7 +60,8 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     settings = target.settings | {"withdraw_to": _withdraw_to(paths, before)}
     answer = _ask({"to": target.to, "settings": settings, "step": final.step, "end": end}, target.environment)
     if "error" in answer:
-        return Synced(target.to, final.rows, step, error=str(answer["error"]))
+        return Synced(target.to, final.rows, step, error=redacted(str(answer["error"])))
+    answer["target"] = redacted(answer["target"]) if answer["target"] else None
     record["target"] = answer["target"]
     write_json(paths.synced, {"version": 1, "targets": _records(paths) | {target.key: record}})
     return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"])

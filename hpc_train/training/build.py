@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ from hpc_train.datasets.skipping import BadSamples, too_many
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
-from hpc_train.loggers.base import Logger, LoggerContext
+from hpc_train.loggers.base import Logger, LoggerContext, LoggerOffError
 from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.redaction import redacted
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json, write_json
@@ -358,12 +360,15 @@ def make_logger(name: str, context: LoggerContext) -> Logger | None:
     """Return the logger of this name; None, with a warning, where it can't be imported or constructed."""
     try:
         return cast(Logger, part("loggers", name)(context))
+    except LoggerOffError as off:
+        print(f"{name}: {off}", flush=True)
+        return None
     except (Exception, SystemExit):
         _log.warning(
             "logger %s can't be started and receives nothing from this attempt; training continues, "
-            "metrics.jsonl has every row",
+            "metrics.jsonl has every row\n%s",
             name,
-            exc_info=True,
+            redacted(traceback.format_exc().rstrip()),
         )
         return None
 

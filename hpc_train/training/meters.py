@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from hpc_train.errors import UserError
 from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, WithdrawsRows
 from hpc_train.paths import RunPaths
+from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
@@ -122,7 +124,8 @@ class MetricsWriter:
             try:
                 work(logger)
             except (Exception, SystemExit):
-                _log.warning("logger %s failed and is disabled", type(logger).__name__, exc_info=True)
+                reason = redacted(traceback.format_exc().rstrip())
+                _log.warning("logger %s failed and is disabled\n%s", type(logger).__name__, reason)
                 self._loggers.remove(logger)
 
 
