@@ -91,6 +91,12 @@ class ProcessLogger:
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
 
+    @property
+    def close_limit_s(self) -> float:
+        """The most that ``close`` takes."""
+        start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
+        return start_limit_s + _CLOSE_LIMIT_S + 2 * _KILLED_LIMIT_S
+
     def _wait_for_start(self) -> bool:
         """Return False if the process has not started within ``_START_LIMIT_S``; True without waiting if its
         start may need a server.

@@ -41,6 +41,7 @@ from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.evaluator import make_validation
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
+from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread
 from hpc_train.training.loop import BadSampleCount, Profiler, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
@@ -55,6 +56,7 @@ from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
 _log = logging.getLogger(__name__)
+_CONTINUES = "training continues, metrics.jsonl has every row"
 
 
 @dataclass
@@ -345,15 +347,23 @@ def _begin_record(run: _Run, step: int) -> None:
         run.metrics_writer.begin(step)
 
 
-def _loggers(rank: Rank) -> list[Logger]:
-    run = read_json(rank.paths.run) or {}
-    made = [
-        make_logger(
-            name, LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
-        )
-        for name, args in rank.experiment.logging.arguments_by_logger().items()
-    ]
-    return [logger for logger in made if logger is not None]
+def _loggers(rank: Rank) -> list[LoggerThread]:
+    run, threads = read_json(rank.paths.run) or {}, []
+    for name, args in rank.experiment.logging.arguments_by_logger().items():
+        context = LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+        if (thread := start_logger(name, context)) is not None:
+            threads.append(thread)
+    return threads
+
+
+def start_logger(name: str, context: LoggerContext) -> LoggerThread | None:
+    """Return the logger of this name in its thread; None, with a warning, if it can't be started in time."""
+    thread = LoggerThread(name)
+    try:
+        return thread if thread.construct(lambda: make_logger(name, context)) else None
+    except HangingLoggerError as error:
+        _log.warning("logger %s is abandoned: %s; %s", name, error, _CONTINUES)
+        return None
 
 
 def make_logger(name: str, context: LoggerContext) -> Logger | None:
@@ -365,9 +375,9 @@ def make_logger(name: str, context: LoggerContext) -> Logger | None:
         return None
     except (Exception, SystemExit):
         _log.warning(
-            "logger %s can't be started and receives nothing from this attempt; training continues, "
-            "metrics.jsonl has every row\n%s",
+            "logger %s can't be started and receives nothing from this attempt; %s\n%s",
             name,
+            _CONTINUES,
             redacted(traceback.format_exc().rstrip()),
         )
         return None
