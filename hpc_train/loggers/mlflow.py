@@ -16,7 +16,7 @@ from hpc_train.loggers.tracker_environment import passed_on
 
 #: Unless the environment says otherwise. A request is not repeated by the client, which can't know whether
 #: the first one arrived; what failed is sent at the next commit.
-_DEFAULTS = {
+DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -41,7 +41,7 @@ class MlflowLogger(ProcessLogger):
 
 def environment() -> dict[str, str]:
     """Return the environment of a process that talks to MLflow."""
-    return _DEFAULTS | passed_on("mlflow", os.environ)
+    return DEFAULTS | passed_on("mlflow", os.environ)
 
 
 def start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.sending import lock_for
 from hpc_train.loggers.sent_rows import SentRows
+from hpc_train.loggers.tracker_environment import is_variable_of
 from hpc_train.loggers.wandb_accepted import num_accepted, refusal
 from hpc_train.paths import RunPaths
 
@@ -77,9 +80,10 @@ class WandbMirror:
         self._history = SentRows(paths.metrics, *self._records)
         self._run: Any = None
         self._committed_step = -1
+        _drop_invalid_settings(warn)
         #: Rows that this process has sent.
         self.num_sent = 0
-        self._begin(_INIT_TIMEOUT_S)
+        self._begin(_init_timeout_s())
 
     @property
     def url(self) -> str | None:
@@ -89,14 +93,14 @@ class WandbMirror:
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that wandb lacks. What fails is done at the next commit."""
         self._committed_step = committed_step
-        if not self._is_open(_INIT_TIMEOUT_S):
+        if not self._is_open(_init_timeout_s()):
             return
         if refusal(self._logs) is not None and (problem := self.missing()) is not None:
             self._warn_once(problem)
         if self._history.has_withdrawn():
             self._run.finish(exit_code=1)
             self._history.begin_segment()
-            self._run = self._open(_INIT_TIMEOUT_S)
+            self._run = self._open(_init_timeout_s())
         for number, row in self._history.rows_up_to(committed_step):
             self._run.log(_named(row) | self._images(row) | _time(row), step=number)
             self.num_sent += 1
@@ -191,6 +195,30 @@ class WandbMirror:
         for split in ("train", "val"):
             run.define_metric(f"{split}/*", step_metric="step")
         return run
+
+
+def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
+    """Drop the variables whose values wandb refuses, which would end its start, and name them.
+
+    Raises ValueError for an invalid address: without it the rows would go to another server.
+    """
+    import wandb
+
+    for name in sorted(name for name in os.environ if is_variable_of("wandb", name)):
+        try:
+            wandb.Settings().update_from_env_vars({name: os.environ[name]})
+        except (ValueError, TypeError) as error:
+            errors = error.errors() if hasattr(error, "errors") else []
+            reason = str(errors[0]["msg"]) if errors else str(error).partition("\n")[0]
+            what = f"{name}={printable(os.environ[name])} is invalid ({reason})"
+            if name == "WANDB_BASE_URL":
+                raise ValueError(f"{what}; nothing is sent") from error
+            warn(f"{what} and is ignored")
+            del os.environ[name]
+
+
+def _init_timeout_s() -> float:
+    return float(os.environ.get("WANDB_INIT_TIMEOUT") or _INIT_TIMEOUT_S)
 
 
 def _named(row: Row) -> Row:

@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in mlflow._DEFAULTS.items():
+    for name, value in mlflow.DEFAULTS.items():
         monkeypatch.setenv(name, value)
     uri = f"file://{tmp_path}/mlruns"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
