@@ -88,6 +88,8 @@ def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
 
 def _show(paths: RunPaths, synced: Synced) -> None:
     name = f"{run_name(paths)}: {synced.to}"
+    for note in synced.notes:
+        say(f"{name}: {one_line(note)}")
     if synced.error is not None:
         say(f"{name}: {one_line(synced.error)}")
     elif synced.rows == 0:

@@ -26,7 +26,7 @@ from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.loggers.tracker_environment import is_variable_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.metric_rows import POSITION
+from hpc_train.run.metric_rows import numbers, time_of
 
 #: The tag by which a run is found; its value never changes over the attempts.
 TAG = "hpc_train.id"
@@ -213,12 +213,12 @@ class _Run:
 
 
 def metrics_of(row: Row) -> list[_Metric]:
-    """Return a row's numbers under MLflow's names: ``val/loss`` and so on."""
-    time_ms = round(row["time"] * 1000)
+    """Return a row's numbers under MLflow's names: ``val/loss`` and so on; none of a row without a time."""
+    if (time_s := time_of(row)) is None:
+        return []
     return [
-        (named(f"{row['split']}/", name), float(value), time_ms, row["step"])
-        for name, value in row.items()
-        if name not in POSITION and isinstance(value, (int, float)) and not isinstance(value, bool)
+        (named(f"{row['split']}/", name), value, round(time_s * 1000), row["step"])
+        for name, value in numbers(row).items()
     ]
 
 

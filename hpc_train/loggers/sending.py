@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 from hpc_train.errors import printable
 from hpc_train.loggers.base import Row
+from hpc_train.loggers.packages import TooOldPackageError, check_version
 from hpc_train.loggers.process_logger import warning
 from hpc_train.redaction import redacted
 from hpc_train.run.files import UnreadableFileError, open_regular
@@ -72,6 +73,7 @@ def main(name: str, make: Callable[[dict[str, Any], Callable[[str], None]], Mirr
     def make_mirror(settings: dict[str, Any]) -> Mirror:
         nonlocal run_id
         run_id = settings["run_id"]
+        check_version(name)
         return make(settings, warn)
 
     try:
@@ -102,6 +104,8 @@ def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror], started: int
 def in_a_line(error: Exception) -> str:
     """Return the error's type and the first line of its message, without secrets."""
     first_line = printable(redacted(str(error))).strip().partition("\n")[0]
+    if isinstance(error, TooOldPackageError):
+        return first_line
     return f"{type(error).__name__}: {first_line}"
 
 

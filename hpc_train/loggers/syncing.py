@@ -41,6 +41,8 @@ class Synced:
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None = None
     error: str | None = None
+    #: About lines of the file that can't be sent, and variables that are ignored.
+    notes: tuple[str, ...] = ()
 
 
 def sync(paths: RunPaths, target: Target) -> Synced:
@@ -64,7 +66,8 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     answer["target"] = redacted(answer["target"]) if answer["target"] else None
     record["target"] = answer["target"]
     write_json(paths.synced, {"version": 1, "targets": _records(paths) | {target.key: record}})
-    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"])
+    notes = tuple(redacted(note) for note in answer.get("notes", ()))
+    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"], notes=notes)
 
 
 def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:

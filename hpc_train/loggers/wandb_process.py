@@ -17,6 +17,7 @@ from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.loggers.tracker_environment import is_variable_of
 from hpc_train.loggers.wandb_accepted import num_accepted, refusal
 from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import time_of
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -231,7 +232,7 @@ def _named(row: Row) -> Row:
 
 def _time(row: Row) -> Row:
     """Return the time of the row, under wandb's name."""
-    return {"_timestamp": row["time"]} if "time" in row else {}
+    return {} if (time_s := time_of(row)) is None else {"_timestamp": time_s}
 
 
 def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
