@@ -19,7 +19,7 @@ from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.launchers.webhook import read_webhook, settings_file
-from hpc_train.loggers.wandb_key import has_key
+from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
 
@@ -103,7 +103,7 @@ def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) 
 def _wandb(experiment: Experiment) -> Iterator[Finding]:
     """Whether wandb's server takes the rows of a file that logs to it."""
     config = experiment.logging.wandb
-    if config is None or config.mode == "offline":
+    if config is None or not needs_key(config.mode):
         return
     if has_key():
         yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", "WANDB_API_KEY, ~/.netrc")

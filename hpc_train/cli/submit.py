@@ -41,7 +41,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import statuses
-from hpc_train.loggers.wandb_key import has_key
+from hpc_train.loggers.wandb_key import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
@@ -133,9 +133,13 @@ def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int 
 def _say_no_key(loaded: Loaded) -> None:
     """Say what wandb without an API key means for the runs; ranks have what this command has."""
     wandb = loaded.experiment.logging.wandb
-    if wandb is None or wandb.mode == "offline" or has_key():
+    if wandb is None or not needs_key(wandb.mode) or has_key():
         return
-    outcome = "runs log into their folders" if wandb.mode == "auto" else "wandb gets nothing of the runs"
+    outcome = (
+        "runs log into their folders"
+        if effective_mode(wandb.mode) == "offline"
+        else "wandb gets nothing of the runs"
+    )
     remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
     say(loaded.problem("logging.wandb.mode", f"there is no API key, so {outcome}", remedy))
 

@@ -36,6 +36,8 @@ def sync(words: Sequence[str], options: SyncOptions) -> ExitCode:
     """Send the final rows of runs, each once; TRY_AGAIN if some could not be sent."""
     _check(options)
     targets = [(paths, target) for paths in find_readable(words) for target in _targets(paths, options)]
+    for line in dict.fromkeys(filter(None, (target.used_variables for _, target in targets))):
+        say(line)
     done: list[tuple[RunPaths, Synced]] = []
     for paths, target in targets:
         synced = sync_rows(paths, target)
@@ -86,6 +88,8 @@ def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
 
 def _show(paths: RunPaths, synced: Synced) -> None:
     name = f"{run_name(paths)}: {synced.to}"
+    for note in synced.notes:
+        say(f"{name}: {one_line(note)}")
     if synced.error is not None:
         say(f"{name}: {one_line(synced.error)}")
     elif synced.rows == 0:

@@ -25,8 +25,15 @@ class LoggerContext:
     args: dict[str, Any]
 
 
+class LoggerOffError(Exception):
+    """Raised by the constructor of a logger that the user has turned off; the text says by what."""
+
+
 class Logger(Protocol):
     """Constructed as ``Logger(context)`` at the start of each attempt.
+
+    It is constructed and called in one thread, which is not the main thread. A logger that has not returned
+    after 10 s, which all loggers share, is abandoned.
 
     Rows arrive in the order of their steps. A row is provisional until a checkpoint contains its step: a
     rollback, or a resume after a crash, continues from the newest checkpoint and logs the later steps again.
@@ -65,3 +72,12 @@ class AwaitsCommit(Protocol):
 
     def rows_committed(self, up_to_step: int) -> None:
         """Rows of steps up to ``up_to_step`` are final, those that earlier attempts logged among them."""
+
+
+@runtime_checkable
+class LimitsItself(Protocol):
+    """Optional: a logger whose ``close`` may take more than 10 s, and ends by itself."""
+
+    @property
+    def close_limit_s(self) -> float:
+        """The limit in seconds; at most 90 count."""

@@ -11,11 +11,12 @@ from typing import Any
 
 from hpc_train.config.schema import MlflowConfig
 from hpc_train.loggers.base import LoggerContext, Row
-from hpc_train.loggers.process_logger import ProcessLogger
+from hpc_train.loggers.process_logger import ProcessLogger, print_environment
+from hpc_train.loggers.tracker_environment import passed_on
 
 #: Unless the environment says otherwise. A request is not repeated by the client, which can't know whether
 #: the first one arrived; what failed is sent at the next commit.
-_DEFAULTS = {
+DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -31,6 +32,7 @@ class MlflowLogger(ProcessLogger):
         settings = context.experiment.logging.mlflow
         assert settings is not None, "the mlflow logger needs logging.mlflow"
         message = start_message(context, settings)
+        print_environment("mlflow")
         super().__init__("mlflow", "hpc_train.loggers.mlflow_process", message, environment())
 
     def log(self, row: Row) -> None:
@@ -39,12 +41,13 @@ class MlflowLogger(ProcessLogger):
 
 def environment() -> dict[str, str]:
     """Return the environment of a process that talks to MLflow."""
-    return _DEFAULTS | dict(os.environ)
+    return DEFAULTS | passed_on("mlflow", os.environ)
 
 
 def start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
     """Return the settings for ``loggers.mlflow_process``; credentials are in its environment alone."""
     return {
+        "run_id": context.run_id,
         "folder": str(context.paths.folder.absolute()),
         "tracking_uri": settings.tracking_uri,
         "experiment": settings.experiment or context.experiment.name,

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
+from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
+from hpc_train.loggers.mlflow import DEFAULTS
 from hpc_train.loggers.sent_rows import SentRows
+from hpc_train.loggers.tracker_environment import is_variable_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.metric_rows import POSITION
+from hpc_train.run.metric_rows import numbers, time_of
 
 #: The tag by which a run is found; its value never changes over the attempts.
 TAG = "hpc_train.id"
@@ -47,6 +50,7 @@ class MlflowMirror:
         self._committed_step = -1
         #: Held while the run is open: what this process can't send, ``sync`` may meanwhile.
         self._lock = self._locked()
+        _drop_invalid_settings(warn)
         self._run: _Run | None = None
         #: Rows that this process has sent.
         self.num_sent = 0
@@ -85,6 +89,22 @@ class MlflowMirror:
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(sending.in_a_line(error))
+
+
+def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
+    """Replace the variables whose values MLflow refuses, at each request, by our defaults, and name them."""
+    from mlflow import environment_variables
+
+    for name in sorted(name for name in os.environ if is_variable_of("mlflow", name)):
+        read = getattr(getattr(environment_variables, name, None), "get", None)
+        try:
+            if read is not None:
+                read()
+        except ValueError:
+            warn(f"{name}={printable(os.environ[name])} is invalid and is ignored")
+            del os.environ[name]
+            if name in DEFAULTS:
+                os.environ[name] = DEFAULTS[name]
 
 
 @dataclass
@@ -193,12 +213,12 @@ class _Run:
 
 
 def metrics_of(row: Row) -> list[_Metric]:
-    """Return a row's numbers under MLflow's names: ``val/loss`` and so on."""
-    time_ms = round(row["time"] * 1000)
+    """Return a row's numbers under MLflow's names: ``val/loss`` and so on; none of a row without a time."""
+    if (time_s := time_of(row)) is None:
+        return []
     return [
-        (named(f"{row['split']}/", name), float(value), time_ms, row["step"])
-        for name, value in row.items()
-        if name not in POSITION and isinstance(value, (int, float)) and not isinstance(value, bool)
+        (named(f"{row['split']}/", name), value, round(time_s * 1000), row["step"])
+        for name, value in numbers(row).items()
     ]
 
 

@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from hpc_train.loggers.tracker_environment import Tracker, in_a_line
 from hpc_train.package_path import with_package
+from hpc_train.redaction import redacted
 from hpc_train.run.processes import exit_code
 
 #: How long ``close`` waits for the process to send the remaining rows.
@@ -83,11 +85,17 @@ class ProcessLogger:
             self._warn(
                 f"it did not finish within {_CLOSE_LIMIT_S:g} s"
                 if has_started
-                else f"its process did not start within {_START_LIMIT_S:g} s; `hpc-train sync` sends the rows"
+                else f"its process did not start within {_START_LIMIT_S:g} s"
             )
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
+
+    @property
+    def close_limit_s(self) -> float:
+        """The most that ``close`` takes."""
+        start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
+        return start_limit_s + _CLOSE_LIMIT_S + 2 * _KILLED_LIMIT_S
 
     def _wait_for_start(self) -> bool:
         """Return False if the process has not started within ``_START_LIMIT_S``; True without waiting if its
@@ -139,7 +147,7 @@ class ProcessLogger:
     def _warn(self, what: str) -> None:
         if not self._warned.is_set():
             self._warned.set()
-            print(warning(self._name, what), file=sys.stderr, flush=True)
+            print(warning(self._name, what, self._start_message["run_id"]), file=sys.stderr, flush=True)
 
 
 def _start_process(module: str, environment: Mapping[str, str], started: int) -> subprocess.Popen[str]:
@@ -153,6 +161,13 @@ def _start_process(module: str, environment: Mapping[str, str], started: int) ->
     )
 
 
-def warning(name: str, what: str) -> str:
-    """Return the line that reports a logger's failure."""
-    return f"{name}: {what}; the run continues, and metrics.jsonl has every row"
+def print_environment(tracker: Tracker) -> None:
+    """Print which of the shell's variables the tracker uses and which are ignored, if there are any."""
+    if line := in_a_line(tracker, os.environ):
+        print(line, flush=True)
+
+
+def warning(name: str, what: str, run_id: str) -> str:
+    """Return the line that reports a logger's failure, and how its rows are sent nevertheless."""
+    rest = f"the run continues, and metrics.jsonl has every row, which this sends: hpc-train sync {run_id}"
+    return redacted(f"{name}: {what}; {rest}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -22,7 +21,9 @@ from typing import IO, Any, NoReturn, Protocol
 
 from hpc_train.errors import printable
 from hpc_train.loggers.base import Row
+from hpc_train.loggers.packages import TooOldPackageError, check_version
 from hpc_train.loggers.process_logger import warning
+from hpc_train.redaction import redacted
 from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: After the input has ended without ``end`` (the rank was killed), at most this long.
@@ -30,7 +31,6 @@ ORPHAN_LIMIT_S = 10
 #: ``sync`` is ended after this time, so that the process of an attempt does not wait for it any longer.
 SYNC_LIMIT_S = 600
 _LOCK_POLL_S = 0.1
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class BusyError(Exception):
@@ -65,11 +65,19 @@ def main(name: str, make: Callable[[dict[str, Any], Callable[[str], None]], Mirr
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
+    run_id = ""
+
     def warn(what: str) -> None:
-        print(warning(name, what), file=ours, flush=True)
+        print(warning(name, what, run_id), file=ours, flush=True)
+
+    def make_mirror(settings: dict[str, Any]) -> Mirror:
+        nonlocal run_id
+        run_id = settings["run_id"]
+        check_version(name)
+        return make(settings, warn)
 
     try:
-        _send(sys.stdin, lambda settings: make(settings, warn), started)
+        _send(sys.stdin, make_mirror, started)
     except Exception as error:
         warn(in_a_line(error))
     ours.close()
@@ -94,14 +102,11 @@ def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror], started: int
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the error's type and the first line of what it says, without user and password of a URI."""
-    first_line = printable(str(error)).strip().partition("\n")[0]
-    return without_credentials(f"{type(error).__name__}: {first_line}")
-
-
-def without_credentials(text: str) -> str:
-    """Return the text without the users and passwords of its URIs."""
-    return _CREDENTIALS.sub("", text)
+    """Return the error's type and the first line of its message, without secrets."""
+    first_line = printable(redacted(str(error))).strip().partition("\n")[0]
+    if isinstance(error, TooOldPackageError):
+        return first_line
+    return f"{type(error).__name__}: {first_line}"
 
 
 def lock_for(settings: dict[str, Any], path: Path) -> IO[bytes] | None:

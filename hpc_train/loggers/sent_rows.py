@@ -72,6 +72,11 @@ class SentRows:
         return 0 if self._sent is None else self._sent.rows
 
     @property
+    def num_read(self) -> int:
+        """Number of rows, from the first one on, that were skipped or yielded."""
+        return self._rows
+
+    @property
     def segment(self) -> int:
         """Number of the service's run that receives the rows."""
         return self._segment

@@ -3,7 +3,8 @@
 It reads one JSON object from stdin: ``to``, the ``settings`` of the process that sends them while the run
 trains, the ``step`` up to which rows are final, and ``end`` (0 if the run has completed, another number if it
 has ended otherwise, null if it continues). It answers by one JSON object on stdout: ``rows_sent`` and
-``target``, or ``error``. It ends with the process that started it.
+``target``, or ``error``, and ``notes``, about lines that can't be sent. It ends with the process that started
+it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpc_train.loggers.packages import check_version
 from hpc_train.loggers.sending import BusyError, in_a_line, lock_for
 from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import unusable_lines
 
-#: How wandb's log reports that its server has refused rows; ``finish`` succeeds nevertheless.
-_REFUSED = "filestream: fatal error"
+#: Lines of the file that are named.
+_MAX_NOTES = 10
 _BUSY = "another process sends the run's rows: another sync, or an attempt that trains and sends them itself"
 
 
@@ -34,7 +37,9 @@ def main() -> NoReturn:
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        check_version(request["to"])
         answer = _SENDERS[request["to"]](request)
+        answer["notes"] = [*answer.get("notes", ()), *_unsent(request)]
     except BusyError:
         answer = {"error": _BUSY}
     except ModuleNotFoundError as error:
@@ -46,6 +51,17 @@ def main() -> NoReturn:
     os._exit(0)
 
 
+def _unsent(request: dict[str, Any]) -> list[str]:
+    """Return a line per line of ``metrics.jsonl`` that could not be sent, and how many more there are."""
+    metrics = RunPaths(Path(request["settings"]["folder"])).metrics
+    found = [
+        f"{metrics.name}: line {number} {problem} and is not sent"
+        for number, problem in unusable_lines(metrics, request["step"], needs_time=request["to"] != "wandb")
+    ]
+    more = [f"{metrics.name}: {len(found) - _MAX_NOTES} more lines are not sent"]
+    return found if len(found) <= _MAX_NOTES else found[:_MAX_NOTES] + more
+
+
 def _end_with_parent() -> None:
     """Kill this process and its children once stdin ends, which the parent keeps open as long as it lives."""
     sys.stdin.read()
@@ -55,7 +71,7 @@ def _end_with_parent() -> None:
 def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     files = Path(request["settings"]["files"])
     try:
-        answer = _send_to_wandb(request, files)
+        answer = _send_to_wandb(request)
     except (BusyError, ModuleNotFoundError):
         raise
     except Exception as error:
@@ -64,15 +80,16 @@ def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _send_to_wandb(request: dict[str, Any], files: Path) -> dict[str, Any]:
+def _send_to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     from hpc_train.loggers.wandb_process import WandbMirror
 
-    mirror = WandbMirror(request["settings"], lambda what: None)
+    notes: list[str] = []
+    mirror = WandbMirror(request["settings"], notes.append)
     mirror.send(request["step"])
     mirror.finish(request["end"])
-    if any(_REFUSED in log.read_text(errors="replace") for log in files.glob("wandb/run-*/logs/*.log")):
-        return {"error": "wandb's server has refused rows; `wandb status` and the project's page may say why"}
-    return {"rows_sent": mirror.num_sent, "target": mirror.url}
+    if (problem := mirror.missing()) is not None:
+        return {"error": f"{problem}; `wandb status` and the project's page may say why"}
+    return {"rows_sent": mirror.num_sent, "target": mirror.url, "notes": notes}
 
 
 def _to_mlflow(request: dict[str, Any]) -> dict[str, Any]:

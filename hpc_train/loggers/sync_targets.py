@@ -18,9 +18,10 @@ from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.loggers import mlflow, wandb
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.sending import without_credentials
+from hpc_train.loggers.tracker_environment import in_a_line
 from hpc_train.loggers.wandb_key import base_url, has_key
 from hpc_train.paths import RunPaths
+from hpc_train.redaction import without_credentials
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_json
 
@@ -39,6 +40,11 @@ class Target:
     environment: Mapping[str, str]
     #: Where event files are written; None for a service.
     folder: Path | None = None
+
+    @property
+    def used_variables(self) -> str | None:
+        """The line that says which of the shell's variables are used; None if there are none."""
+        return in_a_line("wandb" if self.to == "wandb" else "mlflow", os.environ) if not self.folder else None
 
 
 def named_destinations(experiment: Experiment) -> list[str]:

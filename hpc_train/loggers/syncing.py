@@ -21,6 +21,7 @@ from hpc_train.loggers.sync_targets import Target
 from hpc_train.package_path import answer_in, with_package
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
+from hpc_train.redaction import redacted
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import GOING_ON
 
@@ -40,6 +41,8 @@ class Synced:
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None = None
     error: str | None = None
+    #: About lines of the file that can't be sent, and variables that are ignored.
+    notes: tuple[str, ...] = ()
 
 
 def sync(paths: RunPaths, target: Target) -> Synced:
@@ -59,10 +62,12 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     settings = target.settings | {"withdraw_to": _withdraw_to(paths, before)}
     answer = _ask({"to": target.to, "settings": settings, "step": final.step, "end": end}, target.environment)
     if "error" in answer:
-        return Synced(target.to, final.rows, step, error=str(answer["error"]))
+        return Synced(target.to, final.rows, step, error=redacted(str(answer["error"])))
+    answer["target"] = redacted(answer["target"]) if answer["target"] else None
     record["target"] = answer["target"]
     write_json(paths.synced, {"version": 1, "targets": _records(paths) | {target.key: record}})
-    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"])
+    notes = tuple(redacted(note) for note in answer.get("notes", ()))
+    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"], notes=notes)
 
 
 def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.sending import BusyError, locked
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.metric_rows import POSITION, iter_rows
+from hpc_train.run.metric_rows import iter_rows, numbers, time_of
 
 #: Events that may wait for the thread that writes them: a slow disk must not delay training.
 _MAX_QUEUE = 100_000
@@ -79,11 +79,11 @@ class EventFiles:
         self.complete_step = step if type(step) is int and has_files else -1
 
     def add(self, row: Row) -> None:
-        """Write a row; a background thread does it."""
+        """Write a row; a background thread does it. One without a time, of a damaged file, is skipped."""
         assert self._writer is not None, "begin comes first"
-        for name, value in row.items():
-            if name not in POSITION and isinstance(value, (int, float)):
-                self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], row["time"])
+        if (time_s := time_of(row)) is not None:
+            for name, value in numbers(row).items():
+                self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], time_s)
 
     def add_images(self, row: Row, images: Mapping[str, Path]) -> None:
         """Write the images of an evaluation as ``val/<name>``, without decoding them."""
@@ -117,8 +117,8 @@ class EventFiles:
         for row in iter_rows(self._paths.metrics):
             if row["step"] > self.complete_step and (last_step is None or row["step"] <= last_step):
                 self.add(row)
-                num_rows += 1
-                if row["split"] == "val":
+                num_rows += time_of(row) is not None
+                if row["split"] == "val" and time_of(row) is not None:
                     self.add_images(row, self._paths.evaluation_images(row["step"]))
         return num_rows
 

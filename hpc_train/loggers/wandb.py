@@ -7,12 +7,15 @@ without one. So this module never imports it; ``loggers.wandb_process`` does.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from hpc_train.config.schema import WandbConfig
-from hpc_train.loggers.base import LoggerContext, Row
-from hpc_train.loggers.process_logger import ProcessLogger
-from hpc_train.loggers.wandb_key import effective_mode
+from hpc_train.errors import printable
+from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
+from hpc_train.loggers.process_logger import ProcessLogger, print_environment, warning
+from hpc_train.loggers.tracker_environment import passed_on
+from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode
 
 
 class WandbLogger(ProcessLogger):
@@ -21,13 +24,19 @@ class WandbLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
+        if invalid := invalid_mode():
+            what = f"WANDB_MODE={printable(invalid)} is not a mode and is ignored"
+            print(warning("wandb", what, context.run_id), file=sys.stderr, flush=True)
         message = start_message(context, settings)
+        if message["mode"] == "disabled":
+            raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")
+        print_environment("wandb")
         super().__init__(
             "wandb",
             "hpc_train.loggers.wandb_process",
             message,
             environment(),
-            waits_for_start=effective_mode(settings.mode) == "offline",
+            waits_for_start=message["mode"] == "offline",
         )
 
     def log(self, row: Row) -> None:
@@ -36,15 +45,21 @@ class WandbLogger(ProcessLogger):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that talks to wandb."""
-    # A service started by an outer wandb run is not ours.
-    return {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+    """Return the environment of a process that talks to wandb.
+
+    With the server that we have found, since wandb ignores its settings file if a line of it is invalid, and
+    without the mode, which is in the start message.
+    """
+    own = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
+    passed = passed_on("wandb", os.environ)
+    return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | own
 
 
 def start_message(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
     """Return the settings for ``loggers.wandb_process``; the API key is in its environment alone."""
     return {
-        "mode": settings.mode,
+        "mode": effective_mode(settings.mode),
+        "run_id": context.run_id,
         "folder": str(context.paths.folder.absolute()),
         "init": {
             "project": settings.project,

@@ -13,23 +13,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hpc_train.redaction import netrc_file
+
 #: Two addresses of wandb's own server: the default, and that of older versions. A key in netrc for the old
 #: one is also used for the new one, but not the other way round.
 _DEFAULT, _BEFORE = "api.forge.coreweave.com", "api.wandb.ai"
 #: Its web site, which serves the same API below a path.
 _SITE = "forge.coreweave.com"
+#: Values of ``WANDB_MODE``, with those of older versions → the mode.
+_MODES = {
+    "online": "online",
+    "run": "online",
+    "shared": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
+_TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 
 def has_key() -> bool:
-    """Tell whether an API key is set for the server, in any of the places where wandb looks."""
-    if os.environ.get("WANDB_API_KEY") or _settings().get("api_key"):
-        return True
+    """Return True if an API key is set for the server, in any of the places where wandb looks."""
+    return api_key() is not None
+
+
+def api_key() -> str | None:
+    """Return the API key for the server; None if there is none."""
+    if given := os.environ.get("WANDB_API_KEY") or _settings().get("api_key"):
+        return given
     try:
-        known = netrc.netrc(str(_netrc_file()))
+        known = netrc.netrc(str(netrc_file(os.environ)))  # unlike netrc's default, it may be readable to all
     except (OSError, ValueError, netrc.NetrcParseError):
-        return False
-    found = (known.authenticators(machine) for machine in _machines(base_url() or ""))
-    return any(entry is not None and entry[2] for entry in found)
+        return None
+    entries = (known.authenticators(machine) for machine in _machines(base_url() or ""))
+    return next((entry[2] for entry in entries if entry is not None and entry[2]), None)
 
 
 def base_url() -> str | None:
@@ -51,15 +68,6 @@ def _machines(url: str) -> Iterator[str]:
         yield parts.hostname
 
 
-def _netrc_file() -> Path:
-    """Return the file that wandb reads. Unlike the default of the netrc module it may be readable to all."""
-    if given := os.environ.get("NETRC"):
-        return Path(given).expanduser()
-    own = Path("~/.netrc").expanduser()
-    other = Path("~/_netrc").expanduser()
-    return other if other.exists() and not own.exists() else own
-
-
 def _settings() -> dict[str, str]:
     """Return wandb's settings of this user, which ``wandb login --host`` writes; empty if unreadable."""
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
@@ -72,7 +80,27 @@ def _settings() -> dict[str, str]:
 
 
 def effective_mode(mode: str) -> str:
-    """Return ``logging.wandb.mode``, or the mode that ``auto`` selects: ``online`` if there is a key."""
+    """Return ``logging.wandb.mode``, or for ``auto`` the mode that the environment selects.
+
+    ``disabled`` if the environment turns wandb off, and ``online`` if there is a key.
+    """
     if mode != "auto":
         return mode
-    return "online" if has_key() else "offline"
+    return _mode_of_environment() or ("online" if has_key() else "offline")
+
+
+def needs_key(mode: str) -> bool:
+    """Return True if rows of this ``logging.wandb.mode`` go to the server once there is a key."""
+    return (mode if mode != "auto" else _mode_of_environment()) not in ("offline", "disabled")
+
+
+def invalid_mode() -> str | None:
+    """Return the value of ``WANDB_MODE`` if it is not a mode; it is then ignored."""
+    mode = os.environ.get("WANDB_MODE", "")
+    return mode if mode and mode.lower() not in _MODES else None
+
+
+def _mode_of_environment() -> str | None:
+    if os.environ.get("WANDB_DISABLED", "").lower() in _TRUE:
+        return "disabled"
+    return _MODES.get(os.environ.get("WANDB_MODE", "").lower())

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.sending import lock_for
 from hpc_train.loggers.sent_rows import SentRows
-from hpc_train.loggers.wandb_key import effective_mode
+from hpc_train.loggers.tracker_environment import is_variable_of
+from hpc_train.loggers.wandb_accepted import num_accepted, refusal
 from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import time_of
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
+#: The same at the end of an attempt, whose process is about to be killed.
+_LAST_TIMEOUT_S = 5.0
 #: Nothing about the machine, the code or the terminal goes to wandb. Names that this wandb lacks are omitted.
 _QUIET = {
     "silent": True,
@@ -32,6 +38,25 @@ _QUIET = {
     "x_disable_machine_info": True,
     "x_disable_stats": True,
     "x_save_requirements": False,
+    "sagemaker_disable": True,
+}
+#: What identifies a run besides ``wandb.init``'s arguments. A settings file, such as that of a folder where
+#: ``wandb init`` was typed, may set it, and wandb prefers a sweep's run to the arguments.
+_IDENTITY = {
+    "sweep_id": None,
+    "sweep_param_path": None,
+    "launch": False,
+    "launch_config_path": None,
+    "fork_from": None,
+    "resume_from": None,
+    "resumed": False,
+    "run_name": None,
+    "run_job_type": None,
+    "run_notes": None,
+    "run_tags": None,
+    "job_name": None,
+    "x_label": None,
+    "x_runqueue_item_id": None,
 }
 #: wandb's own copy of an image is a hard link where the file system has them, so that attempts take no space.
 _LINKED = {"allow_media_symlink": True, "symlink": False}
@@ -45,41 +70,105 @@ class WandbMirror:
     """
 
     def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
-        self._start = start | {"mode": effective_mode(start["mode"])}
+        self._start = start
+        self._warn = warn
+        self._has_warned = False
         self._paths = paths = RunPaths(Path(start["folder"]))
-        is_offline = self._start["mode"] == "offline"
-        self._lock = lock_for(start, paths.wandb_offline_lock if is_offline else paths.wandb_lock)
-        if "files" in start:  # of a sync that was killed
-            shutil.rmtree(start["files"], ignore_errors=True)
-            Path(start["files"]).mkdir(parents=True)
+        self._is_offline = start["mode"] == "offline"
+        self._lock: IO[bytes] | None = None
         records = (paths.wandb_offline, paths.wandb_sent)
-        self._history = SentRows(paths.metrics, *(records if is_offline else reversed(records)))
-        self._run = self._open()
+        self._records = records if self._is_offline else records[::-1]
+        self._history = SentRows(paths.metrics, *self._records)
+        self._run: Any = None
+        self._committed_step = -1
+        _drop_invalid_settings(warn)
         #: Rows that this process has sent.
         self.num_sent = 0
+        self._begin(_init_timeout_s())
 
     @property
     def url(self) -> str | None:
         """The run's page; None offline."""
-        return self._run.url or None
+        return (self._run.url or None) if self._run is not None else None
 
     def send(self, committed_step: int) -> None:
-        """Send the rows up to this step that wandb lacks."""
+        """Send the rows up to this step that wandb lacks. What fails is done at the next commit."""
+        self._committed_step = committed_step
+        if not self._is_open(_init_timeout_s()):
+            return
+        if refusal(self._logs) is not None and (problem := self.missing()) is not None:
+            self._warn_once(problem)
         if self._history.has_withdrawn():
             self._run.finish(exit_code=1)
             self._history.begin_segment()
-            self._run = self._open()
+            self._run = self._open(_init_timeout_s())
         for number, row in self._history.rows_up_to(committed_step):
             self._run.log(_named(row) | self._images(row) | _time(row), step=number)
             self.num_sent += 1
 
+    def missing(self) -> str | None:
+        """Return which of the rows read so far the server lacks, and why; None if it has all."""
+        if self._is_offline:
+            return None
+        accepted, reason = num_accepted(self._run), refusal(self._logs)
+        if reason is None and (accepted is None or accepted >= self._history.num_read):
+            return None
+        if accepted is not None and accepted >= self._history.num_read:
+            return None
+        has = "an unknown number" if accepted is None else f"{accepted:,}"
+        why = f" ({reason})" if reason else ""
+        return f"wandb's server has refused rows: it has {has} of {self._history.num_read:,}{why}"
+
+    @property
+    def _logs(self) -> Path:
+        return Path(self._run.dir).parent / "logs"
+
+    def _is_open(self, timeout_s: float) -> bool:
+        """Return True if the run is open, or could be opened now."""
+        if self._run is None:
+            self._begin(timeout_s)
+        return self._run is not None
+
+    def _begin(self, timeout_s: float) -> None:
+        """Open the run, unless its server is away, which is reported once; ``sync`` may then send."""
+        try:
+            if self._lock is None:
+                paths = self._paths
+                path = paths.wandb_offline_lock if self._is_offline else paths.wandb_lock
+                self._lock = lock_for(self._start, path)
+            if "files" in self._start:  # of a sync that was killed
+                shutil.rmtree(self._start["files"], ignore_errors=True)
+                Path(self._start["files"]).mkdir(parents=True)
+            self._history = SentRows(self._paths.metrics, *self._records)  # sync may have sent some
+            self._run = self._open(timeout_s)
+        except Exception as error:  # whatever the client raises
+            if self._start.get("is_sync") or self._is_offline:
+                raise
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+            self._warn_once(sending.in_a_line(error))
+
+    def _warn_once(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(what)
+
     def show(self, row: Row) -> None:
         """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
-        self._run.summary.update(_named(row))
+        if self._run is not None:
+            self._run.summary.update(_named(row))
 
     def finish(self, exit_code: int | None) -> None:
-        """End the run and wait until all is sent."""
+        """End the run, wait until all is sent, and compare what the server has with what was sent."""
+        was_open = self._run is not None
+        if not self._is_open(_LAST_TIMEOUT_S):
+            return
+        if not was_open:
+            self.send(self._committed_step)
         self._run.finish(exit_code=exit_code or 0)
+        if not self._start.get("is_sync") and (problem := self.missing()) is not None:
+            self._warn_once(problem)
 
     def _images(self, row: Row) -> dict[str, Any]:
         """Return the images of the evaluation that a row is of; without those that wandb can't read."""
@@ -95,10 +184,10 @@ class WandbMirror:
                     images[f"val/{name}"] = wandb.Image(str(path))
         return images
 
-    def _open(self) -> Any:
+    def _open(self, timeout_s: float) -> Any:
         """Return the wandb run that continues the file; a new one if its rows are not the file's."""
         while True:
-            run = _start(self._start, self._history.suffix)
+            run = _start(self._start, self._history.suffix, timeout_s)
             if self._history.skip(run.starting_step):
                 break
             run.finish(exit_code=1)
@@ -107,6 +196,30 @@ class WandbMirror:
         for split in ("train", "val"):
             run.define_metric(f"{split}/*", step_metric="step")
         return run
+
+
+def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
+    """Drop the variables whose values wandb refuses, which would end its start, and name them.
+
+    Raises ValueError for an invalid address: without it the rows would go to another server.
+    """
+    import wandb
+
+    for name in sorted(name for name in os.environ if is_variable_of("wandb", name)):
+        try:
+            wandb.Settings().update_from_env_vars({name: os.environ[name]})
+        except (ValueError, TypeError) as error:
+            errors = error.errors() if hasattr(error, "errors") else []
+            reason = str(errors[0]["msg"]) if errors else str(error).partition("\n")[0]
+            what = f"{name}={printable(os.environ[name])} is invalid ({reason})"
+            if name == "WANDB_BASE_URL":
+                raise ValueError(f"{what}; nothing is sent") from error
+            warn(f"{what} and is ignored")
+            del os.environ[name]
+
+
+def _init_timeout_s() -> float:
+    return float(os.environ.get("WANDB_INIT_TIMEOUT") or _INIT_TIMEOUT_S)
 
 
 def _named(row: Row) -> Row:
@@ -119,24 +232,37 @@ def _named(row: Row) -> Row:
 
 def _time(row: Row) -> Row:
     """Return the time of the row, under wandb's name."""
-    return {"_timestamp": row["time"]} if "time" in row else {}
+    return {} if (time_s := time_of(row)) is None else {"_timestamp": time_s}
 
 
-def _start(message: dict[str, Any], suffix: str) -> Any:
+def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
     import wandb
 
     known = wandb.Settings.model_fields
+    own = message["init"]
+    identity = _IDENTITY | {
+        "project": own["project"],
+        "run_id": own["id"] + suffix,
+        "run_group": own["group"],
+    }
+    wandb.setup(wandb.Settings(**{name: value for name, value in identity.items() if name in known}))
     quiet = {name: value for name, value in (_QUIET | _LINKED).items() if name in known}
-    settings = wandb.Settings(init_timeout=_INIT_TIMEOUT_S, **quiet)
-    # wandb creates the folder ``wandb`` in ``dir`` itself.
-    return wandb.init(
-        dir=message.get("files", message["folder"]),
-        mode=message["mode"],
-        resume="allow",
-        save_code=False,
-        settings=settings,
-        **message["init"] | {name: message["init"][name] + suffix for name in ("id", "name")},
-    )
+    settings = wandb.Settings(init_timeout=timeout_s, **quiet)
+    try:
+        # wandb creates the folder ``wandb`` in ``dir`` itself.
+        return wandb.init(
+            dir=message.get("files", message["folder"]),
+            mode=message["mode"],
+            resume="allow",
+            save_code=False,
+            settings=settings,
+            **own | {name: own[name] + suffix for name in ("id", "name")},
+        )
+    except Exception:
+        # Its service keeps a run that could not begin, and refuses the same id the next time.
+        with suppress(Exception):
+            wandb.teardown(exit_code=1)
+        raise
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ Row = dict[str, Any]
 POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 _BLOCK_BYTES = 1 << 16
+#: Times past this, the year 9999, are damaged.
+_MAX_TIME_S = 253402300800.0
+#: Larger integers are not converted to float: beyond 1e308 that fails.
+_MAX_INTEGER = 10**300
 
 
 def parse_row(line: bytes) -> Row | None:
@@ -39,6 +43,38 @@ def parse_row(line: bytes) -> Row | None:
 def looks_like_row(line: bytes) -> bool:
     """Tell, without parsing, whether a line may contain a row."""
     return line.startswith(b"{") and line.rstrip().endswith(b"}") and b'"step"' in line and b'"split"' in line
+
+
+def time_of(row: Row) -> float | None:
+    """Return when a row was recorded, in seconds since 1970; None if it has no valid time."""
+    time = row.get("time")
+    if isinstance(time, bool) or not isinstance(time, (int, float)):
+        return None
+    return float(time) if abs(time) < _MAX_TIME_S else None
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """Return the metrics of a row that are numbers."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in POSITION
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and (isinstance(value, float) or abs(value) < _MAX_INTEGER)
+    }
+
+
+def unusable_lines(path: Path, last_step: int, *, needs_time: bool) -> Iterator[tuple[int, str]]:
+    """Yield (number, problem) of the lines up to ``last_step`` that are not a row, or one without a time."""
+    for number, line in enumerate(_lines(path), 1):
+        row = parse_row(line)
+        if row is None and line.endswith(b"\n") and line.strip():
+            yield number, "is not a row"
+        elif row is not None and row["step"] > last_step:
+            return
+        elif row is not None and needs_time and time_of(row) is None:
+            yield number, "has no valid time"
 
 
 def iter_rows(path: Path) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ from hpc_train.datasets.skipping import BadSamples, too_many
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
-from hpc_train.loggers.base import Logger, LoggerContext
+from hpc_train.loggers.base import Logger, LoggerContext, LoggerOffError
 from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.redaction import redacted
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json, write_json
@@ -39,6 +41,7 @@ from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.evaluator import make_validation
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
+from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread
 from hpc_train.training.loop import BadSampleCount, Profiler, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
@@ -53,6 +56,7 @@ from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
 _log = logging.getLogger(__name__)
+_CONTINUES = "training continues, metrics.jsonl has every row"
 
 
 @dataclass
@@ -343,27 +347,38 @@ def _begin_record(run: _Run, step: int) -> None:
         run.metrics_writer.begin(step)
 
 
-def _loggers(rank: Rank) -> list[Logger]:
-    run = read_json(rank.paths.run) or {}
-    made = [
-        make_logger(
-            name, LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
-        )
-        for name, args in rank.experiment.logging.arguments_by_logger().items()
-    ]
-    return [logger for logger in made if logger is not None]
+def _loggers(rank: Rank) -> list[LoggerThread]:
+    run, threads = read_json(rank.paths.run) or {}, []
+    for name, args in rank.experiment.logging.arguments_by_logger().items():
+        context = LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+        if (thread := start_logger(name, context)) is not None:
+            threads.append(thread)
+    return threads
+
+
+def start_logger(name: str, context: LoggerContext) -> LoggerThread | None:
+    """Return the logger of this name in its thread; None, with a warning, if it can't be started in time."""
+    thread = LoggerThread(name)
+    try:
+        return thread if thread.construct(lambda: make_logger(name, context)) else None
+    except HangingLoggerError as error:
+        _log.warning("logger %s is abandoned: %s; %s", name, error, _CONTINUES)
+        return None
 
 
 def make_logger(name: str, context: LoggerContext) -> Logger | None:
     """Return the logger of this name; None, with a warning, where it can't be imported or constructed."""
     try:
         return cast(Logger, part("loggers", name)(context))
+    except LoggerOffError as off:
+        print(f"{name}: {off}", flush=True)
+        return None
     except (Exception, SystemExit):
         _log.warning(
-            "logger %s can't be started and receives nothing from this attempt; training continues, "
-            "metrics.jsonl has every row",
+            "logger %s can't be started and receives nothing from this attempt; %s\n%s",
             name,
-            exc_info=True,
+            _CONTINUES,
+            redacted(traceback.format_exc().rstrip()),
         )
         return None
 

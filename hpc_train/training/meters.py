@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -21,13 +22,16 @@ from torch import Tensor
 from hpc_train.errors import UserError
 from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, WithdrawsRows
 from hpc_train.paths import RunPaths
+from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread, call_all
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
+_CONTINUES = "training continues, metrics.jsonl has every row"
 
 #: Assumed: often enough for a person who watches, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
@@ -64,14 +68,16 @@ class MetricsWriter:
     def __init__(
         self,
         metrics: MetricsFile,
-        loggers: list[Logger],
+        loggers: Sequence[Logger | LoggerThread],
         log: TextIO,
         images_at: Callable[[int], Mapping[str, Path]] = lambda step: {},
     ) -> None:
         self.metrics = metrics
         #: State of the run that the loggers receive at ``close``.
         self.state = "failed"
-        self._loggers = loggers
+        self._loggers = [
+            logger if isinstance(logger, LoggerThread) else LoggerThread.around(logger) for logger in loggers
+        ]
         self._log = log
         self._images_at = images_at
 
@@ -114,16 +120,22 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file, then the loggers, which receive ``state``."""
         self.metrics.close()
-        self._each_logger(lambda logger: logger.close(self.state))
+        self._each_logger(lambda logger: logger.close(self.state), is_last=True)
+        for thread in self._loggers:
+            thread.end()
 
-    def _each_logger(self, work: Callable[[Logger], None]) -> None:
-        """Do ``work`` with every logger; one that raises is reported once and disabled from then on."""
-        for logger in list(self._loggers):
-            try:
-                work(logger)
-            except (Exception, SystemExit):
-                _log.warning("logger %s failed and is disabled", type(logger).__name__, exc_info=True)
-                self._loggers.remove(logger)
+    def _each_logger(self, work: Callable[[Logger], None], *, is_last: bool = False) -> None:
+        """Do ``work`` with every logger; one that raises or hangs is reported once and then never called."""
+        for thread, error in call_all(self._loggers, work, is_last=is_last):
+            self._loggers.remove(thread)
+            if isinstance(error, HangingLoggerError):
+                _log.warning("logger %s is abandoned: %s; %s", thread.name, error, _CONTINUES)
+                continue
+            thread.end()
+            lines = traceback.format_exception(type(error), error, error.__traceback__)
+            _log.warning(
+                "logger %s failed and is disabled\n%s", thread.name, redacted("".join(lines).rstrip())
+            )
 
 
 class Meters:

@@ -8,13 +8,12 @@ from urllib.parse import parse_qsl, urlsplit
 from hpc_train.config.problems import KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
+from hpc_train.redaction import SECRET_PARAMETERS
 from hpc_train.validate.base import Rule, rule
 
 _KEY: KeyPath = ("logging", "mlflow", "tracking_uri")
 _REMOTE_DATABASES = ("postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https", "databricks", "uc")
-#: Parts of the names of query parameters that are secret.
-_SECRETS = ("pass", "token", "secret", "key")
 
 
 def is_database(uri: str) -> bool:
@@ -65,7 +64,7 @@ def _remedy(kind: str) -> str:
 
 
 def _has_secret(query: str) -> bool:
-    return any(word in name.lower() for name, _ in parse_qsl(query) for word in _SECRETS)
+    return any(word in name.lower() for name, _ in parse_qsl(query) for word in SECRET_PARAMETERS)
 
 
 RULES: tuple[Rule, ...] = (tracking_uri_is_usable,)

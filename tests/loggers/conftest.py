@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.loggers import process_logger
+from tests.waiting import HANG_LIMIT_S
+
 
 @pytest.fixture(autouse=True)
 def _no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +21,10 @@ def _event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.summary.writer import event_file_writer
 
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
+
+
+@pytest.fixture
+def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only a hang end wandb's process: on a busy machine it needs more than the usual limit."""
+    monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S)
+    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)

@@ -33,7 +33,7 @@ History = dict[str, list[tuple[int, float, int]]]
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for name, value in mlflow._DEFAULTS.items():
+    for name, value in mlflow.DEFAULTS.items():
         monkeypatch.setenv(name, value)
 
 

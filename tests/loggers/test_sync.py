@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in mlflow._DEFAULTS.items():
+    for name, value in mlflow.DEFAULTS.items():
         monkeypatch.setenv(name, value)
     uri = f"file://{tmp_path}/mlruns"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -283,6 +283,34 @@ def test_rows_past_the_newest_checkpoint_are_not_final(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     write_rows(run, 1, 2)
     assert "no rows yet that a checkpoint has made final" in hpc_train("sync", "abc").out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["tensorboard", "mlflow"])
+def test_damaged_lines_are_named_and_the_others_sent(run: RunPaths, store: str, to: str) -> None:
+    write_rows(run, 1)
+    without_time = {name: value for name, value in row("train", 2).items() if name != "time"}
+    damaged = [without_time, row("train", 3) | {"time": "noon"}, row("train", 4) | {"loss": 10**400}]
+    with run.metrics.open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in damaged)
+        file.write('{"split": "train", "step": 5, "lo\n')
+    write_rows(run, 6)
+    saved(run, 6, 0)
+    done = hpc_train("sync", "abc", "--to", to)
+    assert done.code == 0, done.err
+    notes = [line for line in done.err.splitlines() if "metrics.jsonl" in line]
+    assert [line.partition("metrics.jsonl: ")[2] for line in notes] == [
+        "line 2 has no valid time and is not sent",
+        "line 3 has no valid time and is not sent",
+        "line 5 is not a row and is not sent",
+    ]
+    if to == "tensorboard":
+        assert [step for step, _ in scalars(run.tensorboard)["train/loss"]] == [1, 6]
+    else:
+        (sent,) = client_of(store).search_runs(
+            [client_of(store).get_experiment_by_name("small").experiment_id]
+        )
+        assert [step for step, *_ in history_in(store, sent.info.run_id)["train/loss"]] == [1, 6]
 
 
 def test_a_damaged_record_is_ignored(run: RunPaths) -> None:

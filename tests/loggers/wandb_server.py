@@ -39,6 +39,11 @@ class WandbServer:
     on_lines: Callable[[], None] = lambda: None
     #: Whether lines are refused, as where a key has expired.
     refuses_lines: bool = False
+    #: Whether lines, or all requests, are answered by a page of HTML, as by a captive portal.
+    answers_lines_by_html: bool = False
+    is_away: bool = False
+    #: Projects in which runs were begun.
+    projects: set[str] = field(default_factory=set)
 
     def environment(self) -> dict[str, str]:
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}
@@ -54,6 +59,7 @@ class WandbServer:
         if operation == "UpsertBucket":
             run = self.runs.setdefault(variables["name"], ServedRun())
             run.name = variables.get("displayName") or run.name
+            self.projects.add(variables.get("project") or "")
             return {"data": {"upsertBucket": {"bucket": _bucket(variables["name"], run), "inserted": True}}}
         if operation == "CreateRunFiles":
             return {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []}}}
@@ -117,14 +123,17 @@ def wandb_server() -> Iterator[WandbServer]:
             if is_stream and served.refuses_lines:
                 self._reply({}, 403)
                 return
+            if served.is_away or (is_stream and served.answers_lines_by_html):
+                self._reply("<html>Please log in</html>")
+                return
             with lock:
                 answer = served.answer(self.path, body)
             if is_stream:
                 served.on_lines()
             self._reply(answer)
 
-        def _reply(self, answer: dict[str, Any], status: int = 200) -> None:
-            content = json.dumps(answer).encode()
+        def _reply(self, answer: dict[str, Any] | str, status: int = 200) -> None:
+            content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

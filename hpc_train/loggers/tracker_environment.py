@@ -1,0 +1,168 @@
+"""Which of the shell's variables reach the processes that talk to wandb and MLflow.
+
+The file and the run's folder identify the run; the shell may say where rows go and whether they go. Both
+clients read far more from their environment, such as the run of a sweep's agent, so a variable reaches them
+only if a row of ``RULES`` obeys it. docs/logging.md shows the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from hpc_train.errors import printable
+from hpc_train.redaction import redacted
+
+Tracker = Literal["wandb", "mlflow"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the variables whose names match one of the patterns."""
+
+    patterns: tuple[str, ...]
+    is_obeyed: bool
+    why: str
+    #: Named in the line that an attempt prints, with the value if it is not a secret.
+    is_printed: bool = True
+    is_secret: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Return True if the rule is about the variable of this name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def _obeyed(names: str, why: str, *, is_printed: bool = False, is_secret: bool = False) -> Rule:
+    return Rule(tuple(names.split()), True, why, is_printed, is_secret)
+
+
+def _ignored(names: str, why: str, *, is_printed: bool = True) -> Rule:
+    return Rule(tuple(names.split()), False, why, is_printed)
+
+
+#: The first rule that matches a name decides. A name without a rule is ignored.
+RULES: dict[Tracker, tuple[Rule, ...]] = {
+    "wandb": (
+        _obeyed("WANDB_BASE_URL WANDB_ENTITY", "where rows go", is_printed=True),
+        _obeyed("WANDB_MODE WANDB_DISABLED", "whether rows go, with `mode: auto`", is_printed=True),
+        _obeyed("WANDB_API_KEY", "the key", is_printed=True, is_secret=True),
+        _obeyed("WANDB_IDENTITY_TOKEN_FILE WANDB_CREDENTIALS_FILE", "other credentials", is_printed=True),
+        _obeyed("WANDB_APP_URL", "the web page of the server"),
+        _obeyed(
+            "WANDB_CONFIG_DIR WANDB_CACHE_DIR WANDB_DATA_DIR WANDB_ARTIFACT_DIR",
+            "folders of wandb's settings and caches",
+        ),
+        _obeyed(
+            "WANDB_INIT_TIMEOUT WANDB_HTTP_TIMEOUT WANDB_FILE_PUSHER_TIMEOUT WANDB_LOGIN_TIMEOUT "
+            "WANDB_*_RETRY_MAX WANDB_*_RETRY_WAIT_*_SECONDS WANDB_*_TIMEOUT_SECONDS "
+            "WANDB__SERVICE_WAIT WANDB_X_SERVICE_WAIT",
+            "how long to wait for the server",
+        ),
+        _obeyed(
+            "WANDB_HTTP_PROXY WANDB_HTTPS_PROXY WANDB__PROXIES WANDB_X_PROXIES WANDB_INSECURE_DISABLE_SSL "
+            "WANDB__EXTRA_HTTP_HEADERS WANDB_X_EXTRA_HTTP_HEADERS",
+            "the way to the server",
+        ),
+        _obeyed("WANDB_ERROR_REPORTING", "whether wandb reports its own errors to its maker"),
+        _ignored(
+            "WANDB_RUN_ID WANDB_PROJECT WANDB_NAME WANDB_RUN_NAME WANDB_RUN_GROUP WANDB_GROUP_ID WANDB_TAGS "
+            "WANDB_RUN_TAGS WANDB_NOTES WANDB_RUN_NOTES WANDB_DESCRIPTION WANDB_JOB_TYPE WANDB_RUN_JOB_TYPE "
+            "WANDB_JOB_NAME WANDB_JOB_SOURCE WANDB_RESUME WANDB_RESUMED WANDB_RESUME_FROM WANDB_FORK_FROM "
+            "WANDB_REINIT WANDB_RUN_STORAGE_ID WANDB_RUN_DIR WANDB_DIR WANDB_ROOT_DIR WANDB_LABEL "
+            "WANDB__LABEL WANDB_X_LABEL WANDB__PRIMARY WANDB_X_PRIMARY WANDB_CONFIG_PATHS WANDB_ORGANIZATION",
+            "the file and the run's folder say which run it is",
+        ),
+        _ignored(
+            "WANDB_SWEEP_* WANDB_LAUNCH* WANDB_AGENT_* WANDB_SERVICE* WANDB_*RUNQUEUE_ITEM_ID "
+            "WANDB_SAGEMAKER_* WANDB_K8S_* WANDB__SERVICE_TRANSPORT WANDB_X_SERVICE_TRANSPORT WANDB_INITED",
+            "left by an agent, a sweep or an outer run",
+        ),
+        _ignored(
+            "WANDB_DEBUG WANDB_CORE_DEBUG WANDB__LOG_LEVEL WANDB_X_LOG_LEVEL",
+            "wandb writes the key into its debug log, in the run's folder",
+        ),
+        _ignored(
+            "WANDB_SILENT WANDB_QUIET WANDB_CONSOLE* WANDB_SHOW_* WANDB_DISABLE_* WANDB_SAVE_CODE "
+            "WANDB_CODE_DIR WANDB_GIT_* WANDB_HOST WANDB_USERNAME WANDB_EMAIL WANDB_USER_EMAIL "
+            "WANDB_PROGRAM* WANDB_ARGS WANDB_DOCKER* WANDB_NOTEBOOK_NAME WANDB_JUPYTER WANDB_ANONYMOUS "
+            "WANDB_IGNORE_GLOBS WANDB_MAGIC "
+            "WANDB_SYMLINK WANDB_ALLOW_* WANDB_SYNC_TENSORBOARD WANDB_SETTINGS_SYSTEM WANDB_START_METHOD "
+            "WANDB_USE_* WANDB_LABEL_DISABLE WANDB_STRICT WANDB_FORCE WANDB_RELOGIN WANDB_TEST "
+            "WANDB_HEARTBEAT_SECONDS WANDB_*SUMMARY* WANDB_MAX_* WANDB_TABLE_* WANDB_FINISH_TIMEOUT* "
+            "WANDB_STOP_* WANDB_CAPTURE_* WANDB_CRASH_NOSYNC_TIME WANDB_ARTIFACT_FETCH_* "
+            "WANDB_ENABLE_DCGM_PROFILING WANDB_APP_URL_OVERRIDE WANDB_AZURE_* WANDB_CLI_* WANDB_LOCAL_* "
+            "WANDB__* WANDB_X_* _WANDB_*",
+            "hpc-train decides what wandb records and prints",
+            is_printed=False,
+        ),
+    ),
+    "mlflow": (
+        _obeyed("MLFLOW_TRACKING_URI MLFLOW_WORKSPACE", "where rows go", is_printed=True),
+        _obeyed("MLFLOW_TRACKING_USERNAME", "credentials", is_printed=True),
+        _obeyed(
+            "MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN MLFLOW_UC_OSS_TOKEN",
+            "credentials",
+            is_printed=True,
+            is_secret=True,
+        ),
+        _obeyed(
+            "MLFLOW_TRACKING_AUTH MLFLOW_TRACKING_AWS_SIGV4 MLFLOW_TRACKING_CLIENT_CERT_PATH "
+            "MLFLOW_TRACKING_SERVER_CERT_PATH MLFLOW_TRACKING_INSECURE_TLS MLFLOW_KERBEROS_* "
+            "MLFLOW_MYSQL_SSL_* MLFLOW_ALLOW_HTTP_REDIRECTS",
+            "the way to the server",
+        ),
+        _obeyed("MLFLOW_HTTP_*", "how long to wait for the server"),
+        _obeyed(
+            "MLFLOW_SQLALCHEMYSTORE_POOL* MLFLOW_SQLALCHEMYSTORE_MAX_OVERFLOW MLFLOW_ALLOW_FILE_STORE",
+            "how stores in files and databases are opened",
+        ),
+        _obeyed("MLFLOW_DISABLE_TELEMETRY", "whether MLflow reports its use to its maker"),
+        _ignored(
+            "MLFLOW_RUN_ID MLFLOW_RUN_NAME MLFLOW_EXPERIMENT_ID MLFLOW_EXPERIMENT_NAME MLFLOW_RUN_CONTEXT "
+            "MLFLOW_NESTED_RUN MLFLOW_TAGS MLFLOW_ACTIVE_MODEL_ID",
+            "the file and the run's folder say which run it is",
+        ),
+        _ignored("MLFLOW_* _MLFLOW_*", "not part of sending rows", is_printed=False),
+    ),
+}
+
+
+def rule_for(tracker: Tracker, name: str) -> Rule | None:
+    """Return the rule that decides about a variable; None if no rule matches: it is ignored."""
+    return next((rule for rule in RULES[tracker] if rule.matches(name)), None)
+
+
+def is_variable_of(tracker: Tracker, name: str) -> bool:
+    """Return True if the client reads the variable. Part of a name may be in lower case."""
+    return name.upper().startswith((f"{tracker.upper()}_", f"_{tracker.upper()}_"))
+
+
+def passed_on(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the tracker's variables that are ignored."""
+
+    def is_kept(name: str) -> bool:
+        rule = rule_for(tracker, name)
+        return rule is not None and rule.is_obeyed
+
+    return {
+        name: value
+        for name, value in environment.items()
+        if not is_variable_of(tracker, name) or is_kept(name)
+    }
+
+
+def in_a_line(tracker: Tracker, environment: Mapping[str, str]) -> str | None:
+    """Return what is used and what is ignored of the environment, without secrets; None if nothing is."""
+    obeyed, ignored = [], []
+    for name in sorted(name for name in environment if is_variable_of(tracker, name)):
+        rule = rule_for(tracker, name)
+        if rule is None or (rule.is_printed and not rule.is_obeyed):
+            ignored.append(printable(name))
+        elif rule.is_printed:
+            obeyed.append(name if rule.is_secret else f"{name}={printable(environment[name])}")
+    parts = [
+        f"{verb} {', '.join(names)}" for verb, names in (("uses", obeyed), ("ignores", ignored)) if names
+    ]
+    return redacted(f"{tracker}: {'; '.join(parts)}", environment) if parts else None

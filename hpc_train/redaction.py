@@ -1,0 +1,140 @@
+"""Removes secrets from text that is printed or written: a run's folder and logs may be read by colleagues.
+
+A secret is recognized by its place, the user and password of a URL and its secret query parameters, or by its
+value: that of an environment variable such as ``WANDB_API_KEY``, or a password of ``.netrc``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import quote, quote_plus, unquote, urlsplit
+
+#: Replaces a secret.
+MARK = "[secret]"
+#: Parts of the names of query parameters that are secret.
+SECRET_PARAMETERS = ("pass", "token", "secret", "key")
+_SECRET_WORDS = {
+    "key", "keys", "apikey", "token", "tokens", "password", "passwd", "pass", "pwd", "passphrase", "secret",
+    "secrets", "credential", "credentials", "pat",
+}  # fmt: skip
+#: Last words of names whose value says where a secret is, or what it is called.
+_NO_SECRET = {"file", "path", "dir", "name", "type", "id", "url", "uri", "socket", "sock", "cmd", "command"}
+#: Shorter values are not replaced: such as ``1``, they are part of other words.
+_MIN_LENGTH = 4
+#: Bytes of a file with credentials that are read.
+_MAX_BYTES = 1 << 20
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+_PARAMETER = re.compile(r"(?<=[?&;])([^=&;#\s]+)=([^&;#\s'\"]*)")
+
+
+def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """Return the text without secrets.
+
+    ``environment``: whose values are searched for; by default that of this process.
+    """
+    text = without_credentials(text)
+    for secret in _by_length(known_secrets(os.environ if environment is None else environment)):
+        text = text.replace(secret, MARK)
+    return text
+
+
+def without_credentials(text: str) -> str:
+    """Return the text without user, password and secret parameters of its URLs."""
+    return _URL.sub(lambda match: _without_parameters(_without_user(match[0])), text)
+
+
+def known_secrets(environment: Mapping[str, str]) -> set[str]:
+    """Return the secrets of an environment, of netrc and of the files where trackers keep a key."""
+    secrets = {value for name, value in environment.items() if _names_secret(name) and not _is_path(value)}
+    for value in environment.values():
+        for url in _URL.findall(value) if "://" in value and "@" in value else ():
+            secrets |= {password for password in [_password(url)] if password}
+    for value in list(secrets) + list(_in_files(environment)):
+        secrets |= {value, unquote(value), quote(value), quote(value, safe=""), quote_plus(value)}
+    return {secret for secret in secrets if len(secret) >= _MIN_LENGTH}
+
+
+def netrc_file(environment: Mapping[str, str]) -> Path:
+    """Return the netrc file that Python's clients read."""
+    if given := environment.get("NETRC"):
+        return Path(given).expanduser()
+    own, other = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()
+    return other if other.exists() and not own.exists() else own
+
+
+def _by_length(secrets: set[str]) -> list[str]:
+    """Return the longest first: one may be a part of another."""
+    return sorted(secrets, key=len, reverse=True)
+
+
+def _names_secret(name: str) -> bool:
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return bool(words) and bool(_SECRET_WORDS & set(words)) and words[-1] not in _NO_SECRET
+
+
+def _is_path(value: str) -> bool:
+    return value.startswith(("/", "~/", "./"))
+
+
+def _in_files(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the secrets of netrc, ``wandb login --host`` and ``mlflow login``; unreadable files have none."""
+    with suppress(OSError, ValueError):
+        words = shlex.split(_read(netrc_file(environment)), comments=False)
+        yield from (secret for word, secret in pairwise(words) if word == "password")
+    wandb = Path(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb") / "settings"
+    for file in (wandb, Path("~/.mlflow/credentials")):
+        with suppress(OSError, RuntimeError):
+            for line in _read(file.expanduser()).splitlines():
+                name, _, value = line.partition("=")
+                if _names_secret(name.strip()):
+                    yield value.strip()
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        return opened.read(_MAX_BYTES).decode("utf-8", "replace")
+
+
+def _without_user(url: str) -> str:
+    end = _end_of_user(url)
+    return url if end is None else url[: url.index("://") + 3] + url[end:]
+
+
+def _password(url: str) -> str | None:
+    end = _end_of_user(url)
+    if end is None:
+        return None
+    user, has_password, password = url[url.index("://") + 3 : end - 1].partition(":")
+    return password if has_password else user
+
+
+def _end_of_user(url: str) -> int | None:
+    """Return where the host begins; None if the URL has no user.
+
+    A password may contain ``@``, and ``/``, ``?`` or ``#`` if it was not quoted. In doubt, too much goes.
+    """
+    begin = url.index("://") + 3
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if the text behind the colon is not a port
+        searched = parts.netloc + (parts.path if "@" in parts.netloc else "")
+    except ValueError:
+        searched = url[begin:]
+    end = searched.rfind("@")
+    return None if end < 0 else begin + end + 1
+
+
+def _without_parameters(url: str) -> str:
+    def shown(match: re.Match[str]) -> str:
+        is_secret = any(word in match[1].lower() for word in SECRET_PARAMETERS)
+        return f"{match[1]}={MARK}" if is_secret else match[0]
+
+    return _PARAMETER.sub(shown, url)

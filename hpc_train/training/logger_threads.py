@@ -1,0 +1,107 @@
+"""Loggers are called in threads of their own, so that one that hangs costs training seconds, not the node.
+
+A call waits until the logger has returned, as long as it does so in time; after that the logger is abandoned:
+its thread is a daemon, and nothing is asked of it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any, TypeVar
+
+from hpc_train.loggers.base import LimitsItself, Logger
+
+#: How long all loggers together may take, for a row, a checkpoint or their end.
+LIMIT_S = 10.0
+#: The same for importing and constructing one, which may read from a slow disk. Assumed.
+START_LIMIT_S = 120.0
+#: The most that a logger's own limit counts at the end.
+_MAX_OWN_LIMIT_S = 90.0
+_Result = TypeVar("_Result")
+
+
+class HangingLoggerError(Exception):
+    """A logger that has not returned in time."""
+
+
+class LoggerThread:
+    """A logger and the thread in which it is constructed and called."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._logger: Logger | None = None
+        threading.Thread(target=self._run, name=f"logger {name}", daemon=True).start()
+
+    @classmethod
+    def around(cls, logger: Logger) -> LoggerThread:
+        """Return the thread of a logger that was constructed elsewhere."""
+        made = cls(type(logger).__name__)
+        made._logger = logger
+        return made
+
+    def construct(self, make: Callable[[], Logger | None], limit_s: float = START_LIMIT_S) -> bool:
+        """Construct the logger; False if there is none. Raises HangingLoggerError."""
+        future = self._submit(make)
+        wait([future], limit_s)
+        if not future.done():
+            raise HangingLoggerError(f"it was not constructed within {limit_s:g} s")
+        self._logger = future.result()
+        if self._logger is None:
+            self.end()
+        return self._logger is not None
+
+    def begin(self, work: Callable[[Logger], None]) -> Future[None]:
+        """Call the logger, without waiting for it."""
+        logger = self._logger
+        assert logger is not None, "it was constructed"
+        return self._submit(lambda: work(logger))
+
+    def end(self) -> None:
+        """End the thread after its calls."""
+        self._calls.put(None)
+
+    @property
+    def close_limit_s(self) -> float:
+        """How long the logger may take for ``close``."""
+        own = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
+        return max(LIMIT_S, min(own, _MAX_OWN_LIMIT_S))
+
+    def _submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        future: Future[_Result] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(work())
+            except (Exception, SystemExit) as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def call_all(
+    threads: Sequence[LoggerThread], work: Callable[[Logger], None], *, is_last: bool = False
+) -> list[tuple[LoggerThread, BaseException]]:
+    """Call all loggers at the same time; return those that failed or hang, and why.
+
+    ``is_last``: for ``close``, for which a logger may have a limit of its own.
+    """
+    begun_at, failed = monotonic(), list[tuple[LoggerThread, BaseException]]()
+    calls: list[tuple[LoggerThread, Future[Any]]] = [(thread, thread.begin(work)) for thread in threads]
+    for thread, call in calls:
+        limit_s = thread.close_limit_s if is_last else LIMIT_S
+        wait([call], max(0.0, begun_at + limit_s - monotonic()))
+        if not call.done():
+            failed.append((thread, HangingLoggerError(f"it did not return within {limit_s:g} s")))
+        elif (error := call.exception()) is not None:
+            failed.append((thread, error))
+    return failed

@@ -1,0 +1,182 @@
+"""Rows that wandb's server does not take are reported, and sent once it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_train.loggers import wandb_process
+from hpc_train.loggers.wandb import WandbLogger, start_message
+from hpc_train.loggers.wandb_accepted import num_accepted, refusal
+from hpc_train.loggers.wandb_process import WandbMirror
+from hpc_train.paths import RunPaths
+from hpc_train.training.metrics_file import MetricsFile
+from tests.loggers.attempts import Attempt
+from tests.loggers.wandb_files import context, row
+from tests.loggers.wandb_server import ServedRun, WandbServer, wandb_server
+from tests.waiting import HANG_LIMIT_S, came_true
+
+_SYNC = "hpc-train sync run1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    with wandb_server() as served:
+        for name, value in served.environment().items():
+            monkeypatch.setenv(name, value)
+        yield served
+
+
+def attempt_of(run: RunPaths) -> Attempt:
+    return Attempt(run, 1, 0, lambda number: WandbLogger(context(run.folder, number, "online")))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
+@pytest.mark.parametrize("reason", ["403 Forbidden", "captive portal"])
+def test_refused_rows_are_one_line(
+    run: RunPaths, server: WandbServer, capfd: pytest.CaptureFixture[str], reason: str
+) -> None:
+    server.refuses_lines = reason == "403 Forbidden"
+    server.answers_lines_by_html = not server.refuses_lines
+    attempt = attempt_of(run)
+    attempt.train(1, 2, 3, saved=3)
+    attempt.end("completed")
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1 and "wandb: wandb's server has refused rows: it has 0 of 4 (" in told
+    assert reason in told and told.endswith(f"{_SYNC}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
+def test_a_server_that_was_away_at_the_start_has_all_rows_at_the_end(
+    run: RunPaths, server: WandbServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.is_away = True
+    attempt = attempt_of(run)
+    told: list[str] = []
+
+    def has_warned() -> bool:
+        told.append(capfd.readouterr().err)
+        return "wandb: " in "".join(told)
+
+    assert came_true(has_warned, limit_s=HANG_LIMIT_S)
+    assert "".join(told).endswith(f"{_SYNC}\n")
+    server.is_away = False
+    attempt.train(1, 2, 3, saved=3)
+    attempt.end("completed")
+    (served,) = server.runs.values()
+    assert [line["step"] for line in served.history] == [1, 2, 2, 3]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            'filestream: fatal error: filestream: failed to upload: 401 Unauthorized url=http://h/x: {"a"}',
+            "401 Unauthorized",
+        ),
+        (
+            "filestream: fatal error: filestream: failed to upload: 404 Not Found url=http://h/x",
+            "404 Not Found",
+        ),
+        (
+            "filestream: fatal error: filestream: failed to upload: 413 Request Entity Too Large url=http://h",
+            "413 Request Entity Too Large",
+        ),
+        ("filestream: json decode error: invalid character '<'", "captive portal"),
+        ("api: HTTP error 500 Internal", None),
+    ],
+)
+def test_the_reason_is_that_of_wandbs_log(tmp_path: Path, line: str, reason: str | None) -> None:
+    (tmp_path / "debug-internal.log").write_text(f'{{"level":"ERROR","msg":"{line}"}}\n')
+    assert reason in (refusal(tmp_path) or "") if reason else refusal(tmp_path) is None
+
+
+def test_the_server_is_asked_for_the_number_of_rows(server: WandbServer) -> None:
+    asked = SimpleNamespace(project="p", entity=None, id="wid123")
+    assert num_accepted(asked) is None
+    server.runs["wid123"] = ServedRun(history=[{}, {}])
+    assert num_accepted(asked) == 2
+    server.is_away = True
+    assert num_accepted(asked) is None
+
+
+class _FakeRun:
+    starting_step = 0
+    url = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.dir = str(folder / "files")
+        self.rows: list[Any] = []
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+
+    def log(self, values: Any, step: int) -> None:
+        self.rows.append(values)
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(0, "0 of 2"), (None, "an unknown number of 2"), (8, None)])
+def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, accepted: int | None, told: str | None
+) -> None:
+    monkeypatch.setattr(wandb_process, "_start", lambda *_: _FakeRun(run.folder))
+    monkeypatch.setattr(wandb_process, "num_accepted", lambda _: accepted)
+    warnings: list[str] = []
+    file = MetricsFile(run.metrics, 0)
+    for step in range(1, 9):
+        file.append(row("train", step))
+    file.close()
+    mirror = WandbMirror(start_message(context(run.folder, mode="online"), _config(run)), warnings.append)
+    mirror.send(2)
+    assert warnings == []
+    (run.folder / "logs").mkdir()
+    (run.folder / "logs" / "a.log").write_text("filestream: fatal error: 403 Forbidden url=x\n")
+    mirror.send(4)
+    mirror.send(6)
+    assert mirror._lock is not None
+    mirror._lock.close()
+    assert [told in each for each in warnings if told] == ([True] if told else []) == [True] * len(warnings)
+
+
+def test_a_server_that_is_away_is_tried_again_at_each_checkpoint(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[Any] = [OSError("away"), OSError("away"), _FakeRun(run.folder)]
+
+    def start(*_: Any) -> Any:
+        if isinstance(starts[0], OSError):
+            raise starts.pop(0)
+        return starts[0]
+
+    monkeypatch.setattr(wandb_process, "_start", start)
+    monkeypatch.setattr(wandb_process, "num_accepted", lambda _: None)
+    warnings: list[str] = []
+    file = MetricsFile(run.metrics, 0)
+    for step in range(1, 9):
+        file.append(row("train", step))
+    file.close()
+    mirror = WandbMirror(start_message(context(run.folder, mode="online"), _config(run)), warnings.append)
+    assert mirror._lock is None, "sync may send meanwhile"
+    mirror.show(row("train", 1))
+    mirror.send(2)
+    mirror.send(4)
+    assert [each["step"] for each in starts[0].rows] == [1, 2, 3, 4]
+    assert warnings == ["OSError: away"]
+    assert mirror._lock is not None
+    mirror._lock.close()
+
+
+def _config(run: RunPaths) -> Any:
+    return context(run.folder, mode="online").experiment.logging.wandb

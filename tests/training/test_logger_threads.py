@@ -1,0 +1,132 @@
+"""A logger that hangs costs training a limited time, once."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.loggers.base import Logger
+from hpc_train.training import build, logger_threads
+from hpc_train.training.build import start_logger
+from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all
+from hpc_train.training.meters import MetricsWriter
+from hpc_train.training.metrics_file import MetricsFile
+from tests.loggers.wandb_files import context, row
+from tests.waiting import HANG_LIMIT_S
+
+_released = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _released.clear()
+    monkeypatch.setattr(logger_threads, "LIMIT_S", 0.5)
+    yield
+    _released.set()
+
+
+class Noting:
+    def __init__(self, context: Any = None) -> None:
+        self.threads = [threading.get_ident()]
+        self.steps: list[int] = []
+        self.state: str | None = None
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.threads.append(threading.get_ident())
+        self.steps.append(row["step"])
+
+    def close(self, state: str) -> None:
+        self.threads.append(threading.get_ident())
+        self.state = state
+
+
+class HangsInLog(Noting):
+    def log(self, row: dict[str, Any]) -> None:
+        super().log(row)
+        _released.wait(HANG_LIMIT_S)
+
+
+class HangsInClose(Noting):
+    def close(self, state: str) -> None:
+        super().close(state)
+        _released.wait(HANG_LIMIT_S)
+
+
+class HangsInConstructor(Noting):
+    def __init__(self, context: Any) -> None:
+        _released.wait(HANG_LIMIT_S)
+
+
+def test_a_logger_that_hangs_is_abandoned_and_the_others_get_every_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging, last, noting = HangsInLog(), HangsInClose(), Noting()
+    writer = MetricsWriter(MetricsFile(tmp_path / "m", 0), [hanging, last, noting], io.StringIO())
+    for step in (1, 2, 3):
+        writer.write(row("train", step))
+    writer.state = "completed"
+    writer.close()
+    assert hanging.steps == [1] and hanging.state is None
+    assert noting.steps == last.steps == [1, 2, 3] and noting.state == last.state == "completed"
+    for name in ("HangsInLog", "HangsInClose"):
+        assert caplog.text.count(f"logger {name} is abandoned: it did not return within 0.5 s") == 1
+
+
+def test_loggers_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    wait = logger_threads.wait
+
+    def noted(calls: list[Future[Any]], limit_s: float) -> Any:
+        limits.append(limit_s)
+        return wait(calls, limit_s)
+
+    monkeypatch.setattr(logger_threads, "wait", noted)
+    threads = [LoggerThread.around(HangsInClose()) for _ in range(3)]
+    failed = call_all(threads, lambda logger: logger.close("completed"), is_last=True)
+    assert [thread for thread, _ in failed] == threads
+    assert limits[0] > 0 and limits[1:] == [0.0, 0.0]
+
+
+def test_a_constructor_that_hangs_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    construct = LoggerThread.construct
+    monkeypatch.setattr(LoggerThread, "construct", lambda self, make: construct(self, make, 0.2))
+    assert start_logger(f"{__name__}:HangsInConstructor", context(tmp_path)) is None
+    assert f"{__name__}:HangsInConstructor is abandoned: it was not constructed within 0.2 s" in caplog.text
+    assert build.start_logger is start_logger
+
+
+def test_a_logger_is_constructed_and_called_in_one_thread(tmp_path: Path) -> None:
+    made: list[Logger] = []
+
+    def make() -> Logger:
+        made.append(Noting())
+        return made[0]
+
+    thread = LoggerThread("noting")
+    assert thread.construct(make)
+    writer = MetricsWriter(MetricsFile(tmp_path / "m", 0), [thread], io.StringIO())
+    writer.write(row("train", 1))
+    writer.close()
+    (logger,) = made
+    assert isinstance(logger, Noting) and len(logger.threads) == 3
+    assert len({*logger.threads, threading.get_ident()}) == 2
+
+
+class Patient(Noting):
+    def __init__(self, close_limit_s: float) -> None:
+        super().__init__()
+        self.close_limit_s = close_limit_s
+
+
+@pytest.mark.parametrize(("own", "limit"), [(30.0, 30.0), (1e9, 90.0), (1.0, LIMIT_S)])
+def test_a_logger_may_limit_its_end_itself(monkeypatch: pytest.MonkeyPatch, own: float, limit: float) -> None:
+    monkeypatch.setattr(logger_threads, "LIMIT_S", LIMIT_S)
+    assert LoggerThread.around(Patient(own)).close_limit_s == limit
