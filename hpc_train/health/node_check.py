@@ -7,6 +7,7 @@ not at all.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import subprocess
@@ -18,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.loader_memory import prefetched_bytes
+from hpc_train.distributed import shared_memory
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
@@ -34,6 +38,7 @@ _MOST_BY_OTHERS = 0.5
 #: Errors of the disk on any node.
 _REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
 _SMI_LIMIT_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 def check(
@@ -42,13 +47,14 @@ def check(
     attempt: AttemptPaths,
     node: str,
     group: dist.ProcessGroup | None = None,
+    experiment: Experiment | None = None,
 ) -> None:
     """Check this rank's node. Collective: every rank calls it, over ``group`` or else the default one.
 
     Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError if the disk is
     full, which is not the node's fault. A rank that fails its own part still takes part in the exchange.
     """
-    own = _own_failure(facts, device, attempt, node)
+    own = _own_failure(facts, device, attempt, node, experiment)
     _agree(own, facts, group)
     wrong = _reduction_failure(facts, device, group)
     failed = f"an all-reduce over {facts.world_size} ranks: {wrong}"
@@ -56,7 +62,7 @@ def check(
 
 
 def _own_failure(
-    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str
+    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str, experiment: Experiment | None
 ) -> HpcTrainError | None:
     """Return what is wrong with this rank's part of the node."""
     parts: list[tuple[str, Callable[[], None]]] = [
@@ -65,6 +71,8 @@ def _own_failure(
     ]
     if facts.local_rank == 0:
         parts.append(("the disk", lambda: _check_disk(attempt.folder, node)))
+        if experiment is not None and experiment.workers > 0:
+            parts.append(("shared memory", lambda: _check_shared_memory(experiment, facts.local_world_size)))
     for name, part in parts:
         try:
             part()
@@ -128,6 +136,23 @@ def _pattern(seed: int, device: torch.device) -> Tensor:
     """Return numbers of −3…3 without using a random generator, which belongs to training."""
     index = torch.arange(_SIZE, device=device)
     return ((index * (2 * seed + 1) + index // 7) % 7 - 3).to(torch.float32)
+
+
+def _check_shared_memory(experiment: Experiment, ranks: int) -> None:
+    """Raise if loader processes can't start; warn if /dev/shm is too small for what they read ahead."""
+    if reason := shared_memory.refusal():
+        raise HpcTrainError(
+            f"{reason}; loader processes need it: write data.workers: 0 to train without them"
+        )
+    needed, size = prefetched_bytes(experiment, ranks), shared_memory.total_bytes()
+    if needed is not None and size is not None and needed > size:
+        _log.warning(
+            "%s has %.0f MiB, and the loader processes of this node read %.0f MiB ahead: batches that do not "
+            "fit go through a pipe, which takes longer; have it mounted larger, or write fewer data.workers",
+            shared_memory.FOLDER,
+            size / 2**20,
+            needed / 2**20,
+        )
 
 
 def _check_disk(folder: Path, node: str) -> None:
