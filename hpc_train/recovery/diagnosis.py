@@ -19,9 +19,9 @@ from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
 
 #: Exit codes of errors that every further attempt would repeat.
-_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE)}
+_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE), int(ExitCode.ENVIRONMENT)}
 #: Those that hold without an error, too: a full disk has no room for its text.
-_FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+_FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.ENVIRONMENT)}
 #: A rank with one of these exit codes ended because of another one, or because it was asked to stop.
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: Signals that end a rank whose node may be at fault, unless memory ran out.
@@ -134,6 +134,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if evidence.stop is not None:
         return _diagnosis(evidence.stop.cause, stop_reason(evidence.stop, evidence.step))
     return _unexplained(evidence)
+
+
+def exit_code_of_user_error(found: Diagnosis, codes: Mapping[int, int]) -> ExitCode:
+    """Return the exit code of the run's command: that of the rank, unless only launchers know it."""
+    assert found.rank is not None, "a user error is one rank's"
+    code = ExitCode(codes[found.rank])
+    return ExitCode.FAILED if code == ExitCode.ENVIRONMENT else code
 
 
 def _diagnosis(

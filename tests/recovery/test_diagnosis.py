@@ -66,6 +66,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
         (78, "BadNodeError: 2 GB of memory are free", "bad node"),
         (79, "HangError: rank 1 on n1 made no progress", "hang"),
         (80, "data.workers: a loader process was killed", "worker lost"),
+        (81, "ulimit -n: rank 1 may open 64 files", "user error"),
         (3, None, "crash"),
     ],
 )
