@@ -6,7 +6,6 @@ not at all.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
@@ -25,7 +24,7 @@ from hpc_train.distributed import shared_memory
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
-from hpc_train.run.storage_errors import TRANSIENT
+from hpc_train.run.storage_errors import FULL, TRANSIENT, error_words, storage_error
 
 _SIZE = 256
 #: Few: an occasionally faulty device is found by many checks of many attempts, not by a long one.
@@ -35,8 +34,6 @@ _DISK_BYTES = 64 * 1024
 _LEAST_MEMORY = 256 * 2**20
 #: Assumed: a device that is shared on purpose is never filled to this fraction before we start.
 _MOST_BY_OTHERS = 0.5
-#: Errors of the disk on any node.
-_REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
 _SMI_LIMIT_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -78,6 +75,8 @@ def _own_failure(
             part()
         except (StorageError, TransientStorageError) as error:
             return error
+        except OSError as error:
+            return BadNodeError(_failed(node, f"{name}: {error_words(error)}"))
         except Exception as error:  # whatever a broken driver reports
             return BadNodeError(_failed(node, f"{name}: {error}"))
     return None
@@ -162,11 +161,9 @@ def _check_disk(folder: Path, node: str) -> None:
     try:
         found = _through_the_disk(path, content)
     except OSError as error:
-        if error.errno in _REFUSES_ALL:
-            raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
-        if error.errno in TRANSIENT:  # a disk that all nodes share: not this node's fault
-            raise TransientStorageError(f"{folder}: {error.strerror}") from error
-        raise
+        if error.errno in FULL | TRANSIENT:  # a disk that all nodes share: not this node's fault
+            raise storage_error(error, folder) from error
+        raise HpcTrainError(error_words(error, path)) from error
     finally:
         with suppress(OSError):
             path.unlink()

@@ -26,6 +26,11 @@ _FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.E
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: Signals that end a rank whose node may be at fault, unless memory ran out.
 _NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
+#: Signals by which the kernel reports a limit, and nothing else.
+_LIMIT_SIGNALS = {
+    int(signal.SIGXCPU): "the limit of its CPU time is reached (`ulimit -t`)",
+    int(signal.SIGXFSZ): "the limit of the size of a file is reached (`ulimit -f`)",
+}
 #: Of a run without a scheduler whose launcher could not write the end.
 LAUNCHER_DIED = "launcher died"
 LESS_MEMORY = "fewer data.workers or a smaller micro_batch_size need less"
@@ -202,6 +207,10 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
         how = f"{how}, out of memory; {remedy}"
     elif end.signal == signal.SIGKILL:
         how = f"{how}; out of memory? {remedy}"
+    elif end.signal in _LIMIT_SIGNALS:
+        how = f"{how}: {_LIMIT_SIGNALS[end.signal]}"
+    elif end.signal == signal.SIGABRT and evidence.logs.get(end.rank):
+        how = f"{how}: {evidence.logs[end.rank]}"
     elif end.exit_code is not None:
         how = f"{how}: {evidence.logs.get(end.rank) or _NO_LAST_LINE}"
     is_suspect = end.signal in _NODE_SIGNALS and not end.is_out_of_memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 import sys
 import traceback
 from contextlib import suppress
@@ -16,9 +15,11 @@ from hpc_train.distributed.process_group import nccl_words, peer_lost
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
+    BadNodeError,
     ExitCode,
     HpcTrainError,
     NonFiniteError,
+    StorageError,
     TryAgainError,
     UserError,
 )
@@ -27,7 +28,7 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
-from hpc_train.run.storage_errors import resource_limit_words, storage_error
+from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
@@ -57,11 +58,11 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
-    is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
+    is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    if _is_host_full(error):
-        text = text.rstrip("\n") + resource_limit_words(resource.RLIMIT_AS)
+    if not isinstance(cause, StorageError):  # which has them
+        text = text.rstrip("\n") + error_clauses(error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
@@ -80,11 +81,6 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
     return None
 
 
-def _is_host_full(error: BaseException) -> bool:
-    full = out_of_memory(error)
-    return full is not None and not isinstance(full, torch.OutOfMemoryError)
-
-
 def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:
     try:
         tell_error(attempt, rank, text)
@@ -101,7 +97,8 @@ def _say(text: str) -> None:
 def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) -> BaseException:
     """Return the error in the user's terms where it has any: what a compiler or a full disk said."""
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
-        return storage_error(error, Path(error.filename or "the run's folder"))
+        path = Path(error.filename) if error.filename else None
+        return storage_error(error, path) if path else StorageError(error_words(error))
     return compile_error(error) or _micro_batch_error(error, paths, attempt, flag) or error
 
 
