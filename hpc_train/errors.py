@@ -14,8 +14,8 @@ from functools import cache
 
 
 class ExitCode(IntEnum):
-    """The exit codes of hpc-train's processes. Codes 76 to 80 are used between a rank and its
-    launcher only.
+    """The exit codes of hpc-train's processes. Codes 76 to 81 are used between a rank and its
+    launcher only; there each code has one cause.
     """
 
     DONE = 0
@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     TRY_AGAIN = 75
     #: This rank ended because another one did.
     PEER_LOST = 76
-    #: The run diverged, and would diverge again: it is not requeued.
+    #: The run diverged, and would again: it is not requeued.
     NO_RETRY = 77
     #: This rank's node failed its check.
     BAD_NODE = 78
@@ -35,6 +35,8 @@ class ExitCode(IntEnum):
     HUNG = 79
     #: Its loader process was killed: the first time it is retried, the second time the file must change.
     WORKER_LOST = 80
+    #: A limit or a version of this environment does not permit the run: it is not requeued.
+    ENVIRONMENT = 81
     INTERRUPTED = 130
 
 
@@ -84,6 +86,12 @@ class TryAgainError(UserError):
     """Stopped early with its progress saved; running it again continues."""
 
     exit_code = ExitCode.TRY_AGAIN
+
+
+class EnvironmentRefusesError(UserError):
+    """A limit, or a version of what is installed, does not permit the run; it has to be changed first."""
+
+    exit_code = ExitCode.ENVIRONMENT
 
 
 #: What to do about it.

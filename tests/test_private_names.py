@@ -75,7 +75,12 @@ NAMES: list[tuple[Any, str, str]] = [
 IN_SOURCE: list[tuple[Any, str, str]] = [
     (_ITERATOR, "_workers _task_info _rcvd_idx _send_idx _tasks_outstanding", "datasets/workers"),
     (_ITERATOR, "_pin_memory_thread _worker_result_queue", "datasets/workers"),
-    (multiprocessing.queues.Queue, "_writer", "datasets/workers"),
+    (
+        multiprocessing.queues.Queue,
+        "_writer _wlock _sem _opid _thread",
+        "datasets/workers, datasets/transport",
+    ),
+    (multiprocessing.queues.Queue, "_on_queue_feeder_error", "datasets/transport"),
     (multiprocessing.popen_fork.Popen, "_launch", "distributed/forking"),
     (multiprocessing.context.ForkProcess, "_Popen", "distributed/forking"),
     (torch._dynamo.OptimizedModule, "_orig_mod", "checkpoint/state"),

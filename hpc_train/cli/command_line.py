@@ -69,17 +69,14 @@ def exit_code_of(body: Callable[[], int]) -> int:
 
 
 def _problem(error: OSError) -> str:
-    said = error.strerror or str(error)
-    if error.filename:
-        return f"{error.filename}: {said}"
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return "the current folder has been removed; change to one that exists"
-    from traceback import extract_tb
+    if not error.filename:
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            return "the current folder has been removed; change to one that exists"
+    from hpc_train.run.storage_errors import error_words
 
-    last = extract_tb(error.__traceback__)[-1]
-    return f"input/output: {said} ({Path(last.filename).name}:{last.lineno})"
+    return error_words(error)
 
 
 def _flush() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, one_line, put, put_json
+from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
@@ -65,7 +66,10 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
     experiment = loaded.experiment if loaded is not None else None
     # What this machine's ranks would use; those of a queue use other machines' GPUs.
     here = not launcher.is_queue and count_gpus(os.environ) > 0
-    yield from machine_checks.this_machine(wants_gpu=here)
+    prefetched = None
+    if experiment is not None and not launcher.is_queue:
+        prefetched = prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
+    yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched)
     yield from _webhook()
     if experiment is not None:
         yield from _wandb(experiment)

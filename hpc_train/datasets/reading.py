@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from hpc_train.datasets.skipping import stand_ins
 from hpc_train.datasets.structures import Tensors, is_structured
 from hpc_train.datasets.targets import MisfitError, TargetCheck
 from hpc_train.datasets.types import Batch
-from hpc_train.errors import BadFileError, TransientStorageError
+from hpc_train.errors import BadFileError, HpcTrainError, TransientStorageError
 from hpc_train.run.bad_samples import BadSample, Part
 
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
@@ -43,22 +43,27 @@ _Result = TypeVar("_Result")
 Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], tuple[Tensors, Tensors]]
 
 
+class LoaderError(HpcTrainError):
+    """An exception of a loader process, as text."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Returned by a loader process in place of a batch; the rank raises it as BadFileError or
-    TransientStorageError.
+    """Returned by a loader process in place of a batch; the rank raises its ``error``.
 
     An exception that crosses the loader loses its type's fields and gets the loader process's traceback.
     """
 
     message: str
-    #: A temporary error of the disk or of memory; otherwise the data are wrong.
-    is_transient: bool = False
+    #: ``data``: the data are wrong. ``transient``: a temporary error of the disk or of memory. ``crash``: an
+    #: exception that can't be pickled; the message is its traceback.
+    kind: Literal["data", "transient", "crash"] = "data"
 
     @property
-    def error(self) -> BadFileError | TransientStorageError:
+    def error(self) -> HpcTrainError:
         """Return the exception to raise on the rank."""
-        return (TransientStorageError if self.is_transient else BadFileError)(self.message)
+        errors = {"data": BadFileError, "transient": TransientStorageError, "crash": LoaderError}
+        return errors[self.kind](self.message)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class SlotReader(Dataset[Read | Failure]):
         except BadFileError as error:
             return Failure(str(error))
         except TransientStorageError as error:
-            return Failure(str(error), is_transient=True)
+            return Failure(str(error), kind="transient")
         valid = torch.ones(len(slot.indices), dtype=torch.bool)
         if slot.num_valid < len(valid):
             valid[slot.num_valid :] = False

@@ -22,13 +22,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from hpc_train.data_facts.loader_memory import PREFETCHED_BATCHES
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
-from hpc_train.distributed import parent_process, signals
-from hpc_train.distributed.forking import RunningContext
+from hpc_train.datasets.transport import (
+    LoaderContext,
+    require_shared_memory,
+    socket_folder,
+    use_socket_folder,
+)
+from hpc_train.distributed import parent_process, shared_memory, signals
 from hpc_train.errors import ExitCode, UserError
 
-_PREFETCHED_BATCHES = 2
 #: A killed loader process is soon known to be dead; it may break a connection slightly earlier.
 _DEATH_LIMIT_S = 2.0
 #: What ``_has_come`` needs of torch's private iterator; present from torch 1.2 to 2.15.
@@ -36,7 +41,7 @@ _LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "
 
 
 class WorkerLostError(UserError):
-    """A loader process was killed."""
+    """A loader process was killed, or ended by itself."""
 
     exit_code = ExitCode.WORKER_LOST
 
@@ -141,6 +146,7 @@ def _loader_iterator(
     reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool
 ) -> tuple[Any, _Deaths | None]:
     """Return torch's iterator over the batches, and who watches its loader processes, which have started."""
+    require_shared_memory()
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=sampler,  # type: ignore[arg-type]  # yields slots: see SlotReader.__getitems__
@@ -148,10 +154,10 @@ def _loader_iterator(
         collate_fn=unchanged,
         pin_memory=pins,
         generator=torch.Generator(),  # otherwise each iterator draws from the global one
-        worker_init_fn=partial(_prepare_worker, os.getpid()),
-        multiprocessing_context=RunningContext(),  # forks: the data are not copied and need not be picklable
+        worker_init_fn=partial(_prepare_worker, os.getpid(), socket_folder()),
+        multiprocessing_context=LoaderContext(),  # forks: the data are not copied and need not be picklable
         persistent_workers=True,
-        prefetch_factor=_PREFETCHED_BATCHES,
+        prefetch_factor=PREFETCHED_BATCHES,
     )
     with _quiet_start():
         iterator = iter(loader)
@@ -213,12 +219,23 @@ class _OwnReads(Iterator[Read | Failure]):
 def _lost(worker: Any) -> WorkerLostError:
     worker.join(_DEATH_LIMIT_S)
     code = worker.exitcode
-    how = f"signal {-code}" if code and code < 0 else f"exit code {code}"
-    return WorkerLostError(
-        f"data.workers: a loader process was killed (pid {worker.pid}, {how}); most often memory, or shared "
-        "memory in /dev/shm, ran out; ask for more memory, or write fewer workers or a smaller "
-        "micro_batch_size"
-    )
+    if code is None or code >= 0:  # nobody killed it
+        return WorkerLostError(
+            f"data.workers: a loader process ended by itself (pid {worker.pid}, exit code {code}); its error "
+            "is in the rank's log"
+        )
+    what = f"data.workers: a loader process was killed (pid {worker.pid}, signal {-code})"
+    if -code == signal.SIGKILL:
+        return WorkerLostError(
+            f"{what}; most often the node's memory, or that of the job, ran out; ask for more memory, or "
+            "write fewer workers or a smaller micro_batch_size"
+        )
+    if -code == signal.SIGBUS:
+        return WorkerLostError(
+            f"{what}; memory that it mapped has no page behind it: {shared_memory.FOLDER} is full "
+            f"({shared_memory.sizes()}), or a file of the data became shorter"
+        )
+    return WorkerLostError(f"{what}; see the rank's log")
 
 
 def _has_come(iterator: Any, until: float) -> bool:
@@ -273,7 +290,7 @@ def _quiet_start() -> Iterator[None]:
                 signal.signal(signal.SIGCHLD, on_child)
 
 
-def _prepare_worker(rank: int, worker: int) -> None:
+def _prepare_worker(rank: int, sockets: str | None, worker: int) -> None:
     """Prepare loader process number ``worker`` of the process ``rank``."""
     # Slurm and terminals send these to all processes of a job; only the rank may act on them.
     for number in signals.STOP_SIGNALS:
@@ -281,3 +298,4 @@ def _prepare_worker(rank: int, worker: int) -> None:
     # Torch's own watchdog is blocked with a read: on a file system that hangs, forever.
     parent_process.die_with(rank)
     torch.set_num_threads(1)
+    use_socket_folder(sockets)

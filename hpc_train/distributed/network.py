@@ -15,11 +15,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
+from hpc_train.distributed.env import node_name
 from hpc_train.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 #: Assumed: a node of the same cluster answers within this time, a firewall that drops packets never.
 _CONNECT_LIMIT_S = 3.0
+#: Of <net/if.h>.
+_IFF_UP = 1
 _FIRST_POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.02, 1.0, 1.5
 #: Python's own generator belongs to training.
 _jitter = random.SystemRandom()
@@ -54,25 +57,44 @@ def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[so
 
 
 def check_interfaces(environ: Mapping[str, str], variables: Iterable[str]) -> None:
-    """Raise UsageError if one of the variables chooses only interfaces that this node does not have.
+    """Raise UsageError if one of the variables chooses interfaces that this node does not have, or not up.
 
     GLOO_SOCKET_IFNAME lists names. NCCL_SOCKET_IFNAME lists prefixes, or names after ``=``, or exceptions
     after ``^``.
     """
-    here = [name for _, name in socket.if_nameindex()]
+    here, usable = [name for _, name in socket.if_nameindex()], usable_interfaces()
+    node = node_name(environ)
     for variable in variables:
         value = environ.get(variable, "")
         chosen = [name for name in value.lstrip("=").split(",") if name]
         is_prefix = variable.startswith("NCCL") and value[:1] != "="
         if not chosen or value[0] == "^":
             continue
+        may_lack_some = variable.startswith("NCCL")
         missing = [name for name in chosen if not any(_is_chosen(own, name, is_prefix) for own in here)]
-        if missing and (len(missing) == len(chosen) or not variable.startswith("NCCL")):
-            node = environ.get("SLURMD_NODENAME") or socket.gethostname()
+        if missing and (len(missing) == len(chosen) or not may_lack_some):
             raise UsageError(
                 f"{variable}={value}: {', '.join(missing)} is not an interface of node {node}, which has "
                 f"{', '.join(here)}; correct it (network_interface of a profile sets it), or unset it"
             )
+        found = [own for own in here if any(_is_chosen(own, name, is_prefix) for name in chosen)]
+        down = [own for own in found if own not in usable]
+        if down and (len(down) == len(found) or not may_lack_some):
+            raise UsageError(
+                f"{variable}={value}: {', '.join(down)} of node {node} is down or has no IP address; "
+                f"{', '.join(usable) or 'no interface'} can be used; correct it (network_interface of a "
+                "profile sets it), or unset it"
+            )
+
+
+def check_loopback(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if the loopback interface, over which ranks of one node communicate, is down."""
+    name = loopback_interface()
+    if name not in usable_interfaces():
+        raise UsageError(
+            f"the loopback interface {name} of node {node_name(environ)} is down or has no IP address, and "
+            f"the ranks of a node communicate over it; bring it up (`ip link set {name} up`)"
+        )
 
 
 def _is_chosen(own: str, name: str, is_prefix: bool) -> bool:
@@ -170,6 +192,17 @@ _Interface._fields_ = [
 
 def interface_addresses() -> list[tuple[str, str]]:
     """Return (interface, address) of this node, IPv4 first, without link-local addresses."""
+    found = [(name, address) for name, address, _ in _entries() if not address.is_link_local]
+    return [(name, str(address)) for name, address in sorted(found, key=lambda each: each[1].version)]
+
+
+def usable_interfaces() -> list[str]:
+    """Return the names of the interfaces that are up and have an IP address."""
+    return list(dict.fromkeys(name for name, _, is_up in _entries() if is_up))
+
+
+def _entries() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address, bool]]:
+    """Return (interface, address, whether it is up)."""
     libc = ctypes.CDLL(None)
     first = ctypes.POINTER(_Interface)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
@@ -177,11 +210,11 @@ def interface_addresses() -> list[tuple[str, str]]:
     found, entry = [], first
     while entry:
         address = _address_in(entry.contents)
-        if address is not None and not address.is_link_local:
-            found.append((address.version, entry.contents.name.decode(), str(address)))
+        if address is not None:
+            found.append((entry.contents.name.decode(), address, bool(entry.contents.flags & _IFF_UP)))
         entry = entry.contents.next
     libc.freeifaddrs(first)
-    return [(name, address) for _, name, address in sorted(found, key=lambda each: each[0])]
+    return found
 
 
 def _address_in(entry: _Interface) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

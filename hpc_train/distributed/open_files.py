@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from hpc_train.distributed.env import RankFacts
-from hpc_train.errors import ExitCode, UserError
+from hpc_train.errors import EnvironmentRefusesError
 
 #: Measured: 16 to 30, for logs, checkpoints, pipes, and gloo's own.
 _OWN = 48
@@ -26,10 +26,8 @@ _PER_AXIS = 3
 _STORE_CONNECTIONS = 2
 
 
-class TooFewFilesError(UserError):
+class TooFewFilesError(EnvironmentRefusesError):
     """The operating system lets this process open fewer files than training needs."""
-
-    exit_code = ExitCode.BAD_FILE
 
 
 def raise_limit() -> int:

@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from hpc_train.distributed import network
-from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.env import RankFacts, node_name
 from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.distributed.timed_call import within
-from hpc_train.errors import PeerLostError, TryAgainError, UserError
+from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import read_json, write_json
 
 #: Keys of the store, and their values: who came; whether all continue or all leave; who read that.
@@ -33,6 +33,8 @@ _GO, _LEAVE = "go", "leave"
 _READ_LIMIT_S = 2.0
 #: Assumed: how long a rank that is asked to stop waits for the others to connect, usually a moment.
 _CONNECT_LIMIT_S = 10.0
+#: Assumed: rank 0 listens before it publishes its address, so it is reached sooner than this or never.
+_ANSWER_LIMIT_S = 40.0
 #: gloo's messages, as RuntimeErrors, when the peer is gone or silent.
 _GLOO_LOST = (
     "Connection closed by peer",
@@ -42,6 +44,15 @@ _GLOO_LOST = (
     "Timed out waiting",
     "gloo/transport",
     "Connect timeout",
+)
+#: Those of this node's own interfaces: nobody was connected yet.
+_OWN_GLOO = (
+    "tcp/device.cc",
+    "tcp/listener.cc",
+    "tcp/helpers.cc",
+    "tcp/attr.cc",
+    "find interface",
+    "find address",
 )
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -132,6 +143,8 @@ def join(
     handled: any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
     UsageError if this node lacks the chosen interface.
     """
+    if facts.num_nodes == 1:
+        network.check_loopback(os.environ)
     if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo would look up the host's name, which may not resolve on a laptop.
         os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
@@ -141,7 +154,7 @@ def join(
     timeout = timedelta(seconds=timeouts.silence_s)
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.
     has_own_gloo = device.type == "cuda"
-    with _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
+    with _own_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
             store=store,
@@ -149,7 +162,7 @@ def join(
             world_size=facts.world_size,
             timeout=timeout,
         )
-    with _connecting_at_first_use():
+    with _own_faults_named(), _connecting_at_first_use():
         control = dist.group.WORLD if has_own_gloo else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     # The main thread's connection serves one thread at a time.
@@ -163,14 +176,14 @@ def join(
 
 def peer_lost(error: BaseException | None) -> bool:
     """Tell whether ``error``, or its cause, only says that another rank is gone or silent."""
-    while error is not None:
+    while error is not None and not isinstance(error, UserError):  # which names a cause of its own
         if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
             return True
         text = str(error)
         if isinstance(error, dist.DistBackendError):
             return not any(mark in text for mark in _OWN_NCCL)
         if isinstance(error, RuntimeError) and any(mark in text for mark in _GLOO_LOST):
-            return True
+            return not any(mark in text for mark in _OWN_GLOO)
         error = error.__cause__
     return False
 
@@ -191,10 +204,13 @@ def nccl_words(error: BaseException | None) -> str | None:
 def _meet(
     facts: RankFacts, rendezvous: Path, token: str, timeouts: Timeouts, must_stop: Callable[[], bool]
 ) -> Store:
-    timeout = timedelta(seconds=timeouts.join_s)
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        # torch's own: under torchrun the store is the agent's, with one prefix per restart.
-        return next(torch_rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))[0]
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = _store_of_environment(facts, timeouts, must_stop, is_agents=is_agents)
+        if not is_agents:
+            _start_together(store, facts, timeouts.join_s, must_stop)
+        return store
+    timeout = timedelta(seconds=timeouts.join_s)
     if facts.world_size == 1:
         return HashStore()
     if facts.rank == 0:
@@ -206,31 +222,97 @@ def _meet(
     return store
 
 
+def _store_of_environment(
+    facts: RankFacts, timeouts: Timeouts, must_stop: Callable[[], bool], *, is_agents: bool
+) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT: rank 0's, or that of the agent that started ranks.
+
+    Raises UsageError if it can't be used, TryAgainError when stopped meanwhile.
+    """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    place, timeout = f"MASTER_ADDR={host}, MASTER_PORT={port}", timedelta(seconds=timeouts.join_s)
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise UsageError(f"{place}: the port is not a number of 1 to 65535")
+    try:
+        if facts.rank != 0 or is_agents:
+            _wait_for_host(host, int(port), place, timeouts.join_s, must_stop)
+        if is_agents:  # torch's own: one prefix per restart
+            return next(torch_rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))[0]
+        is_master = facts.rank == 0
+        return TCPStore(
+            host, int(port), facts.world_size, is_master=is_master, timeout=timeout, wait_for_workers=False
+        )
+    except dist.DistNetworkError as error:  # no other rank is connected yet
+        what = "rank 0 can't listen, or can't reach itself," if facts.rank == 0 else "rank 0 does not answer"
+        raise UsageError(
+            f"{place}: {what} there, as seen from {_here()}: {_first_line(error)}; the address must be that "
+            "of rank 0's node, and the port free"
+        ) from error
+
+
+def _wait_for_host(host: str, port: int, place: str, limit_s: float, must_stop: Callable[[], bool]) -> None:
+    """Return once something answers at ``host`` and ``port``; torch would not handle signals meanwhile."""
+    for _ in network.polls(limit_s):
+        if must_stop():
+            raise TryAgainError("stopped while waiting for rank 0, before training began")
+        if network.reach([host], port) is not None:
+            return
+    raise UserError(f"{place}: nothing answers there within {limit_s:g} s, as seen from {_here()}")
+
+
+@contextlib.contextmanager
+def _own_faults_named() -> Iterator[None]:
+    """Raise UsageError if gloo can't use an interface of this node, which it reports like a lost peer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(mark in str(error) for mark in _OWN_GLOO):
+            raise
+        raise UsageError(
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')}: gloo can't listen on {_here()}, "
+            f"whose usable interfaces are {', '.join(network.usable_interfaces())}: {_first_line(error)}"
+        ) from error
+
+
+def _here() -> str:
+    return f"node {node_name(os.environ)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
 def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) -> Store:
     """Start the store on a port chosen by the kernel, which can't be in use, and publish it."""
     listener, hosts = network.listen(os.environ, facts.num_nodes, backlog=max(1024, facts.world_size))
     address, port = listener.getsockname()[:2]
     network.use_interface_of(address)
-    store = TCPStore(
-        address,
-        port,
-        facts.world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
+    try:
+        store = TCPStore(
+            address,
+            port,
+            facts.world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+    except dist.DistNetworkError as error:  # no other rank is connected yet
+        raise UsageError(
+            f"rank 0 can't reach its own store at {address}, port {port}, on {_here()}: {_first_line(error)}"
+        ) from error
     write_json(path, {"hosts": hosts, "port": port, "token": token})
     return store
 
 
 def _wait_for_store(path: Path, token: str, limit_s: float, must_stop: Callable[[], bool]) -> tuple[str, int]:
     """Return the address at which rank 0's store answers."""
-    published = None
+    published, answer_until = None, float("inf")
     for _ in network.polls(limit_s):
         if must_stop():
             raise TryAgainError("stopped while waiting for rank 0, before training began")
-        published = published or _published(path, token)
+        if published is None and (published := _published(path, token)) is not None:
+            answer_until = time.monotonic() + _ANSWER_LIMIT_S
         if published is None:
             continue
         # On a node other than rank 0's, srun's address as seen from this node is worth a try, too.
@@ -239,12 +321,14 @@ def _wait_for_store(path: Path, token: str, limit_s: float, must_stop: Callable[
         if reached is not None:
             network.use_interface_of(reached[1])
             return reached[0], published["port"]
+        if time.monotonic() > answer_until:
+            break
     if published is None:
         raise PeerLostError(f"rank 0 published no address in {path} within {limit_s:g} s; see its log")
     raise UserError(  # no other rank's error reports it
         f"rank 0 does not answer at any of {', '.join(published['hosts'])}, port {published['port']}, within "
-        f"{limit_s:g} s; set GLOO_SOCKET_IFNAME (network_interface of the site's profile) to the interface "
-        "that connects the nodes"
+        f"{min(limit_s, _ANSWER_LIMIT_S):g} s, as seen from {_here()}; set GLOO_SOCKET_IFNAME "
+        "(network_interface of the site's profile) to the interface that connects the nodes"
     )
 
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpc_train.distributed import shared_memory
 from hpc_train.errors import PeerLostError
 
-_FOLDER = "/dev/shm"
 #: Bits of a number; those above count the exchanges, so number and count are written at once.
 NUM_BITS = 32
 #: Double buffering: no rank begins the exchange after the next before all have read this one.
@@ -49,7 +49,7 @@ def open_shared_flags(
     size = _bytes_of_flags(world_size) + room
     with contextlib.suppress(OSError):
         if rank == 0:
-            file, path = tempfile.mkstemp(prefix="hpc-train-", dir=_FOLDER)
+            file, path = tempfile.mkstemp(prefix="hpc-train-", dir=shared_memory.FOLDER)
             os.posix_fallocate(file, 0, size)  # a full /dev/shm would kill the rank at its first write
     try:
         said = [path]

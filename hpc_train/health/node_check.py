@@ -6,7 +6,7 @@ not at all.
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import secrets
 import subprocess
@@ -18,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.loader_memory import prefetched_bytes
+from hpc_train.distributed import shared_memory
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.files import sync_file
-from hpc_train.run.storage_errors import TRANSIENT
+from hpc_train.run.storage_errors import FULL, TRANSIENT, error_words, storage_error
 
 _SIZE = 256
 #: Few: an occasionally faulty device is found by many checks of many attempts, not by a long one.
@@ -32,9 +35,8 @@ _DISK_BYTES = 64 * 1024
 _LEAST_MEMORY = 256 * 2**20
 #: Assumed: a device that is shared on purpose is never filled to this fraction before we start.
 _MOST_BY_OTHERS = 0.5
-#: Errors of the disk on any node.
-_REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
 _SMI_LIMIT_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 def check(
@@ -43,13 +45,14 @@ def check(
     attempt: AttemptPaths,
     node: str,
     group: dist.ProcessGroup | None = None,
+    experiment: Experiment | None = None,
 ) -> None:
     """Check this rank's node. Collective: every rank calls it, over ``group`` or else the default one.
 
     Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError if the disk is
     full, which is not the node's fault. A rank that fails its own part still takes part in the exchange.
     """
-    own = _own_failure(facts, device, attempt, node)
+    own = _own_failure(facts, device, attempt, node, experiment)
     _agree(own, facts, group)
     wrong = _reduction_failure(facts, device, group)
     failed = f"an all-reduce over {facts.world_size} ranks: {wrong}"
@@ -57,7 +60,7 @@ def check(
 
 
 def _own_failure(
-    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str
+    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str, experiment: Experiment | None
 ) -> HpcTrainError | None:
     """Return what is wrong with this rank's part of the node."""
     parts: list[tuple[str, Callable[[], None]]] = [
@@ -66,11 +69,15 @@ def _own_failure(
     ]
     if facts.local_rank == 0:
         parts.append(("the disk", lambda: _check_disk(attempt.folder, node)))
+        if experiment is not None and experiment.workers > 0:
+            parts.append(("shared memory", lambda: _check_shared_memory(experiment, facts.local_world_size)))
     for name, part in parts:
         try:
             part()
         except (StorageError, TransientStorageError) as error:
             return error
+        except OSError as error:
+            return BadNodeError(_failed(node, f"{name}: {error_words(error)}"))
         except Exception as error:  # whatever a broken driver reports
             return BadNodeError(_failed(node, f"{name}: {error}"))
     return None
@@ -131,6 +138,23 @@ def _pattern(seed: int, device: torch.device) -> Tensor:
     return ((index * (2 * seed + 1) + index // 7) % 7 - 3).to(torch.float32)
 
 
+def _check_shared_memory(experiment: Experiment, ranks: int) -> None:
+    """Raise if loader processes can't start; warn if /dev/shm is too small for what they read ahead."""
+    if reason := shared_memory.refusal():
+        raise HpcTrainError(
+            f"{reason}; loader processes need it: write data.workers: 0 to train without them"
+        )
+    needed, size = prefetched_bytes(experiment, ranks), shared_memory.total_bytes()
+    if needed is not None and size is not None and needed > size:
+        _log.warning(
+            "%s has %.0f MiB, and the loader processes of this node read %.0f MiB ahead: batches that do not "
+            "fit go through a pipe, which takes longer; have it mounted larger, or write fewer data.workers",
+            shared_memory.FOLDER,
+            size / 2**20,
+            needed / 2**20,
+        )
+
+
 def _check_disk(folder: Path, node: str) -> None:
     """Write a small file to the disk, read it back from there, remove it."""
     path = folder / f".node-check-{node}"
@@ -138,11 +162,9 @@ def _check_disk(folder: Path, node: str) -> None:
     try:
         found = _through_the_disk(path, content)
     except OSError as error:
-        if error.errno in _REFUSES_ALL:
-            raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
-        if error.errno in TRANSIENT:  # a disk that all nodes share: not this node's fault
-            raise TransientStorageError(f"{folder}: {error.strerror}") from error
-        raise
+        if error.errno in FULL | TRANSIENT:  # a disk that all nodes share: not this node's fault
+            raise storage_error(error, folder) from error
+        raise HpcTrainError(error_words(error, path)) from error
     finally:
         with suppress(OSError):
             path.unlink()

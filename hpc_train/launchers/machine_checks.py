@@ -50,6 +50,8 @@ class Machine:
     #: The lead of the login node's clock over that of the file server.
     clock_lead_s: float | None = None
     is_node: bool = False
+    #: What the loader processes of the file would read ahead into /dev/shm on one node.
+    prefetched_bytes: int | None = None
 
     def finding(self, level: Level, check: str, what: str, why: str = "", remedy: str = "") -> Finding:
         """Return a finding on this machine."""
@@ -81,7 +83,7 @@ def clock_lead_s(folder: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def this_machine(*, wants_gpu: bool = False) -> list[Finding]:
+def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None) -> list[Finding]:
     """Return the findings on the machine that runs the command."""
     runs, where = runs_root(), "this machine"
     try:
@@ -93,7 +95,7 @@ def this_machine(*, wants_gpu: bool = False) -> list[Finding]:
         what = f"{where}: Python can't report on it: {shortened(str(error))}"
         why, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
         return [Finding(Level.ERROR, "machine.python", what, where, why, remedy)]
-    return judged(Machine(where, facts, runs, wants_gpu))
+    return judged(Machine(where, facts, runs, wants_gpu, prefetched_bytes=prefetched_bytes))
 
 
 def _report(folder: Path) -> dict[str, Any]:
@@ -258,6 +260,29 @@ def runs_folder(machine: Machine) -> Iterator[Finding]:
         yield machine.finding(Level.OK, "runs", f"{machine.runs} can be written, {free / 2**30:.0f} GiB free")
 
 
+def shared_memory(machine: Machine) -> Iterator[Finding]:
+    """/dev/shm can be used, and holds what loader processes read ahead."""
+    facts = machine.facts.get("shm") or {}
+    size, needed = facts.get("bytes"), machine.prefetched_bytes
+    remedy = "have it mounted writable and larger (`--shm-size` of a container), or write data.workers: 0"
+    if "error" in facts:
+        what = f"no file can be made in /dev/shm: {facts['error']}"
+        yield machine.finding(
+            Level.ERROR,
+            "shm",
+            what,
+            "loader processes can't start, and NCCL needs it on several GPUs",
+            remedy,
+        )
+    elif isinstance(size, int) and needed is not None and needed > size:
+        what = f"/dev/shm has {size / 2**20:.0f} MiB; loader processes read {needed / 2**20:.0f} MiB ahead"
+        why = "batches that do not fit are sent through a pipe, which takes longer; NCCL has too little, too"
+        remedy = f"{remedy}; fewer data.workers or a smaller micro_batch_size need less"
+        yield machine.finding(Level.WARNING, "shm", what, why, remedy)
+    elif isinstance(size, int):
+        yield machine.finding(Level.OK, "shm", f"/dev/shm has {size / 2**20:.0f} MiB")
+
+
 def quota(machine: Machine) -> Iterator[Finding]:
     """The user is not over quota."""
     said = " ".join(str(machine.facts.get("quota") or "").split())
@@ -292,7 +317,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
 
 #: In the order in which they are reported.
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    python_version, modules, torch, runs_folder, quota, files_limit, locked_memory, clock,
+    python_version, modules, torch, runs_folder, quota, shared_memory, files_limit, locked_memory, clock,
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ def report(folder: str) -> "dict[str, Any]":
         "rdma": _names("/sys/class/infiniband"),
         "missing": [name for name in _MODULES if importlib.util.find_spec(name) is None],
         "quota": _quota(),
+        "shm": _shared_memory(),
     }
     found.update(_folder(folder))
     found["torch"] = {} if "torch" in found["missing"] else _torch()
@@ -116,6 +117,18 @@ def _folder(folder: str) -> "dict[str, Any]":
     finally:
         os.close(handle)
         Path(path).unlink()
+
+
+def _shared_memory() -> "dict[str, Any]":
+    """Return the size of /dev/shm, or why no file can be made there."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="hpc-train-", dir="/dev/shm")
+        os.close(handle)
+        Path(path).unlink()
+        size = os.statvfs("/dev/shm")
+    except OSError as error:
+        return {"error": error.strerror}
+    return {"bytes": size.f_blocks * size.f_frsize}
 
 
 def _quota() -> str:

@@ -10,7 +10,15 @@ from pathlib import Path
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
-from hpc_train.recovery.diagnosis import Diagnosis, Evidence, SilentEnd, Stop, diagnose, stopped_by_signal
+from hpc_train.recovery.diagnosis import (
+    Diagnosis,
+    Evidence,
+    SilentEnd,
+    Stop,
+    diagnose,
+    exit_code_of_user_error,
+    stopped_by_signal,
+)
 from hpc_train.run import resource_limits
 from hpc_train.run.files import UnreadableFileError, read_text, tail_text
 from hpc_train.run.rank_ends import exit_codes
@@ -134,8 +142,8 @@ def _code(rank: RankProcess) -> int:
 
 
 def _exit_code(found: Diagnosis, evidence: Evidence, interrupted_by: int | None) -> ExitCode:
-    if found.cause == "user error" and found.rank is not None:
-        return ExitCode(evidence.codes[found.rank])
+    if found.cause == "user error":
+        return exit_code_of_user_error(found, evidence.codes)
     if found.cause == INTERRUPTED and interrupted_by is not None:
         return ExitCode.INTERRUPTED
     return ExitCode.TRY_AGAIN if found.cause in {CANCELLED, INTERRUPTED} else ExitCode.FAILED

@@ -20,13 +20,18 @@ from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
 
 #: Exit codes of errors that every further attempt would repeat.
-_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE)}
+_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE), int(ExitCode.ENVIRONMENT)}
 #: Those that hold without an error, too: a full disk has no room for its text.
-_FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+_FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.ENVIRONMENT)}
 #: A rank with one of these exit codes ended because of another one, or because it was asked to stop.
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: Signals that end a rank whose node may be at fault, unless memory ran out.
 _NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
+#: Signals by which the kernel reports a limit, and nothing else.
+_LIMIT_SIGNALS = {
+    int(signal.SIGXCPU): "the limit of its CPU time is reached (`ulimit -t`)",
+    int(signal.SIGXFSZ): "the limit of the size of a file is reached (`ulimit -f`)",
+}
 #: Of a run without a scheduler whose launcher could not write the end.
 LAUNCHER_DIED = "launcher died"
 LESS_MEMORY = "fewer data.workers or a smaller micro_batch_size need less"
@@ -139,6 +144,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return _unexplained(evidence)
 
 
+def exit_code_of_user_error(found: Diagnosis, codes: Mapping[int, int]) -> ExitCode:
+    """Return the exit code of the run's command: that of the rank, unless only launchers know it."""
+    assert found.rank is not None, "a user error is one rank's"
+    code = ExitCode(codes[found.rank])
+    return ExitCode.FAILED if code == ExitCode.ENVIRONMENT else code
+
+
 def _diagnosis(
     cause: str, reason: str, rank: int | None = None, bad_nodes: Mapping[str, str] | None = None
 ) -> Diagnosis:
@@ -201,6 +213,10 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
         how = f"{how}, out of memory; {remedy}"
     elif end.signal == signal.SIGKILL:
         how = f"{how}; out of memory? {remedy}"
+    elif end.signal in _LIMIT_SIGNALS:
+        how = f"{how}: {_LIMIT_SIGNALS[end.signal]}"
+    elif end.signal == signal.SIGABRT and evidence.logs.get(end.rank):
+        how = f"{how}: {evidence.logs[end.rank]}"
     elif end.exit_code is not None:
         how = f"{how}: {line or _NO_LAST_LINE}"
     is_suspect = end.signal in _NODE_SIGNALS and not (end.is_out_of_memory or limit)

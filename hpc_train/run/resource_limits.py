@@ -5,10 +5,15 @@ Called where a rank reports its own error, and by launchers for a rank that ende
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from traceback import extract_tb
 
 _MIB = 1 << 20
 #: ulimit's option → the limit, what it limits, and the unit of its value.
@@ -27,11 +32,13 @@ _MESSAGES = {
     r"failed to map segment|cannot map (zero|file)": ("-v",),
     r"can't start new thread|[Tt]hread creation failed|pthread_create": ("-u", "-v"),
     r"fork.*Resource temporarily unavailable|BlockingIOError: \[Errno 11\]": ("-u",),
-    r"[Tt]oo many open files": ("-n",),
+    r"[Tt]oo many open files|items of ancdata": ("-n",),
     r"File too large|File size limit exceeded": ("-f",),
     r"CPU time limit exceeded": ("-t",),
 }
+_ERRNOS = {errno.ENOMEM: ("-v", "-d"), errno.EFBIG: ("-f",), errno.EMFILE: ("-n",)}
 _SIGNALS = {int(signal.SIGXFSZ): ("-f",), int(signal.SIGXCPU): ("-t",)}
+_CGROUPS = Path("/sys/fs/cgroup")
 _DEVICE = re.compile(r"CUDA|\bHIP\b")
 _REMEDY = "raise it with `ulimit` where the ranks are started, or ask the administrators (limits.conf)"
 
@@ -41,7 +48,8 @@ def current() -> dict[str, str]:
     found = {}
     for option, (limit, name, unit) in _LIMITS.items():
         size, _ = resource.getrlimit(limit)
-        if size != resource.RLIM_INFINITY:
+        is_exempt = option == "-u" and os.geteuid() == 0
+        if size != resource.RLIM_INFINITY and not is_exempt:
             value = f"{size / _MIB:.0f} MiB" if unit == "MiB" else f"{size} {unit}".rstrip()
             found[option] = f"{name} is limited to {value} (`ulimit {option}`)"
     return found
@@ -52,7 +60,40 @@ def clause(message: str, limits: Mapping[str, str], ended_by: int | None = None)
 
     Starts with a semicolon; empty if it reports none, or none that is in ``limits``.
     """
-    options = [*_SIGNALS.get(ended_by or 0, ()), *_reported(message)]
+    return _named([*_SIGNALS.get(ended_by or 0, ()), *_reported(message)], limits)
+
+
+def reached_limits(error: BaseException | None) -> str:
+    """Return clauses that name the limits of this process that ``error``, or what caused it, has reached.
+
+    Each begins with a semicolon. Empty if the error is of another kind, or nothing is limited. A cgroup's
+    limit of memory is never named: the kernel kills a process instead.
+    """
+    while error is not None:
+        if options := _options(error):
+            return _named(options, current()) + ("".join(_cgroup_words()) if "-u" in options else "")
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _options(error: BaseException) -> Sequence[str]:
+    if isinstance(error, MemoryError):
+        return "-v", "-d"
+    if isinstance(error, OSError):
+        is_fork = error.errno == errno.EAGAIN and _is_from_fork(error)
+        return ("-u",) if is_fork else _ERRNOS.get(error.errno or 0, ())
+    if isinstance(error, RuntimeError) and str(error) == os.strerror(errno.EAGAIN):  # of a thread in C++
+        return "-u", "-v"
+    return _reported(str(error)) if isinstance(error, RuntimeError | ImportError) else ()
+
+
+def _is_from_fork(error: BaseException) -> bool:
+    """Return True if a fork raised ``error``: locks and pipes use the same number."""
+    frames = extract_tb(error.__traceback__)
+    return bool(frames) and "fork" in (frames[-1].line or "")
+
+
+def _named(options: Iterable[str], limits: Mapping[str, str]) -> str:
     names = [limits[option] for option in dict.fromkeys(options) if option in limits]
     return f"; {' and '.join(names)}: {_REMEDY}" if names else ""
 
@@ -81,3 +122,30 @@ def _reported(message: str) -> list[str]:
     return [
         option for pattern, options in _MESSAGES.items() if re.search(pattern, message) for option in options
     ]
+
+
+def _cgroup_words() -> Iterator[str]:
+    """Yield a clause that names the lowest limit of processes of the cgroups around this one, if any."""
+    limits = list(_pids_limits())
+    if limits:
+        number, file = min(limits)
+        yield (
+            f"; processes and threads of the cgroup are limited to {number} ({file}): request more from the "
+            "scheduler or the container"
+        )
+
+
+def _pids_limits() -> Iterator[tuple[int, Path]]:
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and controllers != "pids":
+            continue
+        root = _CGROUPS if number == "0" else _CGROUPS / "pids"
+        own = PurePosixPath(path.lstrip("/"))
+        # In a container the path may be the host's; then only the root is there.
+        for folder in {root / own, *(root / parent for parent in own.parents), root}:
+            with suppress(OSError, ValueError):  # ``max``
+                yield int((folder / "pids.max").read_text(encoding="ascii")), folder / "pids.max"

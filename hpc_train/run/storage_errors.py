@@ -1,7 +1,7 @@
-"""Errors of disks and file servers: which may be temporary, how often a write is retried, what the user
-reads.
+"""Errors of the operating system: which may be temporary, how often a write is retried, what the user reads.
 
-The same rules for everything that a rank writes.
+The same rules for everything that a rank or a command reads and writes. A message names the path, its owner
+or the limit that is the cause; none of them is assumed.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pwd
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE
+from traceback import extract_tb
 from typing import TypeVar
 
 from hpc_train.errors import StorageError, TransientStorageError
-from hpc_train.run import resource_limits
 from hpc_train.run.files import UnreadableFileError
+from hpc_train.run.processes import FOLDER_VARIABLE
+from hpc_train.run.resource_limits import reached_limits
 
 #: Pauses before each retry (assumed).
 RETRY_AFTER_S = (0.5, 2.0)
@@ -85,11 +89,144 @@ def replaced_file(error: UnreadableFileError) -> StorageError:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
-    """Return the message for an operating system error in writing ``path``."""
-    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    """Return the message for an operating system error in using ``path``, where ``error`` names no other."""
     if error.errno in TRANSIENT:
-        return TransientStorageError(f"{path}: {reason}")
-    if error.errno == errno.EFBIG:
-        limit = resource_limits.clause(os.strerror(errno.EFBIG), resource_limits.current())
-        return StorageError(f"{path}: {reason}{limit}")
-    return StorageError(f"{path}: {reason}; free some space or fix it there, then continue")
+        return TransientStorageError(f"{path}: {_reason(error)}")
+    limits = reached_limits(error)
+    remedy = limits or f"{_remedy(error, path) or '; fix it there'}, then continue"
+    return StorageError(f"{path}: {_reason(error)}{remedy}")
+
+
+def error_words(error: OSError, path: Path | None = None) -> str:
+    """Return what an operating system error says, in one line: its path, the cause, the limit, the remedy.
+
+    ``path``: what was used, if ``error`` does not know it. Without either, the line of code is named, and the
+    places that are full or read-only. Causes are looked up, never assumed.
+    """
+    named = path or _path_of(error)
+    if named is None:
+        said = f"input/output: {error.strerror or error} ({_place(error)}){_unnamed_remedy(error)}"
+    else:
+        said = f"{named}: {_reason(error)}{_remedy(error, named)}"
+    return f"{said}{reached_limits(error)}"
+
+
+def error_clauses(error: BaseException | None) -> str:
+    """Return clauses for the end of a traceback: who owns the path that was refused, which limit is reached.
+
+    Empty for errors of other kinds.
+    """
+    refused = error
+    while refused is not None:
+        if isinstance(refused, PermissionError) and (path := _path_of(refused)) is not None:
+            return f"; {_owner_words(path)}"
+        refused = refused.__cause__ or refused.__context__
+    return reached_limits(error)
+
+
+def _path_of(error: OSError) -> Path | None:
+    return Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+
+
+def _reason(error: OSError) -> str:
+    said = error.strerror or str(error)
+    reason = _REASONS.get(error.errno or 0, said)
+    return reason if said.lower() in reason.lower() else f"{reason} ({said})"
+
+
+def _place(error: OSError) -> str:
+    frames = extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
+
+
+def _remedy(error: OSError, path: Path) -> str:
+    """Return what to do about ``error`` at ``path``, beginning with ``; ``; empty if that is unknown."""
+    if error.errno == errno.ENOSPC:
+        used = _used_up(path)
+        return f"; {used}free some space there"
+    if error.errno == errno.EDQUOT:
+        return "; free some space there, or ask for a larger quota (`quota -s` shows it)"
+    if error.errno == errno.EROFS:
+        return "; have it mounted writable, or use another folder"
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return f"; {_owner_words(path)}"
+    return ""
+
+
+def _used_up(path: Path) -> str:
+    """Return that the file system of ``path`` has no inodes left, if it has space: ``df`` looks fine then."""
+    with suppress(OSError):
+        found = os.statvfs(_existing(path))
+        if found.f_bavail > 0 and found.f_files and found.f_favail == 0:
+            return "it has space but no inodes left (`df -i`): remove files, or "
+    return ""
+
+
+def _owner_words(path: Path) -> str:
+    """Return which file or folder refuses this user, with its owner and mode."""
+    there, is_forbidden = _refusing(path)
+    try:
+        found = there.stat()
+    except OSError as error:
+        return f"{there} can't be examined: {error.strerror}"
+    what = "it" if there == path else f"its folder {there}"
+    owner, me = _user_name(found.st_uid), _user_name(os.geteuid())
+    facts = (
+        f"{what} belongs to {owner} and has mode {S_IMODE(found.st_mode):04o}, and this process runs as {me}"
+    )
+    if is_forbidden:
+        return f"{facts}: use a folder of your own, or have the owner permit it"
+    return f"{facts}: the mode permits it, so an access list, a security module or the file server refuses it"
+
+
+def _refusing(path: Path) -> tuple[Path, bool]:
+    """Return the file or folder whose owner and mode forbid to use ``path``, and whether they do."""
+    there = _existing(path)
+    if there != path:
+        return there, not os.access(there, os.W_OK | os.X_OK)
+    if not os.access(path, os.R_OK):
+        return path, True
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # a file is replaced by a new one next to it
+        return path.parent, True
+    return path, not os.access(path, os.W_OK)
+
+
+def _existing(path: Path) -> Path:
+    """Return the first of ``path`` and its parents that exists, as far as this user can see."""
+    for candidate in (path, *path.absolute().parents):
+        with suppress(OSError):  # missing, or in a folder that may not be entered
+            candidate.lstat()
+            return candidate
+    return Path("/")
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # in a container
+        return f"user {number}"
+
+
+def _unnamed_remedy(error: OSError) -> str:
+    """Return which of the places that every process writes is full or read-only; empty if none is."""
+    found = [str(place) for place in _usual_places() if _is_cause(error, place)]
+    if not found:
+        return ""
+    full = error.errno == errno.ENOSPC
+    return f"; {', '.join(found)}: {'full, free some space there' if full else 'read-only'}"
+
+
+def _usual_places() -> list[Path]:
+    folders = [Path.cwd(), Path(os.environ.get("TMPDIR") or "/tmp"), Path("/dev/shm")]
+    run = os.environ.get(FOLDER_VARIABLE)
+    return list(dict.fromkeys([*([Path(run)] if run else []), *folders]))
+
+
+def _is_cause(error: OSError, place: Path) -> bool:
+    with suppress(OSError):
+        found = os.statvfs(place)
+        if error.errno == errno.ENOSPC:
+            return found.f_bavail == 0
+        if error.errno == errno.EROFS:
+            return bool(found.f_flag & os.ST_RDONLY)
+    return False

@@ -133,7 +133,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     try:
         if experiment.recovery.check_nodes:
             progress.at("checking")
-            node_check.check(facts, device, paths.attempt(attempt), node)
+            node_check.check(facts, device, paths.attempt(attempt), node, experiment=experiment)
         progress.at("building")
         yield rank
     except BaseException:

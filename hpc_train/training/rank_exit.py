@@ -15,6 +15,7 @@ from hpc_train.distributed.process_group import nccl_words, peer_lost
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
+    BadNodeError,
     ExitCode,
     HpcTrainError,
     NonFiniteError,
@@ -23,12 +24,11 @@ from hpc_train.errors import (
     UserError,
 )
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run import resource_limits
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
-from hpc_train.run.storage_errors import storage_error
+from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
@@ -58,24 +58,14 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
-    is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
+    is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    if not isinstance(cause, StorageError):  # it has the limit of a file's size
-        text = _with_limits(text, error)
+    if not isinstance(cause, StorageError):  # which has them
+        text = text.rstrip("\n") + error_clauses(error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
-
-
-def _with_limits(text: str, error: BaseException) -> str:
-    """Return ``text`` with the limits of the process that ``error`` reports as reached."""
-    found = resource_limits.explained(text)
-    full = out_of_memory(error)
-    if found != text or full is None:
-        return found
-    limits = resource_limits.clause(f"{type(full).__name__}: {full}", resource_limits.current())
-    return text.rstrip("\n") + limits
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
@@ -107,7 +97,8 @@ def _say(text: str) -> None:
 def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) -> BaseException:
     """Return the error in the user's terms where it has any: what a compiler or a full disk said."""
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
-        return storage_error(error, Path(error.filename or "the run's folder"))
+        path = Path(error.filename) if error.filename else None
+        return storage_error(error, path) if path else StorageError(error_words(error))
     return compile_error(error) or _micro_batch_error(error, paths, attempt, flag) or error
 
 

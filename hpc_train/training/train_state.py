@@ -17,7 +17,7 @@ from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.types import DataInfo
 from hpc_train.distributed.seeds import seed_build
-from hpc_train.errors import BadFileError, ExitCode, UserError
+from hpc_train.errors import BadFileError, EnvironmentRefusesError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
@@ -168,10 +168,8 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
-class OtherVersionsError(UserError):
+class OtherVersionsError(EnvironmentRefusesError):
     """The environment is not the one that the checkpoint was saved in, and the file insists on that."""
-
-    exit_code = ExitCode.BAD_FILE
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,10 @@ def test_an_error_of_the_disk_exits_74_without_traceback(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(status_module, "status", full)
     done = hpc_train("status")
-    assert (done.code, done.err) == (74, "runs: No space left on device\n")
+    assert (done.code, done.err) == (
+        74,
+        "runs: the disk is full (No space left on device); free some space there\n",
+    )
 
 
 def test_an_error_without_a_file_says_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:

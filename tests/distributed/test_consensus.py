@@ -60,7 +60,7 @@ from hpc_train.distributed.process_group import join, peer_lost
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import PeerLostError
 if sys.argv[2] == "none":
-    shared_flags._FOLDER = "/nowhere"
+    shared_flags.shared_memory.FOLDER = "/nowhere"
 flag = signals.install()
 facts = RankFacts.from_environment(os.environ)
 group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")

@@ -139,6 +139,7 @@ def test_an_interface_that_is_missing_is_named_with_those_of_the_node(
     variable: str, value: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(network, "usable_interfaces", lambda: ["lo", "eth0"])
     environ = {variable: value, "SLURMD_NODENAME": "n1"}
     if missing is None:
         network.check_interfaces(environ, [variable])
@@ -146,3 +147,33 @@ def test_an_interface_that_is_missing_is_named_with_those_of_the_node(
     told = f"{variable}={value}: {missing} is not an interface of node n1, which has lo, eth0"
     with pytest.raises(UsageError, match=re.escape(told)):
         network.check_interfaces(environ, [variable])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "down"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", "ib0"),
+        ("GLOO_SOCKET_IFNAME", "lo,ib0", "ib0"),
+        ("GLOO_SOCKET_IFNAME", "lo", None),
+        ("NCCL_SOCKET_IFNAME", "ib", "ib0"),
+        ("NCCL_SOCKET_IFNAME", "ib,lo", None),
+        ("NCCL_SOCKET_IFNAME", "^docker", None),
+    ],
+)
+def test_an_interface_that_is_down_is_named_with_the_usable_ones(
+    variable: str, value: str, down: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0")])
+    monkeypatch.setattr(network, "usable_interfaces", lambda: ["lo"])
+    environ = {variable: value, "SLURMD_NODENAME": "n1"}
+    if down is None:
+        network.check_interfaces(environ, [variable])
+        return
+    words = f"{variable}={value}: {down} of node n1 is down or has no IP address; lo can be used"
+    with pytest.raises(UsageError, match=re.escape(words)):
+        network.check_interfaces(environ, [variable])
+
+
+def test_interfaces_that_are_up_are_usable() -> None:
+    assert "lo" in network.usable_interfaces()
+    network.check_loopback({})

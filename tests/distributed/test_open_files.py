@@ -61,7 +61,7 @@ def test_it_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 32, 32)
     with pytest.raises(TooFewFilesError) as raised:
         open_files.check(RankFacts(), (), 0, "n7")
-    assert raised.value.exit_code == ExitCode.BAD_FILE, "final, and nothing that diverged"
+    assert raised.value.exit_code == ExitCode.ENVIRONMENT
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.distributed import process_group
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer_lost
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
@@ -218,6 +221,101 @@ os._exit(0)
     assert first.stdout.split() == ["True"], first.stderr
     assert second.returncode == -9
     assert not rendezvous.exists()
+
+
+#: Joins, and prints whether the error says that a peer is lost, its class and message.
+JOINS = (
+    PRELUDE
+    + """
+try:
+    joined(join_s=60)
+except Exception as error:
+    print(peer_lost(error), type(error).__name__, error)
+sys.stdout.flush()
+os._exit(0)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loopback_interface_that_is_down_is_named_by_each_rank(tmp_path: Path, world_size: int) -> None:
+    if subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs network namespaces (root)")
+    ranks = [
+        subprocess.Popen(
+            ["unshare", "-n", sys.executable, "-c", JOINS, str(tmp_path / "rendezvous.json")],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+            | {"LOCAL_WORLD_SIZE": str(world_size), "PYTHONPATH": str(Path.cwd())},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=HANG_LIMIT_S)
+        assert said.startswith("False UsageError the loopback interface lo of node "), said
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_named_and_no_peer_is_called_lost(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        rendezvous = str(tmp_path / "rendezvous.json")
+        (only,) = run_script(JOINS, 1, rendezvous, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert f"False UsageError MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: rank 0 can't listen" in only.stdout
+    assert "EADDRINUSE" in only.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_signal_ends_the_wait_at_a_given_address(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    facts = RankFacts(rank, 2, rank, 2, 0, 1)
+    with pytest.raises(TryAgainError):
+        join(facts, CPU, Path("/nowhere"), "token", Timeouts(join_s=HANG_LIMIT_S), must_stop=lambda: True)
+
+
+def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "auto")
+    with pytest.raises(
+        UsageError, match=r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=auto: the port is not a number"
+    ):
+        join(RankFacts(), CPU, Path("/nowhere"), "token")
+
+
+def test_an_interface_that_gloo_can_not_use_is_no_lost_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = RuntimeError(
+        "[enforce fail at /gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address"
+    )
+
+    def refuse(*arguments: object, **keys: object) -> None:
+        raise own
+
+    assert not peer_lost(own)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(
+        UsageError, match=r"GLOO_SOCKET_IFNAME=lo: gloo can't listen on node .* lo.*device\.cc:84"
+    ):
+        join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
+
+
+def test_an_address_that_never_answers_is_given_up_before_the_limit_of_joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "_ANSWER_LIMIT_S", 0.05)
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "token"})
+    with pytest.raises(
+        UserError, match=r"does not answer at any of 127\.0\.0\.1, port 1, within 0\.05 s, as seen from"
+    ):
+        join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=HANG_LIMIT_S))
 
 
 @pytest.mark.slow

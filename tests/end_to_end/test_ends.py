@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import committed
@@ -584,9 +585,11 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
         HPC_TRAIN_RUNS=str(tmp_path / "runs"),
         before=("prlimit", "--nofile=32:32"),
     )
-    assert done.code == 65
+    assert done.code == 1
     assert "may open 32 files and sockets but needs 48, with world size 1" in done.err
-    assert "diverge" not in done.err, "it has not, and another learning rate does not help"
+    record = read_record(only_run(tmp_path).attempt(1))
+    assert record is not None and (record.cause, record.exit_codes) == ("user error", [ExitCode.ENVIRONMENT])
+    assert "diverge" not in done.err + done.out, "no other learning rate is proposed"
 
 
 def test_an_address_space_too_small_for_a_ranks_imports_is_named(tmp_path: Path) -> None:

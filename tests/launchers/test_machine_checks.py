@@ -26,6 +26,7 @@ GOOD: dict[str, Any] = {
     "rdma": [],
     "missing": [],
     "quota": "",
+    "shm": {"bytes": 64 * 2**20},
     "folder": "",
     "free_bytes": 2**40,
     "free_files": None,
@@ -59,6 +60,7 @@ def bad(facts: dict[str, Any], **machine: Any) -> dict[str, Level]:
         ({"free_files": 12}, {"space": Level.WARNING}),
         ({"lacks": ["fsync", "link"]}, {"calls": Level.WARNING}),
         ({"quota": "/home 12G* 10G 11G 6days"}, {"quota": Level.ERROR}),
+        ({"shm": {"error": "Read-only file system"}}, {"shm": Level.ERROR}),
         ({"clock_lead_s": -30.0}, {"clock": Level.WARNING}),
         ({"clock_lead_s": "late"}, {}),
     ],
@@ -71,6 +73,11 @@ def test_a_file_that_requests_gpus_needs_them() -> None:
     blind = {"torch": {"version": "2.11", "cuda": None, "gpus": []}}
     assert bad(blind) == {}
     assert bad(blind, wants_gpu=True) == {"gpu": Level.ERROR}
+
+
+def test_shared_memory_smaller_than_what_loaders_read_ahead_is_a_warning() -> None:
+    assert bad({}, prefetched_bytes=64 * 2**20) == {}
+    assert bad({}, prefetched_bytes=64 * 2**20 + 1) == {"shm": Level.WARNING}
 
 
 def test_a_report_of_this_machine_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from hpc_train.recovery.diagnosis import (
     diagnose,
     diagnose_job,
     diagnose_lost,
+    one_line,
     signal_name,
     stopped_by_signal,
 )
@@ -66,6 +67,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
         (78, "BadNodeError: 2 GB of memory are free", "bad node"),
         (79, "HangError: rank 1 on n1 made no progress", "hang"),
         (80, "data.workers: a loader process was killed", "worker lost"),
+        (81, "ulimit -n: rank 1 may open 64 files", "user error"),
         (3, None, "crash"),
     ],
 )
@@ -136,3 +138,22 @@ def test_the_diagnosis_knows_no_scheduler() -> None:
 
 def test_the_states_of_jobs_are_described_in_one_place() -> None:
     assert {end for end, _ in queue_status._JOB_ENDS.values()} == set(JobEnd)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGABRT, "rank 1: killed by SIGABRT: what():  std::bad_alloc"),
+        (signal.SIGXCPU, "rank 1: killed by SIGXCPU: the limit of its CPU time is reached (`ulimit -t`)"),
+        (
+            signal.SIGXFSZ,
+            "rank 1: killed by SIGXFSZ: the limit of the size of a file is reached (`ulimit -f`)",
+        ),
+        (signal.SIGSEGV, "rank 1: killed by SIGSEGV"),
+    ],
+)
+def test_a_signal_is_explained_where_its_cause_is_certain(number: signal.Signals, words: str) -> None:
+    """An abort prints its reason last; the last line before another signal may be about anything."""
+    silent = SilentEnd("1", signal=int(number))
+    found = diagnose(Evidence(silent=silent, logs={1: "what():  std::bad_alloc"}))
+    assert found.reason == one_line(words)

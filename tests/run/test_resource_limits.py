@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
+from pathlib import Path
 
 import pytest
 
 from hpc_train.run import resource_limits
-from hpc_train.run.resource_limits import clause, explained, reporting_line
+from hpc_train.run.resource_limits import clause, explained, reached_limits, reporting_line
 
 LIMITS = {option: f"{option} is limited" for option in ("-v", "-d", "-f", "-u", "-n", "-t")}
 
@@ -55,6 +58,7 @@ def test_limits_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> No
     values = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_NPROC: 100, resource.RLIMIT_CPU: 60}
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values.get(kind, infinity), infinity))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert resource_limits.current() == {
         "-v": "the address space is limited to 1024 MiB (`ulimit -v`)",
         "-u": "the number of the user's processes and threads is limited to 100 (`ulimit -u`)",
@@ -76,3 +80,78 @@ def test_the_line_of_a_log_that_reports_a_limit_is_found() -> None:
     log = "terminate called after throwing\n  what():  std::bad_alloc\n/bin/sh: done\n"
     assert reporting_line(log) == "what():  std::bad_alloc"
     assert reporting_line("all is well\n") is None
+
+
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
+@pytest.fixture
+def all_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every ulimit is 2**30, for a user other than root, and no cgroup limits anything."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**30, 2**30))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource_limits, "_CGROUPS", Path("/nowhere"))
+
+
+@pytest.mark.usefixtures("all_limited")
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (MemoryError(), ["-v", "-d"]),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), ["-v", "-d"]),
+        (RuntimeError("std::bad_alloc"), ["-v", "-d"]),
+        (OSError(errno.EFBIG, "File too large"), ["-f"]),
+        (OSError(errno.EMFILE, "Too many open files"), ["-n"]),
+        (RuntimeError("received 0 items of ancdata"), ["-n"]),
+        (RuntimeError("Resource temporarily unavailable"), ["-u", "-v"]),
+        (RuntimeError("can't start new thread"), ["-u", "-v"]),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), ["-v"]),
+        (OSError(errno.ENOENT, "No such file or directory"), []),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), []),
+        (ValueError("can't start new thread"), []),
+    ],
+)
+def test_the_limit_of_an_error(error: Exception, options: list[str]) -> None:
+    words = reached_limits(error)
+    assert [part.split("`")[0] for part in words.split("(`ulimit ")[1:]] == options
+    wrapped = ValueError("wrapped")
+    wrapped.__cause__ = error
+    assert reached_limits(wrapped) == words
+
+
+def test_no_limit_is_named_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: UNLIMITED)
+    monkeypatch.setattr(resource_limits, "_CGROUPS", Path("/nowhere"))
+    assert reached_limits(MemoryError()) == reached_limits(RuntimeError("can't start new thread")) == ""
+
+
+def test_the_limit_of_processes_does_not_apply_to_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "-u" not in resource_limits.current()
+
+
+@pytest.mark.usefixtures("all_limited")
+def test_a_fork_that_is_refused_names_the_limit_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")  # as os.fork
+
+    with pytest.raises(BlockingIOError) as raised:
+        refuse()
+    assert "`ulimit -u`" in reached_limits(raised.value)
+
+
+def test_the_lowest_limit_of_the_cgroups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both versions of cgroups; ``max`` is no limit."""
+    monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: UNLIMITED)
+    for root in (tmp_path, tmp_path / "pids"):
+        root.mkdir(exist_ok=True)
+        (root / "pids.max").write_text("max\n")
+    assert reached_limits(RuntimeError("can't start new thread")) == ""
+    for root in (tmp_path, tmp_path / "pids"):
+        (root / "pids.max").write_text("300\n")
+    words = reached_limits(RuntimeError("can't start new thread"))
+    assert words.startswith("; processes and threads of the cgroup are limited to 300 (")
+    assert "pids.max): request more" in words
+    assert reached_limits(MemoryError()) == "", "the kernel kills a process instead"

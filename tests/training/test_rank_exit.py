@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.signals import StopFlag
-from hpc_train.errors import BadFileError, ExitCode, TransientStorageError
+from hpc_train.errors import BadFileError, BadNodeError, ExitCode, TransientStorageError
 from hpc_train.paths import RunPaths
+from hpc_train.run import resource_limits
 from hpc_train.run.found_micro_batch import Found, keep
 from hpc_train.training import rank_exit
 from hpc_train.training.batch_size_search import TrialError
@@ -164,3 +165,37 @@ def test_a_limit_of_the_shell_is_named(
     )
     _, text = end(paths, error)
     assert text is not None and words in text
+
+
+def test_a_disk_error_without_a_path_blames_no_folder(paths: RunPaths) -> None:
+    """As of a semaphore in a read-only /dev/shm."""
+    code, text = end(paths, OSError(errno.EROFS, "Read-only file system"))
+    assert code == ExitCode.IO and text is not None
+    assert text.startswith("input/output: Read-only file system (test_rank_exit.py:")
+    assert "run's folder" not in text and "free some space" not in text
+
+
+def test_a_permission_that_is_denied_names_who_owns_what_exists(paths: RunPaths) -> None:
+    missing = paths.folder / "no" / "file"
+    code, text = end(paths, PermissionError(errno.EACCES, "Permission denied", str(missing)))
+    assert code == ExitCode.FAILED and text is not None and "Traceback" in text
+    assert f"Permission denied: '{missing}'; its folder {paths.folder} belongs to " in text
+
+
+def test_processes_that_can_not_be_started_name_their_limit(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource_limits.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))
+    _, text = end(paths, RuntimeError("can't start new thread"))
+    assert text is not None
+    limit = "the number of the user's processes and threads is limited to 200 (`ulimit -u`)"
+    assert f"can't start new thread; {limit}" in text
+
+
+def test_a_node_that_fails_its_check_is_named_without_a_traceback(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "node n1 failed its check of shared memory: /dev/shm can't be used"
+    assert end(paths, BadNodeError(words)) == (ExitCode.BAD_NODE, f"{words}\n")
+    assert capsys.readouterr().err == f"{words}\n"

@@ -12,7 +12,7 @@ import pytest
 from hpc_train.checkpoint.checkpointer import Loaded
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.datasets.sampler import Position
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.run.versions import versions
 from hpc_train.training.train_state import OtherVersionsError, Resumed, refuse_other_classes
 from tests.training.resumes import resume
@@ -38,6 +38,7 @@ def test_other_versions_are_refused_by_the_rank_where_the_file_asks(package: str
         raised.value
     )
     assert "resume with environment.strict=false" in str(raised.value)
+    assert raised.value.exit_code == ExitCode.ENVIRONMENT, "not the code of a run that diverged"
 
 
 @pytest.mark.fault(41)

@@ -18,6 +18,7 @@ from pathlib import Path
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import NoSchedulerError, UsageError, printable
 from hpc_train.launchers.findings import Finding, Level
 from hpc_train.launchers.machine_checks import (
@@ -97,7 +98,9 @@ def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: fl
         finally:
             _cancel(jobs)
         lead_s = clock_lead_s(folder)
-        return [finding for job in jobs for finding in _judged(job, slurm, runs, lead_s, limit_s)]
+        ranks = max(1, slurm.gpus_per_node)
+        prefetched = None if experiment is None else prefetched_bytes(experiment, ranks)
+        return [finding for job in jobs for finding in _judged(job, slurm, runs, lead_s, limit_s, prefetched)]
 
 
 def _hostnames(nodes: Sequence[str]) -> list[str]:
@@ -204,7 +207,12 @@ def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Fin
 
 
 def _judged(
-    job: CheckJob, slurm: SlurmConfig, runs: Path, clock_lead_s: float, limit_s: float
+    job: CheckJob,
+    slurm: SlurmConfig,
+    runs: Path,
+    clock_lead_s: float,
+    limit_s: float,
+    prefetched_bytes: int | None,
 ) -> list[Finding]:
     where = f"node {job.host or job.node or '?'}"
     if not job.has_ended:
@@ -214,7 +222,7 @@ def _judged(
         facts = parsed(job.report.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return [*found, _without_report(job, where, runs)]
-    machine = Machine(where, facts, runs, slurm.gpus_per_node > 0, clock_lead_s, is_node=True)
+    machine = Machine(where, facts, runs, slurm.gpus_per_node > 0, clock_lead_s, True, prefetched_bytes)
     return [*found, *judged(machine)]
 
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode
 from hpc_train.recovery.budgets import Decision
-from hpc_train.recovery.diagnosis import FOLLOWED, Evidence, SilentEnd, Stop, diagnose, one_line
+from hpc_train.recovery.diagnosis import (
+    FOLLOWED,
+    Evidence,
+    SilentEnd,
+    Stop,
+    diagnose,
+    exit_code_of_user_error,
+    one_line,
+)
 
 #: srun's own, where it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
@@ -88,8 +96,7 @@ def judge(facts: Facts) -> Diagnosis:
     }
     state, code = ends.get(found.cause, ("requeued", ExitCode.TRY_AGAIN))
     if found.cause == "user error":
-        assert found.rank is not None, "it is one rank's"
-        state, code = "failed", ExitCode(facts.codes[found.rank])
+        state, code = "failed", exit_code_of_user_error(found, facts.codes)
     return Diagnosis(found.cause, state, found.reason, code, found.bad_nodes)
 
 

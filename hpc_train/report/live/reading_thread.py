@@ -11,6 +11,7 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
 from hpc_train.report.live.details import Details, DetailsReader
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
+from hpc_train.run.storage_errors import error_words
 
 
 @dataclass(frozen=True)
@@ -100,5 +101,5 @@ class ReadingThread(threading.Thread):
 def problem_words(error: Exception) -> str:
     """Return why something could not be read."""
     if isinstance(error, OSError):
-        return f"{error.filename or 'input/output'}: {error.strerror or error}"
+        return error_words(error)
     return str(error) if isinstance(error, HpcTrainError) else f"{type(error).__name__}: {error}"

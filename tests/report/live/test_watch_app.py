@@ -209,7 +209,8 @@ def test_a_log_is_followed_again_after_an_error(monkeypatch: pytest.MonkeyPatch,
     follower = screens_module._Follower(RunPaths(tmp_path), delivered.extend)
     follower.run()
     assert delivered == [
-        "--- RuntimeError: raised \\x1b[so]", f"--- {log}", "first line", "--- /runs: Stale file handle",
+        "--- RuntimeError: raised \\x1b[so]", f"--- {log}", "first line",
+        "--- /runs: the file server has forgotten the file (stale file handle)",
     ]  # fmt: skip
 
 
