@@ -8,10 +8,9 @@ processes are not covered, then, with ``--slow``, by the slow tests of its packa
 A mutant that passes everything is a survivor, and is listed with its difference. Mutants that change only
 annotations, docstrings or other code that only type checkers use are not counted.
 
-All fast tests take minutes per mutant. To test many mutants of some packages, use ``--near``, which runs only
-the tests that run the changed lines, and the fast tests of the package's folder if there are no such tests or
-too many to run all. The coverage is measured with the folders of these packages, tests/cli and
-tests/end_to_end:
+All fast tests take minutes per mutant. To test many mutants of some packages, use ``--near``, which runs
+only the tests that run the changed lines. The coverage is measured with the folders of these packages,
+tests/cli and tests/end_to_end. A survivor lists how many of their fast tests run its lines:
 
     python -m tests.mutation --packages recovery checkpoint --near --jobs 2 --num 200
 
@@ -77,6 +76,7 @@ class Mutant:
     """``module`` is relative to the repository; ``code`` is the whole module, changed in one place.
 
     ``lines`` are the numbers of the original's lines that changed; after an insertion, of the line before it.
+    ``statement`` are those of the innermost statements with a changed line, without the bodies of these.
     """
 
     module: str
@@ -84,6 +84,7 @@ class Mutant:
     difference: str
     code: str
     lines: tuple[int, ...] = ()
+    statement: tuple[int, ...] = ()
 
 
 #: Module, relative to the repository → line → ids of the tests that run it.
@@ -113,7 +114,8 @@ def sampled(
         found.add((path, changed))
         module = str(path.relative_to(repository))
         difference = _difference(original, changed)
-        yield Mutant(module, name, difference, changed, _changed_lines(difference))
+        lines = _changed_lines(difference)
+        yield Mutant(module, name, difference, changed, lines, _statement_lines(original, lines))
 
 
 def _mutated(original: str, operator: Operator, draw: random.Random) -> str | None:
@@ -187,6 +189,21 @@ def _changed_lines(difference: str) -> tuple[int, ...]:
     return tuple(sorted(changed))
 
 
+def _statement_lines(code: str, lines: tuple[int, ...]) -> tuple[int, ...]:
+    spans = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            spans.append((node.lineno, max(node.lineno, end)))
+    found: set[int] = set()
+    for line in lines:
+        around = [span for span in spans if span[0] <= line <= span[1]]
+        begin, end = max(around, default=(line, line))
+        found |= set(range(begin, end + 1))
+    return tuple(sorted(found))
+
+
 def run_by_line(coverage_file: Path, copy: Path) -> RunBy:
     """Read which tests run which lines from the data of ``pytest --cov --cov-context=test``."""
     data = CoverageData(str(coverage_file))
@@ -235,22 +252,29 @@ def _stages(
     parts = Path(mutant.module).parts
     mirror = Path("tests", *parts[1:2])
     mirrored = [str(mirror)] if (copy / mirror).is_dir() else []
-    by_line = run_by.get(mutant.module, {})
-    covering = sorted(set().union(*(by_line.get(line, set()) for line in mutant.lines)))
+    covering = _covering(mutant, run_by.get(mutant.module, {}))
     # A sample, spread over the files: a line that thousands of tests run needs few of them. Those of the
     # package's own folder first: they notice most mutants.
     sample = covering[:: math.ceil(len(covering) / COVERING_TESTS)] if covering else []
-    own = [test for test in sample if mirror in Path(test).parents]
-    for part in (own, [test for test in sample if test not in own]):
+    own = [test for test in covering if mirror in Path(test).parents]
+    for part in ([test for test in sample if test in own], [test for test in sample if test not in own]):
         if part:
             yield "tests that run the line", [*_LIMITED, *part]
-    # The folder's other tests do not run the line, except in child processes: most of those tests are slow.
-    if mirrored and (not covering or (near and len(covering) > COVERING_TESTS)):
+    if near and (rest := [test for test in own if test not in sample]):
+        yield "more tests that run the line", [*_LIMITED, *rest]
+    if not near and not covering and mirrored:
         yield "mirrored tests", [*_LIMITED, "-m", FAST, *mirrored]
     if not near:
         yield "fast tests", [*_LIMITED, "-m", FAST, *_parallel()]
     if slow and mirrored:
         yield "slow tests", ["-m", SLOW, *mirrored]
+
+
+def _covering(mutant: Mutant, by_line: dict[int, set[str]]) -> list[str]:
+    """Return the tests that run the changed statements; all of the module for what runs as it is imported."""
+    runs = [by_line[line] for line in {*mutant.lines, *mutant.statement} if line in by_line]
+    tests = set().union(*runs)
+    return sorted(set().union(*by_line.values()) if runs and not tests else tests)
 
 
 #: What most tests import: half of the time of a few tests.
@@ -315,8 +339,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slow", action="store_true", help="run the slow tests on survivors, too")
     parser.add_argument("--jobs", type=int, default=1, help="test this number of mutants at the same time")
     parser.add_argument("--copy", type=Path, help="keep the copy of the repository in this folder")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mutation.json"))
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/mutation[-near].json")
     given = parser.parse_args(arguments)
+    out = given.out or Path("benchmarks/results", "mutation-near.json" if given.near else "mutation.json")
     if unknown := [name for name in given.packages if not (REPOSITORY / "hpc_train" / name).is_dir()]:
         parser.error(f"no such package in hpc_train: {', '.join(unknown)}")
     began = time.monotonic()
@@ -331,9 +356,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print("the fast tests fail without any mutant", file=sys.stderr)
                 return 1
         result = _facts(given, copy)
-        results = _tested(given, folder, run_by_line(copy / ".coverage", copy))
+        run_by = run_by_line(copy / ".coverage", copy)
+        results = _tested(given, folder, run_by)
         for number, (mutant, stage) in enumerate(results, start=given.first):
-            _add(result, mutant, stage)
+            _add(result, mutant, stage, run_by)
             print(
                 f"{number}/{given.num} {stage or 'SURVIVES'}: {mutant.module} {mutant.operator}", flush=True
             )
@@ -341,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(mutant.difference, flush=True)
             result["tested"] = number - given.first + 1
             result["minutes"] = round((time.monotonic() - began) / 60, 1)
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -372,12 +398,14 @@ def _facts(given: argparse.Namespace, copy: Path) -> dict[str, Any]:
     }
 
 
-def _add(result: dict[str, Any], mutant: Mutant, stage: str | None) -> None:
+def _add(result: dict[str, Any], mutant: Mutant, stage: str | None, run_by: RunBy) -> None:
     stages = result["noticed_by"]
     stages[stage or "none"] = stages.get(stage or "none", 0) + 1
     if stage is None:
         facts = asdict(mutant)
-        result["survivors"].append({key: facts[key] for key in ("module", "operator", "difference")})
+        survivor = {key: facts[key] for key in ("module", "operator", "difference")}
+        survivor["run_by_tests"] = len(_covering(mutant, run_by.get(mutant.module, {})))
+        result["survivors"].append(survivor)
 
 
 def _tested(given: argparse.Namespace, folder: Path, run_by: RunBy) -> Iterable[tuple[Mutant, str | None]]:

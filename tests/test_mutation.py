@@ -101,28 +101,49 @@ def test_the_tests_that_run_a_line_are_read_from_coverage(tmp_path: Path) -> Non
     assert by_line == {"hpc_train/part.py": {1: set(), 2: {"tests/test_part.py::test_it[a|b]", "x::y"}}}
 
 
-def test_near_runs_the_folders_tests_only_for_lines_without_all_their_tests(
+def test_near_runs_all_tests_of_the_folder_that_run_the_line_and_a_sample_of_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _project(tmp_path)
-    ran: list[str] = []
+    ran: list[list[str]] = []
 
     def passes(arguments: list[str], copy: Path) -> bool:
-        ran.append(arguments[-1])
+        ran.append([argument for argument in arguments if "::" in argument])
         return True
 
     monkeypatch.setattr(mutation, "_passes", passes)
-    names = [f"tests/part/test_module.py::test_{number:03}" for number in range(mutation.COVERING_TESTS + 1)]
-    run_by = {"hpc_train/part/module.py": {1: set(names[:1]), 2: set(), 3: set(names)}}
+    own = [f"tests/part/test_module.py::test_{number:03}" for number in range(mutation.COVERING_TESTS)]
+    others = [f"tests/cli/test_it.py::test_{number:03}" for number in range(mutation.COVERING_TESTS)]
+    run_by = {"hpc_train/part/module.py": {1: set(own[:1]), 2: set(), 3: {*own, *others}}}
     for line, expected in [
-        (1, [names[0]]),
-        (2, ["tests/part"]),
-        (3, [names[-1], "tests/part"]),
+        (1, [own[:1]]),
+        (2, [own[::2], others[::2], own[1::2]]),  # runs when the module is imported
+        (3, [own[::2], others[::2], own[1::2]]),
+        (4, []),
     ]:
         ran.clear()
         mutant = Mutant("hpc_train/part/module.py", "", "", "", (line,))
         assert killed_by(mutant, tmp_path, slow=False, run_by=run_by, near=True) is None
         assert ran == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "statement"), [(3, (2, 3, 4)), (5, (5,)), (8, (6, 7, 8, 9)), (10, (10,))]
+)
+def test_a_statement_of_several_lines_is_run_by_the_tests_of_each(
+    changed: int, statement: tuple[int, ...]
+) -> None:
+    code = """def f(x):
+    if (
+        x
+    ):
+        return 1
+    return (
+        2
+        + 3
+    )
+"""
+    assert mutation._statement_lines(code, (changed,)) == statement
 
 
 @pytest.mark.slow
