@@ -252,7 +252,8 @@ def _stages(
     parts = Path(mutant.module).parts
     mirror = Path("tests", *parts[1:2])
     mirrored = [str(mirror)] if (copy / mirror).is_dir() else []
-    covering = _covering(mutant, run_by.get(mutant.module, {}))
+    by_line = run_by.get(mutant.module, {})
+    covering = _covering(mutant, by_line)
     # A sample, spread over the files: a line that thousands of tests run needs few of them. Those of the
     # package's own folder first: they notice most mutants.
     sample = covering[:: math.ceil(len(covering) / COVERING_TESTS)] if covering else []
@@ -262,7 +263,9 @@ def _stages(
             yield "tests that run the line", [*_LIMITED, *part]
     if near and (rest := [test for test in own if test not in sample]):
         yield "more tests that run the line", [*_LIMITED, *rest]
-    if not near and not covering and mirrored:
+    # Lines of a module without functions run only while it is imported.
+    is_run = any(line in by_line for line in {*mutant.lines, *mutant.statement})
+    if not covering and mirrored and (is_run or not near):
         yield "mirrored tests", [*_LIMITED, "-m", FAST, *mirrored]
     if not near:
         yield "fast tests", [*_LIMITED, "-m", FAST, *_parallel()]

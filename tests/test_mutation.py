@@ -108,7 +108,7 @@ def test_near_runs_all_tests_of_the_folder_that_run_the_line_and_a_sample_of_oth
     ran: list[list[str]] = []
 
     def passes(arguments: list[str], copy: Path) -> bool:
-        ran.append([argument for argument in arguments if "::" in argument])
+        ran.append([argument for argument in arguments if argument.startswith("tests/")])
         return True
 
     monkeypatch.setattr(mutation, "_passes", passes)
@@ -125,6 +125,11 @@ def test_near_runs_all_tests_of_the_folder_that_run_the_line_and_a_sample_of_oth
         mutant = Mutant("hpc_train/part/module.py", "", "", "", (line,))
         assert killed_by(mutant, tmp_path, slow=False, run_by=run_by, near=True) is None
         assert ran == expected
+    ran.clear()
+    constants = {"hpc_train/part/module.py": {1: set[str]()}}
+    mutant = Mutant("hpc_train/part/module.py", "", "", "", (1,))
+    assert killed_by(mutant, tmp_path, slow=False, run_by=constants, near=True) is None
+    assert ran == [["tests/part"]], "nothing runs but the import"
 
 
 @pytest.mark.parametrize(
