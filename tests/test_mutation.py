@@ -177,7 +177,7 @@ def test_an_interrupted_run_leaves_its_result_and_can_be_continued(
     whole = json.loads(out.read_text())
     assert whole["tested"] == sum(whole["noticed_by"].values()) == 8
     assert 0 < len(whole["survivors"]) == whole["noticed_by"]["none"] < 8
-    assert all("-unchecked = 1 + 0" in survivor["difference"] for survivor in whole["survivors"])
+    assert any("-unchecked = 1 + 0" in survivor["difference"] for survivor in whole["survivors"])
     assert mutation.main([*command, "--first", "5", "--jobs", "2"]) == 0
     rest = json.loads(out.read_text())
     assert (rest["first"], rest["tested"]) == (5, 4)
