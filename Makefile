@@ -93,8 +93,8 @@ reliability: install ## cause every fault of the catalogue and write docs/reliab
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
 
-mutation: install ## NUM=40 SEED=1: mutation testing: list changes of the code that no fast test detects: hours
-	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED)
+mutation: install ## NUM=40 SEED=1 PACKAGES="run recovery" NEAR=1: mutation testing: list changes of the code that no fast test detects: hours
+	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) $(if $(PACKAGES),--packages $(PACKAGES)) $(if $(NEAR),--near)
 
 parallelism: install ## train all supported combinations and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report

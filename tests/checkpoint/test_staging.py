@@ -132,6 +132,14 @@ def test_the_writing_thread_waits_on_the_ranks_own_gpu(monkeypatch: pytest.Monke
     assert did == [torch.device("cuda", 1), "waited"]
 
 
+@pytest.mark.parametrize("refusal", [0, 2])
+def test_pages_are_unpinned_only_if_they_were_pinned(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+    """cudaHostRegister returns 0 for success."""
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: refusal)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert staging_module._pin(torch.zeros(3), torch.device("cpu")) == (refusal == 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_copied_into_pinned_memory_while_it_computes() -> None:

@@ -12,7 +12,13 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from hpc_train.datasets.decoding import EncodedImage, UndecodableError, decode, read_image
+from hpc_train.datasets.decoding import (
+    EncodedImage,
+    UndecodableError,
+    decode,
+    has_sixteen_bit_colors,
+    read_image,
+)
 from hpc_train.datasets.images import PixelRules, as_tensor, resize
 from hpc_train.errors import BadFileError
 from tests.datasets.sources.masks import png
@@ -263,3 +269,18 @@ def test_an_image_above_pillows_limit_can_be_allowed(form: str, monkeypatch: pyt
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         with pytest.raises(Image.DecompressionBombError):
             decode(content(form), 3, PixelRules(max_pixels=53 * 37 - 1))
+
+
+@pytest.mark.parametrize(
+    ("file_format", "options"), [("TIFF", {"compression": "tiff_lzw"}), ("PPM", {}), ("PNG", {}), ("BMP", {})]
+)
+def test_files_of_eight_bits_per_color_are_not_taken_for_sixteen(
+    file_format: str, options: dict[str, str]
+) -> None:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, file_format, **options)
+    with Image.open(file) as image:
+        assert not has_sixteen_bit_colors(image)
+    with Image.open(io.BytesIO(b"P6 1 1 65535\n" + bytes(6))) as image:
+        assert has_sixteen_bit_colors(image)

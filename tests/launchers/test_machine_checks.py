@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from hpc_train.launchers import machine_report
 from hpc_train.launchers.findings import Level
-from hpc_train.launchers.machine_checks import Machine, judged, parsed, this_machine
+from hpc_train.launchers.machine_checks import Machine, clock_lead_s, judged, parsed, this_machine
 from hpc_train.paths import runs_root
 from tests import refused_calls
 
@@ -146,3 +147,8 @@ def test_the_report_needs_nothing_but_the_standard_library() -> None:
     )
     assert listed.returncode == 0, listed.stderr
     assert "hpc_train" not in source.read_text().replace("``", "").partition('"""\n\n')[2]
+
+
+def test_the_clocks_lead_is_over_the_file_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: (tmp_path / "clock").stat().st_mtime + 30)
+    assert clock_lead_s(tmp_path) == pytest.approx(30)

@@ -184,6 +184,19 @@ def test_a_failing_server_delays_little_and_changes_nothing(
     assert came_true(lambda: len(receiver.messages) == expected, LIMIT_S)
 
 
+def test_a_requeue_waits_less_for_a_server_than_the_settings_allow(
+    batch: Batch, receiver: Receiver, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.hangs = True
+    configure(f"webhook: {receiver.url}\nevents: [requeued]\ntimeout_s: 30\n")
+    monkeypatch.setattr(notifications, "_REQUEUED_LIMIT_S", 0.2)
+    monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", LIMIT_S)
+    signalled(batch, "SIGTERM", 1)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    assert "did not answer within 0.2 s" in capfd.readouterr().err
+
+
 def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
     batch: Batch, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hpc_train.run.files import (
     in_parallel,
     open_regular,
     read_json,
+    read_tail,
     read_text,
     tail_text,
     write_json,
@@ -60,6 +61,7 @@ def test_the_text_of_a_tail_may_begin_within_a_character(tmp_path: Path) -> None
     (tmp_path / "log").write_text("aéb")
     assert tail_text(tmp_path / "log", 2) == "\N{REPLACEMENT CHARACTER}b"
     assert tail_text(tmp_path / "log", 9) == "aéb"
+    assert read_tail(tmp_path / "log", 9) == ("aéb".encode(), True)
 
 
 @pytest.mark.timeout(HANG_LIMIT_S)

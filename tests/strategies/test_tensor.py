@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
 from hpc_train.strategies.tensor_layers import find_shareable
-from hpc_train.strategies.tensor_plan import refuse_unshared
+from hpc_train.strategies.tensor_plan import _SharedDropout, refuse_unshared
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema
@@ -466,3 +467,15 @@ def test_rows_are_dealt_out_by_rank_then_part() -> None:
     # q, k and v of four rows each, two a rank.
     rows = torch.arange(12)
     assert dealt_out(rows, 3, 2).tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+
+
+def test_ranks_drop_of_their_columns_what_plain_training_drops() -> None:
+    plain, x, ranks = nn.Dropout(0.5), torch.randn(2, 3, 12), 3
+    torch.manual_seed(1)
+    expected = plain(x)
+    found = []
+    for rank, columns in enumerate(x.chunk(ranks, dim=-1)):
+        mesh: Any = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank)
+        torch.manual_seed(1)
+        found.append(_SharedDropout(plain, mesh)(columns))
+    assert torch.equal(torch.cat(found, dim=-1), expected)

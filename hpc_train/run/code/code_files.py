@@ -277,7 +277,7 @@ def _lstat(path: Path) -> os.stat_result | None:
 def _top(path: str) -> str:
     """Return the folder, at most two levels deep, that contains a file."""
     parts = PurePosixPath(path).parts
-    return "/".join(parts[:2]) + "/" if len(parts) > 2 else "/".join(parts[:-1] or parts)
+    return "/".join(parts[:2]) + "/" if len(parts) > 2 else parts[0]
 
 
 def _too_much(root: Path, weights: Counter[str], num_files: int, total: int | None) -> UsageError:

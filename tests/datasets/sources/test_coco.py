@@ -298,5 +298,6 @@ def test_prepare_prints_how_the_file_and_the_folder_differ(
     build_source(DataConfig(name="coco", root=str(root)), download=True)
     printed = capfd.readouterr().err
     assert f"{root}/test.json is not read" in printed
+    assert printed.count("is not read") == 1
     assert f"1 image below {root}/train are in no list: 6.png" in printed
     assert "train.json has 1 annotation more than once" in printed

@@ -287,7 +287,7 @@ def saved(library: Any, root: Path, feature: Any, **splits: list[Any]) -> Path:
             r"row 1 of the split val .* has '5' in label, a class that the training split",
         ),
         ("int64", [0, -1], [0], r"row 1 of the split train .* has '-1' in label, not a class number"),
-        ("int64", [0, 10**12], [0], r"has '1000000000000' in label, not a class number"),
+        ("int64", [0, 10**12], [0], r"has '1000000000000' in label, not a class number, 0 to 16777215"),
         ("int64", [0, None], [0], r"row 1 of the split train .* has no label; fill it in"),
         (
             "float64",

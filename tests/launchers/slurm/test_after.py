@@ -114,6 +114,15 @@ def test_a_warning_long_before_the_time_limit_is_a_preemption(
     assert record_of(batch.attempt).cause == cause
 
 
+def test_a_warning_in_an_attempt_without_a_recorded_start_is_a_time_limit(batch: Batch) -> None:
+    signalled(batch, "SIGUSR2", 1)
+    record = record_of(batch.attempt)
+    write_record(batch.attempt, replace(record, events={"signal": record.events["signal"]}))
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    assert record_of(batch.attempt).cause == "time limit"
+
+
 @pytest.mark.fault(36)
 def test_the_fourth_crash_of_a_job_ends_the_run(batch: Batch) -> None:
     for number in (1, 2, 3):

@@ -396,3 +396,13 @@ def test_a_list_of_nodes_that_scontrol_does_not_expand_counts_all_its_nodes(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     assert _hosts({"SLURM_JOB_NODELIST": "n[1-3]", "HPC_TRAIN_HOSTS": ""}) == ["n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [("2", ["n1", "n2"]), ("", ["module", "n1", "n2"]), ("0", ["module", "n1", "n2"])]
+)
+def test_the_last_names_that_scontrol_prints_are_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str, expected: list[str]
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("scontrol", "echo module; echo n1; echo n2")
+    assert _hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": count}) == expected

@@ -133,7 +133,7 @@ def test_accounts_of_the_user() -> None:
 
 
 def test_associations_are_read() -> None:
-    said = "vision||normal,long|200|vision\nnlp|gpu|normal||vision\n\n"
+    said = "a banner of a wrapper\nvision||normal,long|200|vision\nnlp|gpu|normal||vision\n\n"
     assert parsed_associations(said) == [
         Association("vision", "", ("normal", "long"), 200, True),
         Association("nlp", "gpu", ("normal",), None, False),
@@ -148,7 +148,14 @@ def test_a_name_that_is_no_word_is_read_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("UNLIMITED", None), (None, None), ("2-00:00:00", 172800), ("10:00", 600), ("00:03:00", 180)],
+    [
+        ("UNLIMITED", None),
+        (None, None),
+        ("2-00:00:00", 172800),
+        ("10:00", 600),
+        ("1:10:00", 4200),
+        ("00:03:00", 180),
+    ],
 )
 def test_times_of_slurm(text: str | None, expected: int | None) -> None:
     assert seconds(text) == expected

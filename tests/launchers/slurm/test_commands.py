@@ -108,6 +108,12 @@ def test_what_slurm_says_reaches_no_terminal_as_it_is(programs: Programs) -> Non
     assert "\x1b" not in str(raised.value)
 
 
+def test_the_output_of_a_killed_program_is_no_answer(programs: Programs) -> None:
+    programs.put("squeue", "kill -KILL $$")
+    with pytest.raises(RefusedError, match="exit code -9"):
+        run(["squeue"])
+
+
 def test_own_jobs_have_scripts_with_blanks_and_bars(programs: Programs) -> None:
     programs.put("squeue", "echo '12|/runs/a b|c/x.sh 1'; echo '12|/runs/a b|c/x.sh 1'; echo '9|(null)'")
     assert commands.own_jobs() == [("12", "/runs/a b|c/x.sh 1"), ("9", "(null)")]

@@ -196,6 +196,11 @@ def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("state", ["NODE_FAIL", "TIMEOUT", "BOOT_FAIL"])
+def test_a_job_that_slurm_ended_before_any_rank_has_failed(tmp_path: Path, state: str) -> None:
+    assert _stand(queued_run(tmp_path / "runs", "12"), job("12", state, ended=_LONG_AGO)).state == "failed"
+
+
 def test_a_node_that_does_not_see_the_folder_of_runs_is_named(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12")
     found = _stand(paths, job("12", "FAILED", "JobLaunchFailure", exit_code="0:53", nodes="n1"))

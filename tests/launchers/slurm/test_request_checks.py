@@ -117,6 +117,7 @@ def test_a_slurm_that_tells_nothing_refuses_nothing() -> None:
 def test_texts_of_slurm_are_read() -> None:
     assert tres("cpu=4,gres/gpu:a100=2,mem=1.50G,node=,x") == {"cpu": 4, "gres/gpu:a100": 2, "mem": 1536}
     assert tres("mem=1.5T") == {"mem": 1536 * 1024}
+    assert tres("mem=2048K") == {"mem": 2}
     assert parsed_qos("a|b\n\n") == []
     assert parsed_reservations("ReservationName=a b=c\nReservationName=d\n") == ["a", "d"]
     assert expanded("n[01-03,7],login1") == ["n01", "n02", "n03", "n7", "login1"]

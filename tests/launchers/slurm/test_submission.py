@@ -528,3 +528,11 @@ def test_what_is_shown_names_no_file_that_is_there(tmp_path: Path, folder: Exper
     assert "#SBATCH --array=0-1%1" in script
     assert f"{folder.submissions}/TOKEN" in script
     assert not folder.folder.exists()
+
+
+def test_a_submission_without_a_recorded_cluster_is_not_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "cluster_name", lambda: "here")
+    record = steps.Submission("token", now(), None, [])
+    assert not steps.is_elsewhere(record)
+    assert not steps.is_elsewhere(replace(record, cluster="here"))
+    assert steps.is_elsewhere(replace(record, cluster="there"))
