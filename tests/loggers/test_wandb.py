@@ -74,15 +74,15 @@ def test_a_dead_server_blocks_neither_rows_nor_the_end(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_a_missing_key_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed_port: int
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     logger = WandbLogger(context(tmp_path, mode="online"))
-    _wait_until(lambda: logger._process is not None)
-    assert logger._process is not None and logger._process.wait(HANG_LIMIT_S) == 0
     logger.log(row("train", 1))
     logger.close("completed")
+    assert logger._process is not None and logger._process.returncode == 0
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and told.startswith("wandb: ")
 
