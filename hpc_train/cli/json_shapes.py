@@ -259,6 +259,8 @@ class SyncedJson(TypedDict):
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None
     error: str | None
+    #: Lines of ``metrics.jsonl`` that can't be sent, and why.
+    notes: list[str]
 
 
 class Synchronization(TypedDict):

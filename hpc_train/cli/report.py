@@ -31,7 +31,7 @@ def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: b
     if collected.metric is None and metric is not None:
         listed = ", ".join(sorted(map(str, collected.metrics))[:50]) or "none yet"
         where = (
-            "none of the rows that were read of so many runs"
+            "none of the rows that were read, which are a part of all"
             if any(run.is_sampled for run in collected.runs)
             else "no run's metrics.jsonl"
         )
