@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -55,7 +56,7 @@ def _read(
     """Return the settings of the runs that can be read. Equal sections of several runs are one object."""
     settings: dict[RunPaths, _Settings] = {}
     #: Section's name → its text → its values, None if they are nested too deeply.
-    variants: dict[str, dict[str, _Section | None]] = {}
+    variants: dict[str, dict[bytes, _Section | None]] = {}
     for paths in runs:
         sections = settings_of(paths)
         texts = _texts(sections)
@@ -72,11 +73,18 @@ def _read(
     return settings
 
 
-def _texts(sections: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Return the text of each section, other for ``1`` than for ``1.0``; None if nested too deeply."""
+def _texts(sections: Mapping[str, Any] | None) -> dict[str, bytes] | None:
+    """Return each section in binary form, other for ``1`` than for ``1.0``; None if nested too deeply.
+
+    In half the time of ``repr``. The old version of the format, which does not refer to earlier objects.
+    """
     try:
-        return None if sections is None else {key: repr(section) for key, section in sections.items()}
-    except RecursionError:
+        return (
+            None
+            if sections is None
+            else {key: marshal.dumps(section, 2) for key, section in sections.items()}
+        )
+    except ValueError:
         return None
 
 

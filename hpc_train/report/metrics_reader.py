@@ -26,6 +26,8 @@ _BLOCK_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
 _ATTEMPT = b'"attempt":'
+#: Is in no line.
+_NO_ATTEMPT = b"\n\n"
 #: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
 PREFERRED = ("accuracy", "map", "loss")
 
@@ -127,7 +129,7 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
     kept = {True: _Thinned(max_evaluations), False: _Thinned(max_rows)}
     ends: list[tuple[int, bytes]] = []
     last: tuple[int, bytes] | None = None
-    attempt = b""
+    attempt = _NO_ATTEMPT
     has_long = is_rest = False
     try:
         with open_regular(path) as file:
@@ -136,10 +138,9 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
                 is_end = line.endswith(b"\n")
                 if is_end and not is_rest:
                     kept[b'"val"' in line].add(place, line)
-                    newest = _attempt_in(line)
-                    if newest != attempt and len(ends) < 2 * max_evaluations:
+                    if attempt not in line and len(ends) < 2 * max_evaluations:
                         ends += [(place, line)] if last is None else [last, (place, line)]
-                        attempt = newest
+                        attempt = _attempt_in(line)
                     place, last = place + 1, (place, line)
                 has_long, is_rest = has_long or is_rest, not is_end
     except (OSError, UnreadableFileError):
@@ -150,9 +151,13 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
 
 
 def _attempt_in(line: bytes) -> bytes:
-    """Return the attempt's number as it is written in the line, without parsing; empty if there is none."""
+    """Return the key and the attempt's number as they are written in the line, which is not parsed.
+
+    Empty, which is in every line, if there is none.
+    """
     begin = line.find(_ATTEMPT)
-    return line[begin : line.find(b",", begin)] if begin >= 0 else b""
+    end = line.find(b",", begin) + 1
+    return line[begin:end] if begin >= 0 and end > 0 else b""
 
 
 def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:

@@ -29,6 +29,9 @@ from hpc_train.report.time_use import attempt_cause, time_use
 from hpc_train.run.find import run_names
 from hpc_train.run.run_status import RunStatus
 
+#: How metrics of single classes begin.
+CLASSES = ("iou_", "ema_iou_")
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -116,30 +119,36 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     If no run has ``wanted``, ``metric`` is None.
     """
     names, values = run_names(runs), changed_keys(runs)
+    has_details = len(runs) > DETAILED
     share = ALL_ROWS // max(len(runs), 1) // 2
+    # Classes are shown of the best runs only.
+    left_out = CLASSES if has_details and not (wanted or "").rpartition("/")[2].startswith(CLASSES) else ()
     found = [
-        _read(paths, status, names[paths], values[paths], share)
+        _read(paths, status, names[paths], values[paths], share, left_out)
         for paths, status in zip(runs, statuses(runs), strict=True)
     ]
     metric = find_metric((metric for run in found for metric in run.curves), wanted)
     if metric is not None:
         found.sort(key=lambda run: sort_key(run.best(metric), metric))
-    if len(runs) > DETAILED:
-        # Rows of thousands of runs are read only in part: the best runs are shown in detail.
-        best = [
-            _read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) if run.is_sampled else run
-            for run in found[:DETAILED]
-        ]
+    if has_details:
+        best = [_read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) for run in found[:DETAILED]]
         if metric is not None:
             best.sort(key=lambda run: sort_key(run.best(metric), metric))
         found[:DETAILED] = best
     return Collected(found, metric)
 
 
-def _read(paths: RunPaths, status: RunStatus, name: str, values: dict[str, Any], max_rows: int) -> RunData:
+def _read(
+    paths: RunPaths,
+    status: RunStatus,
+    name: str,
+    values: dict[str, Any],
+    max_rows: int,
+    left_out: tuple[str, ...] = (),
+) -> RunData:
     run = RunFiles.read(paths)
     rows, is_sampled = sampled_rows(paths.metrics, max(MIN_ROWS, max_rows), max(MIN_EVALUATIONS, max_rows))
-    curves = curves_of(rows, CURVE_POINTS)
+    curves = curves_of(rows, CURVE_POINTS, left_out=left_out)
     return RunData(
         paths=paths,
         name=name,

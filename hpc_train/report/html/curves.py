@@ -52,13 +52,18 @@ class Curve:
         )
 
 
-def curves_of(rows: Sequence[Row], max_points: int) -> dict[Metric, Curve]:
-    """Return the curve of each metric in the rows, at most ``max_points`` each."""
+def curves_of(rows: Sequence[Row], max_points: int, *, left_out: tuple[str, ...] = ()) -> dict[Metric, Curve]:
+    """Return the curve of each metric in the rows, at most ``max_points`` each.
+
+    ``left_out``: beginnings of the names of metrics that are not needed.
+    """
     # By split, then by name: hashing a ``Metric`` per value would take most of the time.
     found: dict[str, dict[str, Curve]] = {}
     for row in rows:
         step, split = row.get("step"), row.get("split")
         if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
+            if left_out and split != "train":
+                row = {name: value for name, value in row.items() if not name.startswith(left_out)}  # noqa: PLW2901
             _add(found.setdefault(split, {}), row, step)
     curves = [
         (_metric(split, name), curve)

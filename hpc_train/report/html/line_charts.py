@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_train.report.html.collecting import Collected, RunData
+from hpc_train.report.html.collecting import CLASSES, Collected, RunData
 from hpc_train.report.html.curves import DATA_WAIT, Curve
 from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED, MARKS
 from hpc_train.report.html.scales import Scale, short
@@ -107,7 +107,7 @@ def _ordered(collected: Collected) -> Iterator[Metric]:
     found = [
         each
         for each in collected.metrics
-        if not each.name.startswith(("iou_", "ema_iou_")) and each not in _SHOWN_ELSEWHERE
+        if not each.name.startswith(CLASSES) and each not in _SHOWN_ELSEWHERE
     ]
     if collected.metric is not None:
         yield collected.metric
