@@ -39,7 +39,7 @@ from hpc_train.data_facts.listed_data import webdataset_files
 from hpc_train.data_facts.token_shards import INDEX, header_of, index_digest, size_of_shard
 from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.index_files import Index, ensure_index, packed_texts
+from hpc_train.datasets.index_files import Index, Layout, ensure_index, packed_texts
 from hpc_train.datasets.sampler import MicroBatchSampler, Position
 
 TITLE = "Opening large data"
@@ -190,7 +190,8 @@ def webdataset(root: Path, share: int = 1) -> DataConfig:
         "targets": numbers % NUM_CLASSES,
     }
     classes = tuple(f"n{number:08d}" for number in range(NUM_CLASSES))
-    ensure_index(data, webdataset_files(data), lambda: Index({"train": arrays}, classes))
+    layout = Layout(frozenset({"train"}), frozenset(arrays))
+    ensure_index(data, webdataset_files(data), layout, lambda: Index({"train": arrays}, classes))
     return data
 
 
@@ -209,7 +210,8 @@ def coco(root: Path, share: int = 1) -> DataConfig:
         "crowds": np.zeros(2 * count, dtype=np.int64),
         "starts": np.arange(0, 2 * count + 1, 2),
     }
-    ensure_index(data, [root / "train.json"], lambda: Index({"train": arrays}, ("object",)))
+    layout = Layout(frozenset({"train"}), frozenset(arrays))
+    ensure_index(data, [root / "train.json"], layout, lambda: Index({"train": arrays}, ("object",)))
     return data
 
 

@@ -14,6 +14,7 @@ from typing import Self
 
 from hpc_train.distributed import signals
 from hpc_train.loggers.base import LoggerContext, Row
+from hpc_train.training import logger_threads
 from tests.waiting import HANG_LIMIT_S, came_true
 
 #: The files by which Python knows an installed package: one that has the logger ``holding``.
@@ -86,6 +87,7 @@ class Holding:
     def __init__(self, context: LoggerContext) -> None:
         self._file = Path(context.args["file"])
         self._num_rows = 0
+        logger_threads.LIMIT_S = HANG_LIMIT_S  # a logger that does not return sooner would be abandoned
 
     def log(self, row: Row) -> None:
         self._num_rows += 1
