@@ -205,6 +205,7 @@ def coco(root: Path, share: int = 1) -> DataConfig:
     arrays = {
         "names": np.char.mod("%012d.jpg", numbers).astype(np.bytes_),
         "targets": numbers,
+        "sides": np.full((count, 2), 100, dtype=np.int64),
         "corners": np.tile(np.array([0, 0, 50, 60], np.float32), (2 * count, 1)),
         "labels": np.ones(2 * count, dtype=np.int64),
         "crowds": np.zeros(2 * count, dtype=np.int64),
