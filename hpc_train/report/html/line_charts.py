@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.report.html.collecting import CLASSES, Collected, RunData
 from hpc_train.report.html.curves import DATA_WAIT, Curve
 from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED, MARKS
 from hpc_train.report.html.scales import Scale, short
 from hpc_train.report.metric_values import Metric
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 GRID = 1000
 #: Attempts that ended so leave no mark.
@@ -78,6 +81,21 @@ class LineChart:
     def y_ticks(self) -> list[tuple[float, str]]:
         """Place in percent from the top, and label."""
         return [(round(100 - 100 * self.y.place(value), 2), short(value)) for value in self.y.ticks(4)]
+
+    @property
+    def background(self) -> Markup:
+        """The curves without a colour as SVG: a loop of the template takes seconds for thousands of runs."""
+        from markupsafe import Markup  # with the template engine
+
+        paths = ((line.run, line.path) for line in self.lines if line.color is None)
+        return Markup(
+            "".join(f'<path class="curve rest" data-run="{run:d}" d="{path}"/>\n' for run, path in paths)
+        )
+
+    @property
+    def highlighted(self) -> list[Line]:
+        """The curves with a colour, drawn on top of the others."""
+        return [line for line in self.lines if line.color is not None]
 
     def data(self) -> dict[str, Any]:
         """Return what the page's script shows below the pointer."""
