@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 #: Objects between two looks for cyclic garbage; Python's own number is in the hundreds. Measured: with 10,000
 #: runs a fifth of the time goes into looking at objects that are all needed.
-_OBJECTS = 200_000
+_OBJECTS = 5_000_000
 
 
 @contextmanager
