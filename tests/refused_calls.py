@@ -54,7 +54,7 @@ def refuse(calls: Sequence[str], error: int) -> None:
 
 
 def prefix(calls: Sequence[str], error: str) -> list[str]:
-    """Return what to write before a command."""
+    """Return the words that, written before a command, run it with these calls refused."""
     return [sys.executable, "-P", __file__, error, ",".join(calls), "--"]
 
 

@@ -67,7 +67,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a data set reads from its index: the names of its splits, and of the arrays of each."""
+    """The splits that the index of a data set must have, and the arrays of each split."""
 
     splits: frozenset[str]
     arrays: frozenset[str]

@@ -158,7 +158,7 @@ class LoaderQueue(_Queue):
 
 
 def _failure(content: Any, error: Exception) -> Failure:
-    """Return what the rank receives in place of an item that can't be pickled."""
+    """Return the failure that is sent to the rank instead of an item that can't be pickled."""
     said = getattr(content, "exc_msg", None)  # torch's wrapper of an exception whose class can't be pickled
     if said is not None:
         return Failure(str(said), kind="crash")

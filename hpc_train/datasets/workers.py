@@ -219,7 +219,7 @@ class _OwnReads(Iterator[Read | Failure]):
 def _lost(worker: Any) -> WorkerLostError:
     worker.join(_DEATH_LIMIT_S)
     code = worker.exitcode
-    if code is None or code >= 0:  # nobody killed it
+    if code is None or code >= 0:  # not killed by a signal
         return WorkerLostError(
             f"data.workers: a loader process ended by itself (pid {worker.pid}, exit code {code}); its error "
             "is in the rank's log"

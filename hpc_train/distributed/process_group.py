@@ -45,7 +45,7 @@ _GLOO_LOST = (
     "gloo/transport",
     "Connect timeout",
 )
-#: Those of this node's own interfaces: nobody was connected yet.
+#: gloo's messages about this node's own interfaces, before any peer is connected.
 _OWN_GLOO = (
     "tcp/device.cc",
     "tcp/listener.cc",

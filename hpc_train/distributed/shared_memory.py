@@ -23,7 +23,7 @@ def refusal() -> str | None:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             reason = f"{reason} ({sizes()})"
         elif not os.path.isdir(FOLDER):  # noqa: PTH112  (no path is computed)
-            reason = "there is no such folder"
+            reason = "the folder does not exist"
         return f"{FOLDER} (shared memory) can't be used: {reason}"
     return None
 

@@ -96,7 +96,7 @@ def judge(
 
 
 def _stopped_by_request(rank: RankProcess) -> bool:
-    """Tell whether somebody asked the rank to stop before the launcher did."""
+    """Return True if the rank stopped on a request that did not come from the launcher."""
     return _code(rank) == ExitCode.TRY_AGAIN and not rank.was_asked
 
 

@@ -12,13 +12,13 @@ import threading
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from hpc_train.errors import BadFileError, printable
+from hpc_train.run.redirects import NoRedirects
 
 #: States of a run at the end of an attempt that can be reported.
 EVENTS = ("completed", "failed", "requeued", "cancelled", "interrupted")
@@ -119,7 +119,7 @@ def _try_post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float, fa
     headers = {"Content-Type": "application/json", "User-Agent": "hpc-train"}
     try:
         request = urllib.request.Request(webhook.url, json.dumps(message).encode(), headers, method="POST")
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_s):
+        with urllib.request.build_opener(NoRedirects).open(request, timeout=timeout_s):
             pass
     except HTTPError as error:
         failures.append(f"HTTP status {error.code}")
@@ -130,18 +130,3 @@ def _try_post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float, fa
         failures.append(_TIMED_OUT if is_late else printable(str(error.reason))[:200])
     except Exception as error:  # its text may contain the address
         failures.append(type(error).__name__)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an HTTPError: the message is for that address alone."""
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> None:
-        return None

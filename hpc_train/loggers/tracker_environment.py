@@ -20,7 +20,7 @@ Tracker = Literal["wandb", "mlflow"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of the variables whose names match one of the patterns."""
+    """Whether variables whose names match one of the patterns are obeyed, and why."""
 
     patterns: tuple[str, ...]
     is_obeyed: bool
@@ -154,7 +154,7 @@ def passed_on(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str
 
 
 def in_a_line(tracker: Tracker, environment: Mapping[str, str]) -> str | None:
-    """Return what is used and what is ignored of the environment, without secrets; None if nothing is."""
+    """Return a line that lists used and ignored variables, without secrets; None if there are none."""
     obeyed, ignored = [], []
     for name in sorted(name for name in environment if is_variable_of(tracker, name)):
         rule = rule_for(tracker, name)

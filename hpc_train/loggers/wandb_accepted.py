@@ -16,6 +16,7 @@ from typing import Any
 
 from hpc_train.loggers.wandb_key import api_key, base_url
 from hpc_train.redaction import without_credentials
+from hpc_train.run.redirects import NoRedirects
 
 #: How long to wait for the server's answer: the run is about to end.
 _TIMEOUT_S = 3.0
@@ -44,7 +45,7 @@ def num_accepted(run: Any) -> int | None:
         },
     )
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.build_opener(NoRedirects).open(request, timeout=_TIMEOUT_S) as answer:
             count = json.load(answer)["data"]["model"]["bucket"]["historyLineCount"]
     except (OSError, ValueError, LookupError, TypeError):
         return None

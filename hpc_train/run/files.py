@@ -236,7 +236,7 @@ def free_space(folder: Path) -> int | None:
 
 
 def is_unsupported(error: OSError) -> bool:
-    """Tell whether the file system lacks the call that has failed: chmod, symlink, link or fsync."""
+    """Return True if ``error`` means that the file system does not support the call that failed."""
     return error.errno in _UNSUPPORTED
 
 

@@ -98,7 +98,7 @@ def storage_error(error: OSError, path: Path) -> StorageError | TransientStorage
 
 
 def error_words(error: OSError, path: Path | None = None) -> str:
-    """Return what an operating system error says, in one line: its path, the cause, the limit, the remedy.
+    """Return an operating system error in one line: its path, the cause, the limit and the remedy.
 
     ``path``: what was used, if ``error`` does not know it. Without either, the line of code is named, and the
     places that are full or read-only. Causes are looked up, never assumed.
@@ -140,7 +140,7 @@ def _place(error: OSError) -> str:
 
 
 def _remedy(error: OSError, path: Path) -> str:
-    """Return what to do about ``error`` at ``path``, beginning with ``; ``; empty if that is unknown."""
+    """Return the remedy for ``error`` at ``path``, beginning with ``; ``; empty if it is unknown."""
     if error.errno == errno.ENOSPC:
         used = _used_up(path)
         return f"; {used}free some space there"

@@ -1,4 +1,4 @@
-"""What loader processes read ahead, by the file alone."""
+"""The memory of batches that loader processes prefetch, computed from the experiment file alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file system or a container may lack: the run trains, is killed and resumes, bitwise equal."""
+"""Runs train and resume, bitwise equal, if a file system or a container refuses system calls."""
 
 from __future__ import annotations
 

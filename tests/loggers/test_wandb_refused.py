@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,3 +182,32 @@ def test_a_server_that_is_away_is_tried_again_at_each_checkpoint(
 
 def _config(run: RunPaths) -> Any:
     return context(run.folder, mode="online").experiment.logging.wandb
+
+
+def test_the_key_is_not_sent_to_a_server_that_another_one_redirects_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A captive portal redirects every request."""
+    received: list[str | None] = []
+
+    class Portal(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/login")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            received.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Portal) as portal:
+        threading.Thread(target=portal.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{portal.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        assert num_accepted(SimpleNamespace(project="p", entity="e", id="r")) is None
+        portal.shutdown()
+    assert received == []

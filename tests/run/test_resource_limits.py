@@ -142,7 +142,7 @@ def test_a_fork_that_is_refused_names_the_limit_of_processes(monkeypatch: pytest
 
 
 def test_the_lowest_limit_of_the_cgroups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both versions of cgroups; ``max`` is no limit."""
+    """With both versions of cgroups; ``max`` means unlimited."""
     monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: UNLIMITED)
     for root in (tmp_path, tmp_path / "pids"):
