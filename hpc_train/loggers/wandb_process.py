@@ -111,9 +111,8 @@ class WandbMirror:
         if self._is_offline:
             return None
         accepted, reason = num_accepted(self._run), refusal(self._logs)
-        if reason is None and (accepted is None or accepted >= self._history.num_read):
-            return None
-        if accepted is not None and accepted >= self._history.num_read:
+        has_all = reason is None if accepted is None else accepted >= self._history.num_read
+        if has_all:
             return None
         has = "an unknown number" if accepted is None else f"{accepted:,}"
         why = f" ({reason})" if reason else ""
