@@ -23,8 +23,8 @@ CAUSES = (
 #: In chronological order. ``begin``: the batch script runs. ``rank``: rank 0's process is running.
 #: ``joined``: the process group is formed. ``loaded``: model and checkpoint are loaded. ``first_step``: the
 #: first step is done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the
-#: checkpoint is committed. ``end``: the batch script continues after the ranks. ``requeue``: Slurm was asked
-#: to requeue the job.
+#: checkpoint is committed. ``end``: the batch script continues after the ranks, or its next start gives the
+#: run up. ``requeue``: Slurm was asked to requeue the job.
 EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
 
 #: The key of ``job`` in the file: its name since 0.1.

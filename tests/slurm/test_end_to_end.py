@@ -372,6 +372,7 @@ def test_wandb_keeps_one_run_over_attempts_without_a_network(
     with Hold(tmp_path, 5) as hold:
         paths = submit_one(tmp_path, wandb, hold.override, text=TWO_RANKS)
         wait_for_step(paths, 5)
+        wait_for(lambda: any(paths.wandb.rglob("offline-run-*")), "wandb's start", LIMIT_S)
         with preempting(cluster, paths):
             wait_for_attempt_end(paths, 1)
     see_it_complete(paths, quiet.two())

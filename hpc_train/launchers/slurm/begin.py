@@ -245,8 +245,9 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     if decision.comes_back:
         write_record(attempt, diagnosed)
         return
-    # It has taken note of this restart too: for `status` the job has not come back since.
-    write_record(attempt, replace(diagnosed, restart=job.restart))
+    # With this restart and an end by the batch script: `status` must take neither for a job that is running.
+    events = diagnosed.events | {"end": now_ms()}
+    write_record(attempt, replace(diagnosed, restart=job.restart, events=events))
     raise BudgetSpentError(decision.reason)
 
 

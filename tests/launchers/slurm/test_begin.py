@@ -14,6 +14,8 @@ import pytest
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.slurm.batch_job import MARK
 from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, _hosts, begin
+from hpc_train.launchers.slurm.queue import JobState
+from hpc_train.launchers.slurm.queue_status import Folder, status_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, now_ms, write_record
 from hpc_train.run.checkpoints import committed
@@ -142,6 +144,9 @@ def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(tmp_path
     last = record_of(paths.attempt(3))
     assert (last.cause, last.saved_step, last.restart) == ("lost", 0, 3), "for status it has not come back"
     assert "no progress 2 of 2" in (record_of(paths.attempt(2)).reason or "")
+    for job_state in ("RUNNING", "COMPLETING"):  # until the batch script has exited
+        found = status_of(Folder.read(paths), JobState("12_0", job_state, restarts=3))
+        assert found == read_status(paths) == status
     # Requeued by hand after that: somebody wants it.
     assert begun(submission, restarted(4))[0] == 4
 
