@@ -9,6 +9,7 @@ the seconds per step of each window as JSON. Peers are imported where they are u
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from benchmarks.turns import TURN_S
 
 NUM_CLASSES, NUM_TOKENS, SEQUENCE_LENGTH = 10, 65, 64
 GPT_ARGS = {"num_layers": 3, "num_heads": 4, "dim": 96}
+DEEP_GPT_ARGS = {"num_layers": 12, "num_heads": 4, "dim": 32}
 Split = tuple[Tensor, Tensor]
 
 
@@ -50,6 +52,8 @@ class Workload:
     counted: int
     #: Seconds of an arm's turn (``benchmarks.turns``), long compared with a step.
     turn_s: float = TURN_S
+    #: ``compile.scope``; None: eager.
+    compiled: str | None = None
 
     def steps(self) -> int:
         return self.window * (self.warm_up + self.counted)
@@ -95,6 +99,13 @@ def gpt() -> nn.Module:
     from hpc_train.models.gpt import GPT, GPTArgs
 
     return GPT(NUM_TOKENS, SEQUENCE_LENGTH, GPTArgs(**GPT_ARGS))
+
+
+def deep_gpt() -> nn.Module:
+    """A GPT of twelve layers, so narrow that nearly all of a step is work of the host."""
+    from hpc_train.models.gpt import GPT, GPTArgs
+
+    return GPT(NUM_TOKENS, SEQUENCE_LENGTH, GPTArgs(**DEEP_GPT_ARGS))
 
 
 def digits() -> Split:
@@ -143,6 +154,21 @@ WORKLOADS = {
     ),
     "gpt": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=1, window=5, warm_up=2, counted=25),
     "gpt_ddp": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=2, window=5, warm_up=2, counted=25),
+}
+_HOST = Workload(
+    deep_gpt, sequences, _same, "fused_adamw", 0.001, 1, ranks=1, window=20, warm_up=5, counted=40
+)
+#: The overhead of the host, which is what a GPU waits for: eager, and by each scope of ``compile``.
+WORKLOADS |= {
+    "host_eager": _HOST,
+    "host_model": replace(_HOST, compiled="model"),
+    "host_blocks": replace(_HOST, compiled="blocks"),
+}
+#: Those of torch, with the kernels that hpc-train chooses where it matters.
+_OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "fused_adamw": functools.partial(torch.optim.AdamW, fused=True),
 }
 
 
@@ -202,14 +228,23 @@ def main() -> None:
     if arguments.quick:
         workload = workload.quick()
     model = workload.model()
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[workload.optimizer]
+    for module in _compiled(model, workload.compiled):
+        module.compile()
     rank = int(os.environ.get("RANK", "0"))
-    job = _Job(workload, rank, model, kind(model.parameters(), lr=workload.lr), workload.data())
+    optimizer = _OPTIMIZERS[workload.optimizer](model.parameters(), lr=workload.lr)
+    job = _Job(workload, rank, model, optimizer, workload.data())
     times = LOOPS[arguments.loop](job)
     if rank == 0:
         print(json.dumps(differences(times[workload.warm_up :], workload.window)), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _compiled(model: Any, scope: str | None) -> list[nn.Module]:
+    """Return the modules that are compiled each on its own."""
+    if scope is None:
+        return []
+    return [model] if scope == "model" else list(model.blocks())
 
 
 def differences(times: list[float], window: int) -> list[float]:

@@ -28,12 +28,14 @@ from pathlib import Path
 
 from benchmarks.arms import TIMM_SCRIPT, environment, line_times, printed, row_times, under_torchrun
 from benchmarks.loops import (
+    DEEP_GPT_ARGS,
     GPT_ARGS,
     LOOPS,
     NUM_TOKENS,
     SEQUENCE_LENGTH,
     WORKLOADS,
     Workload,
+    deep_gpt,
     differences,
     digits,
     gpt,
@@ -51,6 +53,7 @@ name: step
 task: {task}
 model: {model}
 data: {data}
+compile: {compile}
 optimization:
   steps: {steps}
   global_batch_size: {batch}
@@ -93,7 +96,8 @@ def _chosen(arms: dict[str, Callable[[], float]], names: list[str] | None) -> di
 
 def _title(workload: Workload) -> str:
     size = "1 rank, 1 thread" if workload.ranks == 1 else f"{workload.ranks} ranks, 1 thread each"
-    return f"Training step, {workload.model.__name__}, {size}"
+    how = f", compiled ({workload.compiled})" if workload.compiled else ""
+    return f"Training step, {workload.model.__name__}{how}, {size}"
 
 
 def _timm_script(peers: Path | None) -> Path:
@@ -128,12 +132,11 @@ def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> 
 
 
 def _experiment(workload: Workload, folder: Path) -> str:
-    is_text = workload.model is gpt
+    args = {gpt: GPT_ARGS, deep_gpt: DEEP_GPT_ARGS}.get(workload.model)
+    is_text = args is not None
     # Flow style, which JSON is a part of.
     model = (
-        {"name": "gpt", "args": GPT_ARGS}
-        if is_text
-        else {"name": f"benchmarks.loops:{workload.model.__name__}"}
+        {"name": "gpt", "args": args} if is_text else {"name": f"benchmarks.loops:{workload.model.__name__}"}
     )
     text = {"root": str(_text(folder)), "args": {"sequence_length": SEQUENCE_LENGTH, "val_fraction": 0}}
     images = {"name": "digits", "normalize": {"mean": [0.5], "std": [0.5]}}
@@ -141,10 +144,11 @@ def _experiment(workload: Workload, folder: Path) -> str:
         task="causal_lm" if is_text else "classification",
         model=json.dumps(model),
         data=json.dumps({"name": "text", **text} if is_text else images),
+        compile=json.dumps({"scope": workload.compiled} if workload.compiled else False),
         steps=workload.steps(),
         batch=workload.global_batch_size,
         micro=workload.global_batch_size // workload.ranks,
-        optimizer=workload.optimizer,
+        optimizer=workload.optimizer.removeprefix("fused_"),
         lr=workload.lr,
         every=max(workload.steps() // 3, 1),
         window=workload.window,

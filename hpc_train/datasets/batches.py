@@ -219,10 +219,12 @@ def _training_reader(
 ) -> SlotReader:
     data, seed = experiment.data, experiment.seed
     augmentation = Augmentation(data.augment, _square(data, target_spec), seed, data.interpolation)
-    moving_key = _moving_key(data)
+    moving_key, image_key = _moving_key(data), _image_key(data)
 
     def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
-        _refuse_image_keys(inputs, data)
+        if image_key is None and isinstance(inputs, Tensor) and inputs.dim() != 4:
+            return inputs
+        _refuse_no_images(inputs, image_key)
         if not isinstance(inputs, Tensor) and is_structured(_first(inputs)):
             return inputs if is_structured(inputs) else stack_inputs(inputs)
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
@@ -250,9 +252,10 @@ def _evaluation_reader(
     has_targets: bool = True,
 ) -> SlotReader:
     data, size = experiment.data, _square(experiment.data, target_spec)
+    image_key = _image_key(data)
 
     def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
-        _refuse_image_keys(inputs, data)
+        _refuse_no_images(inputs, image_key)
         if not is_structured(_first(inputs)):
             refuse_moved_masks(inputs, targets, _resizing_key(inputs, data))
         if size is not None:
@@ -330,9 +333,16 @@ def _first(inputs: Tensors | Sequence[Tensors]) -> Tensors:
     return inputs if is_structured(inputs) else inputs[0]
 
 
-def _refuse_image_keys(inputs: Tensors | Sequence[Tensors], data: DataConfig) -> None:
-    """Raise BadFileError if a sample is not one image and the file resizes or augments images."""
-    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+def _image_key(data: DataConfig) -> str | None:
+    """Return the first key of the file that resizes or augments images."""
+    if data.augment != AugmentConfig():
+        return "data.augment"
+    return None if data.image_size is None else "data.image_size"
+
+
+def _refuse_no_images(inputs: Tensors | Sequence[Tensors], key: str | None) -> None:
+    """Raise BadFileError if a sample is not one image, and ``key`` resizes or augments images."""
+    if key is None or (isinstance(inputs, Tensor) and inputs.dim() == 4):
         return
     sample = _first(inputs)
     if is_structured(sample):
@@ -341,9 +351,4 @@ def _refuse_image_keys(inputs: Tensors | Sequence[Tensors], data: DataConfig) ->
         found = f"have shape {tuple(sample.shape)}"
     else:
         return
-    for key, is_set in (
-        ("augment", data.augment != AugmentConfig()),
-        ("image_size", data.image_size is not None),
-    ):
-        if is_set:
-            raise BadFileError(f"data.{key}: is for images, and samples {found}; take it out")
+    raise BadFileError(f"{key}: is for images, and samples {found}; take it out")

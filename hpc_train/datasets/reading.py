@@ -26,6 +26,7 @@ from hpc_train.datasets.packed import DamagedPackError
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.skipping import stand_ins
+from hpc_train.datasets.sources.text import TextSplit
 from hpc_train.datasets.structures import Tensors, is_structured
 from hpc_train.datasets.targets import MisfitError, TargetCheck
 from hpc_train.datasets.types import Batch
@@ -115,12 +116,7 @@ class SlotReader(Dataset[Read | Failure]):
         self._seed = seed
         self._prepare = prepare
         self._targets = targets
-        # What is in memory is checked once, all together.
-        self._is_checked = (
-            type(split) is TensorSplit
-            and channels in (None, split.images.shape[1])
-            and targets.accepts(split.targets)
-        )
+        self._is_checked = _fits_as_a_whole(split, channels, targets)
         self._part: Part = part
         self._skip_bad = skip_bad
         self._rules = rules
@@ -284,6 +280,13 @@ class SlotReader(Dataset[Read | Failure]):
         path = sample_path(self._split, index)
         name = f"sample {index}" if path is None else str(path)
         return BadSample(self._part, index, name, _cause(error))
+
+
+def _fits_as_a_whole(split: AnySplit, channels: int | None, targets: TargetCheck) -> bool:
+    """Return True if the split is in memory and everything in it fits, so that no batch needs a check."""
+    if type(split) is TensorSplit:
+        return channels in (None, split.images.shape[1]) and targets.accepts(split.targets)
+    return type(split) is TextSplit and targets.accepts(split.extremes())
 
 
 def _retried(read: Callable[[], _Result], transient: Callable[[Exception], TransientStorageError]) -> _Result:

@@ -53,6 +53,11 @@ class TextSplit:
         chosen = windows.index_select(0, indices).to(torch.int64)
         return chosen[:, :-1].contiguous(), chosen[:, 1:].contiguous()
 
+    def extremes(self) -> Tensor:
+        """Return two targets, (2, T) int64: one of the lowest token, one of the highest."""
+        lowest_and_highest = torch.stack(self.tokens.aminmax()).to(torch.int64)
+        return lowest_and_highest[:, None].expand(-1, self.sequence_length)
+
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the sequences of the training and, if there is any, the validation text."""

@@ -14,9 +14,11 @@ from hpc_train.datasets.base import ArraySplit, DataSource
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.reading import Failure, Read, SlotReader
+from hpc_train.datasets.sampler import Position, Slot
 from hpc_train.datasets.sources.text import TextSplit
-from hpc_train.datasets.types import DataInfo
+from hpc_train.datasets.targets import TargetCheck
+from hpc_train.datasets.types import DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import CPU, OneByOne, assert_equal, experiment, random_split
 
@@ -222,3 +224,17 @@ def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
     os.mkfifo(folder(tmp_path, "to be or") / "val.txt")
     with pytest.raises(BadFileError, match=r"val.txt is a named pipe, not a regular file; put the text"):
         built(tmp_path, sequence_length=2)
+
+
+@pytest.mark.parametrize(("highest", "is_checked"), [(6, True), (4, False)])
+def test_tokens_in_memory_are_checked_once_or_in_each_batch(
+    highest: int, is_checked: bool, tmp_path: Path
+) -> None:
+    source = built(folder(tmp_path / "data", "to be or not"), sequence_length=3)
+    spec = TargetSpec("tokens", kind="integer", shape=(3,), minimum=0, maximum=highest)
+    reader = SlotReader(
+        source.train, None, 0, lambda inputs, targets, _: (inputs, targets), TargetCheck("t", spec)
+    )
+    assert reader._is_checked is is_checked
+    read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.arange(3), 3))
+    assert isinstance(read, Read) if is_checked else isinstance(read, Failure)
