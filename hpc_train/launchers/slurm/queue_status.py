@@ -234,7 +234,8 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
         return status
     if not job.is_waiting:
         return status
-    state = "pending" if record is None or record.cause is None else "requeued"
+    has_run = record is not None and record.cause is not None and folder._is_newest_job(record)
+    state = "requeued" if has_run else "pending"
     status = _correct(folder, replace(status, state=state, reason=None))
     return _not_begun(replace(folder, status=status), job, submissions)
 

@@ -393,6 +393,12 @@ def test_an_end_inferred_from_absence_is_taken_back_when_the_job_is_listed(tmp_p
     begin(requeued, "14", end=_LONG_AGO, cause="preemption", events={"end": _LONG_AGO})
     assert _stand(requeued, job("14", FORGOTTEN)).state == "failed"
     assert _stand(requeued, job("14", "PENDING", "Priority", restarts=1)).state == "requeued"
+    resumed = queued_run(tmp_path / "runs", "15", "jkl")
+    begin(resumed, "15", end=_LONG_AGO, cause="crash")
+    add_job(resumed, "16")
+    write_status(resumed, RunStatus("pending", 4, 10, attempt=1))
+    assert _stand(resumed, job("16", FORGOTTEN)).state == "cancelled"
+    assert _stand(resumed, job("16", "PENDING", "Priority")).state == "pending"
 
 
 @pytest.mark.parametrize("facts", [{"events": {"end": _LONG_AGO}}, {"exit_codes": [1]}])
