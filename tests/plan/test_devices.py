@@ -33,7 +33,7 @@ def test_a_tenth_of_a_small_gpu_is_too_little() -> None:
 
 
 def test_what_ran_on_the_h200_fits() -> None:
-    """ConvNeXt-B with micro-batches of 1,024: predicted 123 GB; nvidia-smi showed 126 GB."""
+    """ConvNeXt-B with micro-batches of 1,024: predicted 123 GB, took 126 GB."""
     assert limit_gib(140.4) * GIB > 123e9
 
 
