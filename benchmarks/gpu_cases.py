@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from hpc_train.training.peak_flops import peak_tflops
+from hpc_train.plan.gpu_models import peak_tflops
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 IMAGE_SIZE, SEQUENCE_LENGTH, NUM_TOKENS = 224, 1024, 256

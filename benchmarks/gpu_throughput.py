@@ -6,7 +6,7 @@ ResNet-50, ViT-B/16 and ConvNeXt-B of timm at 224 × 224, and a GPT of GPT-2's s
 tf32, fp32 and fp8; eager and compiled. Arms: a bare PyTorch loop; timm's train.py with --channels-last, --amp
 and --torchcompile, which reads small image files with 8 loader processes (bf16 and fp16); and ``hpc-train
 submit --local``. Each arm of a round is a process of its own. Memory is what ``nvidia-smi`` reports, less
-what was used before; MFU needs the device's peak (``training.peak_flops``).
+what was used before; MFU needs the device's peak (``plan.gpu_models``).
 
 Cases are measured one by one, with seven rounds each, until ``--minutes`` are used up; results of earlier
 calls stay, so several calls cover all. Writes benchmarks/results/gpu_throughput.json.

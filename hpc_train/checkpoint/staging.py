@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import threading
 import weakref
 from collections.abc import Collection, Mapping
@@ -117,7 +118,7 @@ class Staging:
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
         device = next((tensor.device for tensor in pieces.values() if tensor.is_cuda), None)
-        block, self.tensors = _allocate(pieces)
+        block, self.tensors = _allocate(pieces, is_on_gpu=device is not None)
         if device is not None and _pin(block, device):
             weakref.finalize(self, _unpin, block, device)
         self._device = device
@@ -197,17 +198,28 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
-def _allocate(pieces: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _allocate(pieces: Mapping[str, Tensor], *, is_on_gpu: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a block of touched pages, and contiguous tensors like ``pieces`` in it, not initialized."""
     begins, end = {}, 0
     for name, tensor in pieces.items():
         begins[name] = end
         end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-    block = torch.empty(end, dtype=torch.uint8).fill_(0)
+    block = (_unshared(end) if is_on_gpu and end else torch.empty(end, dtype=torch.uint8)).fill_(0)
     return block, {
         name: block[begins[name] : begins[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for name, tensor in pieces.items()
     }
+
+
+def _unshared(size: int) -> Tensor:
+    """Return a block that forked processes do not have.
+
+    Of pages that a child has too, a write makes a copy, while the GPU continues to write into the pinned
+    ones (Linux before 5.9): the CPU would read what was there before.
+    """
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:

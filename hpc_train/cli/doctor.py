@@ -65,11 +65,12 @@ def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) 
 def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
     experiment = loaded.experiment if loaded is not None else None
     # What this machine's ranks would use; those of a queue use other machines' GPUs.
-    here = not launcher.is_queue and count_gpus(os.environ) > 0
+    is_on_cpu = experiment is not None and experiment.device == "cpu"
+    here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
     prefetched = None
     if experiment is not None and not launcher.is_queue:
         prefetched = prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
-    yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched)
+    yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched, experiment=experiment)
     yield from _webhook()
     if experiment is not None:
         yield from _wandb(experiment)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TypeVar, get_args
 
 from hpc_train.config.problems import Problem
+from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.built_in import DATA_SETS, TASKS
 from hpc_train.data_facts.facts import DataFacts, Target, TaskFacts
@@ -67,6 +68,20 @@ def target_of(data: DataConfig) -> Target | None:
         return facts.target
     given = data.args.get("target", facts.default_target)
     return next((each for each in get_args(Target) if each == given), None)
+
+
+def has_one_shape(experiment: Experiment) -> bool:
+    """Return True if a model is known to receive the same shapes in all batches, within its layers too.
+
+    A detector resizes images itself and has another number of proposals in each.
+    """
+    data, task = data_facts(experiment.data.name), task_facts(experiment.task)
+    target = target_of(experiment.data)
+    may_be_ragged = task.needs_whole_model or target == "boxes" or not (task.targets or target)
+    is_resized = experiment.data.image_size is not None or data.image_size(experiment.data) is not None
+    # Images of different sizes can't be in one batch.
+    is_stacked = data.modality is not None and experiment.optimization.micro_batch_size != 1
+    return not may_be_ragged and (is_resized or is_stacked or data.modality in ("tokens", "features"))
 
 
 def training_samples(data: DataConfig) -> int | None:

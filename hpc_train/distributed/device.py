@@ -66,9 +66,11 @@ def set_threads(num_sharing: int) -> int:
     return threads
 
 
-def set_determinism(deterministic: bool | None, device: torch.device) -> bool:
+def set_determinism(deterministic: bool | None, device: torch.device, *, has_one_shape: bool) -> bool:
     """Make torch bitwise reproducible, or let it be fast; return which. None: reproducible on the CPU.
 
+    ``has_one_shape``: all batches have the same shapes, so that it pays to let cuDNN time its kernels; it
+    does so again for every shape that a convolution meets (pytorch/vision#5985).
     Call it before anything runs on the device: cuBLAS reads its workspace setting once.
     """
     exact = device.type == "cpu" if deterministic is None else deterministic
@@ -78,7 +80,7 @@ def set_determinism(deterministic: bool | None, device: torch.device) -> bool:
     # Filling every torch.empty would only make reads of uninitialised memory reproducible; it costs a memset.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = exact
-    torch.backends.cudnn.benchmark = not exact
+    torch.backends.cudnn.benchmark = has_one_shape and not exact
     return exact
 
 

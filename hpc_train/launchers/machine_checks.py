@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import shortened
 from hpc_train.launchers.findings import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
+from hpc_train.plan.gpu_models import described
+from hpc_train.registry import split_name
 
 REPORT = Path(__file__).with_name("machine_report.py")
 #: torch's own limit is below: this one is for a machine that does not answer at all.
@@ -52,6 +56,14 @@ class Machine:
     is_node: bool = False
     #: What the loader processes of the file would read ahead into /dev/shm on one node.
     prefetched_bytes: int | None = None
+    #: The file that is checked; None: the machine alone.
+    experiment: Experiment | None = None
+
+    def level(self, is_needed: Callable[[Experiment], bool]) -> Level:
+        """Return the level of a lack that matters to some files only: an error if the file needs it."""
+        if self.experiment is None:
+            return Level.WARNING
+        return Level.ERROR if is_needed(self.experiment) else Level.OK
 
     def finding(self, level: Level, check: str, what: str, why: str = "", remedy: str = "") -> Finding:
         """Return a finding on this machine."""
@@ -83,7 +95,9 @@ def clock_lead_s(folder: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None) -> list[Finding]:
+def this_machine(
+    *, wants_gpu: bool = False, prefetched_bytes: int | None = None, experiment: Experiment | None = None
+) -> list[Finding]:
     """Return the findings on the machine that runs the command."""
     runs, where = runs_root(), "this machine"
     try:
@@ -95,7 +109,7 @@ def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None
         what = f"{where}: Python can't report on it: {shortened(str(error))}"
         why, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
         return [Finding(Level.ERROR, "machine.python", what, where, why, remedy)]
-    return judged(Machine(where, facts, runs, wants_gpu, prefetched_bytes=prefetched_bytes))
+    return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes, experiment))
 
 
 def _report(folder: Path) -> dict[str, Any]:
@@ -149,16 +163,49 @@ def python_version(machine: Machine) -> Iterator[Finding]:
 
 def modules(machine: Machine) -> Iterator[Finding]:
     """What ranks import is installed."""
-    missing = [str(name) for name in machine.facts.get("missing", ())]
-    if missing:
+    missing: dict[Level, list[str]] = {}
+    for name in map(str, machine.facts.get("missing", ())):
+        level = machine.level(_NEEDED_BY[name]) if name in _NEEDED_BY else Level.ERROR
+        missing.setdefault(level, []).append(name)
+    for level, names in missing.items():
+        what = f"{machine.facts.get('executable')} does not find {', '.join(names)}"
+        if level is Level.OK:
+            yield machine.finding(level, "modules", f"{what}, which the file does not need")
+            continue
         yield machine.finding(
-            Level.ERROR,
+            level,
             "modules",
-            f"{machine.facts.get('executable')} does not find {', '.join(missing)}",
-            "ranks end when they import it",
+            what,
+            "ranks end when they import it" if level is Level.ERROR else "ranks of some files import it",
             "install hpc-train into an environment that all nodes see, and name its Python as "
             "environment.python",
         )
+
+
+def _uses_timm(experiment: Experiment) -> bool:
+    optimization = experiment.optimization
+    names = (experiment.model.name, optimization.optimizer.name, optimization.schedule.name)
+    return any(split_name(name)[0] in ("timm", "torchvision", "smp") for name in names)
+
+
+def _uses_torchvision(experiment: Experiment) -> bool:
+    return data_facts(experiment.data.name).modality not in ("tokens", "features") or _uses_timm(experiment)
+
+
+def _spans_nodes_with_gpus(experiment: Experiment) -> bool:
+    slurm = experiment.slurm
+    if slurm is None or experiment.device == "cpu":
+        return False
+    return slurm.gpus_per_node > 0 and slurm.nodes != 1
+
+
+#: Packages of which ranks import only those that the file needs.
+_NEEDED_BY: dict[str, Callable[[Experiment], bool]] = {
+    "timm": _uses_timm,
+    "torchvision": _uses_torchvision,
+    "submitit": lambda experiment: experiment.slurm is not None,
+    "wandb": lambda experiment: "wandb" in experiment.logging.arguments_by_logger(),
+}
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
@@ -179,11 +226,14 @@ def torch(machine: Machine) -> Iterator[Finding]:
 def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     gpus, cuda = [str(name) for name in facts.get("gpus", ())], facts.get("cuda")
     version = f"torch {facts.get('version')}"
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    if hip := facts.get("hip"):
+        built = f"built for ROCm {hip} (not tested)"
     if gpus:
-        what = f"{version}, CUDA {cuda}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {', '.join(set(gpus))}"
+        names = ", ".join(map(described, sorted(set(gpus))))
+        what = f"{version}, {built}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {names}"
         yield machine.finding(Level.OK, "torch", what)
         return
-    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
     if machine.wants_gpu:
         yield machine.finding(
             Level.ERROR,
@@ -218,11 +268,12 @@ def files_limit(machine: Machine) -> Iterator[Finding]:
 def locked_memory(machine: Machine) -> Iterator[Finding]:
     """InfiniBand may lock memory."""
     soft, rdma = (machine.facts.get("memlock") or (None, None))[0], machine.facts.get("rdma") or []
-    if soft is None or not rdma:
+    level = Level.OK if soft is None or not rdma else machine.level(_spans_nodes_with_gpus)
+    if level is Level.OK:
         yield machine.finding(Level.OK, "memlock", f"locked memory: {_amount(soft, 'bytes')}")
         return
     yield machine.finding(
-        Level.ERROR,
+        level,
         "memlock",
         f"at most {soft} bytes of locked memory, with InfiniBand ({', '.join(map(str, rdma))})",
         "NCCL can't register its buffers: ranks end with `ibv_reg_mr failed` or `Cannot allocate memory`",

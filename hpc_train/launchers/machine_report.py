@@ -27,7 +27,7 @@ _TORCH_LIMIT_S = 120
 _QUOTA_LIMIT_S = 20
 _TORCH = """
 import json, torch
-found = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "gpus": []}
 if torch.cuda.is_available():
     for number in range(torch.cuda.device_count()):
         ones = torch.ones(64, 64, device=f"cuda:{number}")

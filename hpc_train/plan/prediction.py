@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -23,9 +23,10 @@ from hpc_train.plan.communication import Communication, communication
 from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.topology.batch_arithmetic import accumulation
-from hpc_train.topology.degrees import Degrees
+from hpc_train.topology.degrees import AXES, Degrees
 from hpc_train.topology.micro_batch_sizes import scheduled_candidates
 from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.child_process import Child
 
 _MODULE = "hpc_train.training.predicted_runs"
@@ -116,7 +117,7 @@ def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device
     with closing(Child(_MODULE)) as child:
         answers = _Answers(child)
         for run in runs:
-            device = device_of(run)
+            device = replace(device_of(run), communicators=_communicators(run))
             question = _question(run, device)
             if isinstance(question, StepPrediction):
                 found.append(question)
@@ -170,6 +171,16 @@ def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
         "sizes": sizes,
     }
     return json.dumps(question, sort_keys=True)
+
+
+def _communicators(run: PlannedRun) -> int:
+    """Return how many of NCCL's a rank has: of all ranks, and of each smaller axis of a DeviceMesh."""
+    degrees = run.degrees
+    if degrees is None:
+        return 0
+    has_mesh = traits_of(run.experiment.parallel.strategy).has_mesh
+    axes: list[int] = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
+    return (degrees.world_size > 1) + sum(1 < size < degrees.world_size for size in axes)
 
 
 def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import has_one_shape
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
@@ -93,7 +94,7 @@ def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection
     experiment = with_preprocessing(effective_experiment(paths, attempt))
     facts = RankFacts.from_environment(os.environ)
     device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
-    set_determinism(experiment.deterministic, device)
+    set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
     precision = choose_precision(experiment.precision, device)
     degrees = find_degrees(experiment.parallel, facts.world_size, facts.world_size // facts.num_nodes)
     assert not isinstance(degrees, Problem), "the rank has found it to fit"

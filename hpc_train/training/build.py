@@ -26,6 +26,7 @@ from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
 from hpc_train.loggers.base import Logger, LoggerContext, LoggerOffError
 from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.plan.gpu_models import peak_tflops
 from hpc_train.redaction import redacted
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
@@ -47,7 +48,6 @@ from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
-from hpc_train.training.peak_flops import peak_tflops
 from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.saving import Saves

@@ -13,6 +13,7 @@ import torch
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment, RecoveryConfig
+from hpc_train.data_facts.by_name import has_one_shape
 from hpc_train.datasets.skipping import BadSamples
 from hpc_train.distributed import affinity, host_memory, open_files, signals
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads
@@ -104,7 +105,7 @@ def make_bad_samples(rank: Rank) -> BadSamples | None:
 def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
     """Be a rank of the attempt's process group. Until its first step a stop signal ends it at once."""
     experiment, device = _on_its_cores(effective_experiment(paths, attempt), facts)
-    set_determinism(experiment.deterministic, device)
+    set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
     _check_open_files(experiment, facts, degrees)

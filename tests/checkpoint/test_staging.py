@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -130,6 +131,32 @@ def test_the_writing_thread_waits_on_the_ranks_own_gpu(monkeypatch: pytest.Monke
     staging._event = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: did.append("waited")))
     staging.copy()
     assert did == [torch.device("cuda", 1), "waited"]
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_no_forked_process_has_the_pages_that_a_gpu_copies_into(
+    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.ones(1 << 20)
+    facts = {name: getattr(weight, name) for name in ("nbytes", "dtype", "shape")}
+    source = SimpleNamespace(is_cuda=is_cuda, device=torch.device("cuda", 1), **facts)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(staging_module, "_pin", lambda block, device: False)
+    staging = Staging({"weight": cast(Tensor, source)})
+    assert ("dc" in flags_of_pages(staging.tensors["weight"])) == is_cuda
+
+
+def flags_of_pages(tensor: Tensor) -> list[str]:
+    """Return the kernel's flags of the tensor's pages; dc: not copied on fork."""
+    is_in_range = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(address, 16) for address in name.split("-"))
+            is_in_range = begin <= tensor.data_ptr() < end
+        elif is_in_range and name == "VmFlags:":
+            return values
+    raise AssertionError("the tensor is in the memory of this process")
 
 
 @pytest.mark.parametrize("refusal", [0, 2])

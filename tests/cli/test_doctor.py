@@ -90,6 +90,23 @@ def test_a_scheduler_that_does_not_answer_is_an_error(programs: Programs) -> Non
     assert len(programs.calls("scontrol")) == 1, "asked once"
 
 
+def test_a_file_without_a_section_slurm_needs_no_scheduler(file: Path, programs: Programs) -> None:
+    programs.put("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    done = hpc_train("doctor", file)
+    assert done.code == 0 and "warning  Slurm does not answer" in done.out
+
+
+@pytest.mark.parametrize(("override", "wants_gpu"), [("device=auto", True), ("device=cpu", False)])
+def test_a_file_for_the_cpu_needs_no_gpu(
+    override: str, wants_gpu: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(machine_checks, "this_machine", lambda **keys: asked.append(keys["wants_gpu"]) or [])
+    assert hpc_train("doctor", "--local", file, override).code == 0
+    assert asked == [wants_gpu]
+
+
 def test_a_launcher_without_checks_is_named() -> None:
     done = hpc_train("doctor", "--launcher", launchers.QUEUE)
     assert done.code == 0 and "not checked" in done.out

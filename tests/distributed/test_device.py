@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import has_one_shape
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads, usable_cores
 from hpc_train.errors import BadFileError
 from tests.distributed.scripts import run_script
@@ -82,16 +85,58 @@ def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, "")  # put back at the end, whatever becomes of it
         monkeypatch.delenv(name)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert not set_determinism(None, cuda)
+    assert not set_determinism(None, cuda, has_one_shape=True)
     assert torch.backends.cudnn.benchmark
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    assert set_determinism(None, cpu)
+    assert set_determinism(None, cpu, has_one_shape=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert not set_determinism(False, cpu)
+    assert not set_determinism(False, cpu, has_one_shape=True)
     assert not torch.are_deterministic_algorithms_enabled()
-    assert set_determinism(True, cuda)
+    assert set_determinism(True, cuda, has_one_shape=True)
+
+
+ONE_BY_ONE = {
+    "epochs": 1,
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "optimizer": {"name": "sgd", "lr": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("is_searched", "keys"),
+    [
+        (True, {}),
+        (True, {"data": {"name": "imagefolder", "root": "/d"}}),
+        (True, {"data": {"name": "my.data:make", "image_size": 224}}),
+        (True, {"task": "my.tasks:Task"}),
+        (True, {"task": "segmentation", "data": {"name": "segmentation_folder", "root": "/d"}}),
+        (False, {"deterministic": True}),
+        (False, {"task": "detection", "data": {"name": "coco", "root": "/d", "image_size": 320}}),
+        (False, {"task": "my.tasks:Task", "data": {"name": "coco", "root": "/d", "image_size": 320}}),
+        (False, {"task": "my.tasks:Task", "data": {"name": "my.data:make", "image_size": 224}}),
+        (False, {"data": {"name": "my.data:make"}}),
+        (False, {"data": {"name": "imagefolder", "root": "/d"}, "optimization": ONE_BY_ONE}),
+    ],
+)
+def test_cudnn_times_its_kernels_only_where_all_batches_have_one_shape(
+    is_searched: bool, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, as a rank and the trial of a micro-batch size set it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    size = {"micro_batch_size": keys.pop("micro_batch_size", 4)}
+    optimization = {"epochs": 1, "global_batch_size": 8, "optimizer": {"name": "sgd", "lr": 0.1}, **size}
+    file = {
+        "name": "e",
+        "task": "classification",
+        "model": {"name": "timm/resnet18"},
+        "data": {"name": "digits"},
+    }
+    experiment = Experiment.model_validate({**file, "optimization": optimization, **keys})
+    set_determinism(experiment.deterministic, torch.device("cuda"), has_one_shape=has_one_shape(experiment))
+    assert torch.backends.cudnn.benchmark == is_searched
 
 
 @pytest.mark.slow
@@ -100,7 +145,7 @@ def test_exactness_reaches_the_compiler_without_importing_it() -> None:
     script = """
 import sys, torch
 from hpc_train.distributed.device import set_determinism
-set_determinism(None, torch.device("cpu"))
+set_determinism(None, torch.device("cpu"), has_one_shape=True)
 assert "torch._inductor" not in sys.modules
 import torch._inductor.config
 print(torch._inductor.config.deterministic)

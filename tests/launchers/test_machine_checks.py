@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpc_train.config.schema import Experiment
 from hpc_train.launchers import machine_report
 from hpc_train.launchers.findings import Level
 from hpc_train.launchers.machine_checks import Machine, clock_lead_s, judged, parsed, this_machine
@@ -50,11 +51,12 @@ def bad(facts: dict[str, Any], **machine: Any) -> dict[str, Level]:
     [
         ({}, {}),
         ({"python": "3.9.18"}, {"python": Level.ERROR}),
-        ({"missing": ["torch", "timm"], "torch": {}}, {"modules": Level.ERROR}),
+        ({"missing": ["torch", "numpy"], "torch": {}}, {"modules": Level.ERROR}),
         ({"torch": {"error": "ImportError: libcudart.so.13"}}, {"torch": Level.ERROR}),
         ({"nofile": [256, 4096]}, {"nofile": Level.WARNING}),
         ({"nofile": [None, None]}, {}),
-        ({"rdma": ["mlx5_0"]}, {"memlock": Level.ERROR}),
+        ({"rdma": ["mlx5_0"]}, {"memlock": Level.WARNING}),
+        ({"missing": ["wandb"]}, {"modules": Level.WARNING}),
         ({"rdma": ["mlx5_0"], "memlock": [None, None]}, {}),
         ({"folder": "Read-only file system"}, {"runs": Level.ERROR}),
         ({"free_bytes": 10**9}, {"space": Level.WARNING}),
@@ -70,10 +72,52 @@ def test_a_fact_of_a_machine(facts: dict[str, Any], expected: dict[str, Level]) 
     assert bad(facts) == expected
 
 
+TEXT = {"task": "causal_lm", "data": {"name": "text", "root": "/d"}}
+TWO_NODES = {"slurm": {"nodes": 2, "gpus_per_node": 8}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "keys", "expected"),
+    [
+        ({"missing": ["wandb"]}, {}, {}),
+        ({"missing": ["wandb"]}, {"logging": {"wandb": {"project": "p"}}}, {"modules": Level.ERROR}),
+        ({"missing": ["wandb", "numpy"]}, {}, {"modules": Level.ERROR}),
+        ({"missing": ["timm"]}, {"model": {"name": "timm/resnet18"}}, {"modules": Level.ERROR}),
+        ({"missing": ["torchvision"]}, {}, {"modules": Level.ERROR}),
+        (
+            {"missing": ["timm", "torchvision"]},
+            {"task": "causal_lm", "data": {"name": "text", "root": "/d"}},
+            {},
+        ),
+        ({"missing": ["submitit"]}, {}, {}),
+        ({"missing": ["submitit"]}, {"slurm": {}}, {"modules": Level.ERROR}),
+        ({"rdma": ["mlx5_0"]}, {}, {}),
+        ({"rdma": ["mlx5_0"]}, {"slurm": {"gpus_per_node": 8}}, {}),
+        ({"rdma": ["mlx5_0"]}, TWO_NODES | {"device": "cpu"}, {}),
+        ({"rdma": ["mlx5_0"]}, TWO_NODES, {"memlock": Level.ERROR}),
+    ],
+)
+def test_what_the_file_does_not_need_is_no_error(
+    facts: dict[str, Any], keys: dict[str, Any], expected: dict[str, Level]
+) -> None:
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8}
+    optimization = {"epochs": 1, **sizes, "optimizer": {"name": "sgd", "lr": 0.1}}
+    file = {"name": "e", "task": "classification", "model": {"name": "gpt"}, "data": {"name": "digits"}}
+    experiment = Experiment.model_validate({**file, "optimization": optimization, **keys})
+    assert bad(facts, experiment=experiment) == expected
+
+
 def test_a_file_that_requests_gpus_needs_them() -> None:
     blind = {"torch": {"version": "2.11", "cuda": None, "gpus": []}}
     assert bad(blind) == {}
     assert bad(blind, wants_gpu=True) == {"gpu": Level.ERROR}
+
+
+def test_gpus_are_named_with_their_peak_and_rocm_as_not_tested() -> None:
+    facts = GOOD["torch"] | {"cuda": None, "hip": "7.0", "gpus": ["AMD Instinct MI300X"]}
+    found = judged(Machine("here", GOOD | {"torch": facts}, Path("/runs")))
+    (shown,) = (each.what for each in found if each.check == "machine.torch")
+    assert "ROCm 7.0 (not tested)" in shown and "1307.4 TFLOP/s in bf16" in shown
 
 
 def test_shared_memory_smaller_than_what_loaders_read_ahead_is_a_warning() -> None:

@@ -1,55 +1,48 @@
+"""What a step may take of a device's memory."""
+
 from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.devices import gpu_memory_gib
+from hpc_train.plan.devices import Device
+
+GIB = 2**30
 
 
+def limit_gib(memory_gib: float, communicators: int = 0) -> float:
+    limit = Device("GPU", True, int(memory_gib * GIB), communicators=communicators).limit_bytes
+    assert limit is not None
+    return limit / GIB
+
+
+#: nvidia-smi's size and torch's total capacity. Of the H200 measured, of the others read in public reports of
+#: OutOfMemoryError.
 @pytest.mark.parametrize(
-    ("name", "gib"),
-    [
-        ("a100", 40),
-        ("nvidia_a100-sxm4-80gb", 80),
-        ("a100_80g", 80),
-        ("h100", 80),
-        ("NVIDIA H100 80GB HBM3", 80),
-        ("v100-32g", 32),
-        ("nvidia_a100_1g.10gb", 10),
-        ("gpu:rtx_4090:4", 24),
-        ("mi250", 64),
-        ("quantum", None),
-        ("rtx6000", 24),
-        ("rtx_6000_ada", 48),
-        ("titan", 12),
-        ("rtx_2080", 8),
-        ("rtx_2080_ti", 11),
-        ("a100|h100", 40),
-        ("h100|v100&infiniband", 16),
-        ("a100_80", 80),
-        ("v100-32", 32),
-        ("titan_rtx", 24),
-        ("rtx4090", 24),
-        ("rtx2080ti", 11),
-        ("l4_24gb", 24),
-        ("8xh100", 80),
-        ("gpu80gb", 80),
-        ("1g.10gb", 10),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40),
-        ("NVIDIA GH200 480GB", 96),
-        ("nvidia_gh200_120gb", 96),
-        ("gh200_96gb", 96),
-        ("gh200-144", 144),
-        ("NVIDIA GH200 144G HBM3e", 144),
-        ("gh200_480gb|a100_80gb", 80),
-        ("a100&mem384gb", 40),
-    ],
+    ("memory", "total"), [(140.4, 139.8), (80.0, 79.15), (44.99, 44.53), (24.0, 23.53), (15.0, 14.56)]
 )
-def test_names_of_gpus_say_their_memory(name: str, gib: int | None) -> None:
-    assert gpu_memory_gib(name) == gib
+def test_a_prediction_too_low_by_a_tenth_fits_beside_what_cuda_takes(memory: float, total: float) -> None:
+    limit = limit_gib(memory)
+    assert limit / 0.9 + 1.4 < total
+    assert limit > 0.8 * memory - 1.5, "nor is it wasted"
 
 
-@pytest.mark.parametrize(
-    "name", ["mem384gb", "mem_256g", "ssd_480gb", "100gbe", "opa100", "pool4", "part4", "intel4", "gpu-16"]
-)
-def test_other_features_of_nodes_are_no_memory_of_a_gpu(name: str) -> None:
-    assert gpu_memory_gib(name) is None
+def test_a_tenth_of_a_small_gpu_is_too_little() -> None:
+    """NCCL and CUDA take as much of a T4 as of an H200."""
+    assert limit_gib(15) < 0.9 * 16 - 2
+    assert limit_gib(140.4) == pytest.approx(0.9 * 140.4, abs=3)
+
+
+def test_what_ran_on_the_h200_fits() -> None:
+    """ConvNeXt-B with micro-batches of 1,024: predicted 123 GB, took 126 GB."""
+    assert limit_gib(140.4) * GIB > 123e9
+
+
+def test_each_communicator_takes_its_buffers() -> None:
+    assert limit_gib(80, 0) - limit_gib(80, 3) == pytest.approx(3 * 0.45)
+
+
+def test_ranks_on_a_cpu_have_neither() -> None:
+    cpu = Device("CPU", is_gpu=False, memory_bytes=10 * GIB, communicators=2)
+    assert cpu.limit_bytes == 9 * GIB
+    assert Device("GPU", is_gpu=True, memory_bytes=None).limit_bytes is None
+    assert Device("GPU", is_gpu=True, memory_bytes=GIB).limit_bytes == 0

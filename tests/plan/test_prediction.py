@@ -14,7 +14,7 @@ from hpc_train.plan.devices import Device
 from hpc_train.plan.prediction import StepPrediction, predict
 from tests.plan.files import loaded, plan_here
 
-_DEVICE = Device("GPU", is_gpu=True, memory_bytes=10**9)
+_DEVICE = Device("GPU", is_gpu=True, memory_bytes=10**11)
 _ANSWER = {"parts": {"parameters": 10**6}, "micro_batch_size": 8}
 
 
@@ -118,3 +118,21 @@ def test_a_size_that_no_step_can_have_is_not_predicted(
     (found,) = predicted(tmp_path, *overrides, ranks=ranks)
     assert (found.problem or "").startswith(problem)
     assert not child.questions
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "communicators"),
+    [
+        ("{strategy: ddp}", 1, 0),
+        ("{strategy: ddp}", 4, 1),
+        ("{strategy: fsdp}", 4, 1),
+        ("{strategy: hsdp, shard: 2, replicate: 2}", 4, 3),
+        ("{strategy: tensor, tensor: 2}", 4, 3),
+    ],
+)
+def test_the_limit_leaves_room_for_a_communicator_per_axis(
+    tmp_path: Path, parallel: str, ranks: int, communicators: int, child: Answering
+) -> None:
+    (found,) = predicted(tmp_path, f"parallel={parallel}", ranks=ranks)
+    assert found.device.communicators == communicators
+    assert child.questions[0]["limit_bytes"] == found.device.limit_bytes

@@ -20,7 +20,6 @@ from hpc_train.models.gpt import GPT
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
 from hpc_train.training.forked_call import ForkedCall
-from hpc_train.training.peak_flops import PEAKS, peak_tflops
 from hpc_train.validate.gpt_args import GPTArgs
 from tests.ranks import run_ranks
 from tests.waiting import HANG_LIMIT_S
@@ -238,36 +237,3 @@ def test_rates_are_per_device_and_of_the_peak() -> None:
     count._per_sample = 2e12
     assert FlopRates(count, num_devices=4).row(8.0) == {"tflops_per_s": 4.0}
     assert FlopRates(count, num_devices=4, peak_tflops=16.0).row(8.0) == {"tflops_per_s": 4.0, "mfu": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756.5),
-        ("NVIDIA H200", "fp8", 1979),
-        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
-        ("A100-SXM4-40GB", "fp16", 312),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA L40S", "bf16", 362),
-        ("NVIDIA B200", "bf16", 2250),
-        # Others than they seem, and what a device does not have.
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("NVIDIA A10G", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "fp8", None),
-        ("", "fp32", None),
-    ],
-)
-def test_peaks_are_of_whole_names(device: str, precision: str, peak: float | None) -> None:
-    assert peak_tflops(device, precision) == peak
-
-
-def test_every_peak_has_a_source_and_precisions_of_the_file() -> None:
-    assert all(
-        peak.source and peak.tflops.keys() <= {"bf16", "fp16", "tf32", "fp32", "fp64", "fp8"}
-        for peak in PEAKS
-    )

@@ -98,9 +98,7 @@ def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: fl
         finally:
             _cancel(jobs)
         lead_s = clock_lead_s(folder)
-        ranks = max(1, slurm.gpus_per_node)
-        prefetched = None if experiment is None else prefetched_bytes(experiment, ranks)
-        return [finding for job in jobs for finding in _judged(job, slurm, runs, lead_s, limit_s, prefetched)]
+        return [finding for job in jobs for finding in _judged(job, experiment, runs, lead_s, limit_s)]
 
 
 def _hostnames(nodes: Sequence[str]) -> list[str]:
@@ -207,12 +205,7 @@ def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Fin
 
 
 def _judged(
-    job: CheckJob,
-    slurm: SlurmConfig,
-    runs: Path,
-    clock_lead_s: float,
-    limit_s: float,
-    prefetched_bytes: int | None,
+    job: CheckJob, experiment: Experiment | None, runs: Path, clock_lead_s: float, limit_s: float
 ) -> list[Finding]:
     where = f"node {job.host or job.node or '?'}"
     if not job.has_ended:
@@ -222,7 +215,10 @@ def _judged(
         facts = parsed(job.report.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return [*found, _without_report(job, where, runs)]
-    machine = Machine(where, facts, runs, slurm.gpus_per_node > 0, clock_lead_s, True, prefetched_bytes)
+    gpus = experiment.slurm.gpus_per_node if experiment is not None and experiment.slurm is not None else 0
+    wants_gpu = experiment is not None and gpus > 0 and experiment.device != "cpu"
+    prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
+    machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched, experiment)
     return [*found, *judged(machine)]
 
 

@@ -6,6 +6,7 @@ Called by ``launcher`` for ``doctor``. Nothing is asked here: all is in the ``Su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.launchers.base import CheckRequest
@@ -51,14 +52,17 @@ def check(request: CheckRequest) -> list[Finding]:
 
     Raises NoSchedulerError where there is no Slurm here.
     """
+    can_be_queued = request.experiment is None or request.experiment.slurm is not None
     try:
         subject = _subject(request)
     except (commands.NoAnswerError, commands.RefusedError) as error:
         why = "nothing can be submitted meanwhile; runs in the queue are not affected"
         remedy = "repeat the command later, or ask the administrators"
-        return [Finding(Level.ERROR, "slurm.answer", str(error), "scontrol, sinfo", why, remedy)]
-    found = [finding for each in CHECKS for finding in each(subject)]
-    if request.experiment is not None and request.experiment.slurm is None:
+        found = [Finding(Level.ERROR, "slurm.answer", str(error), "scontrol, sinfo", why, remedy)]
+    else:
+        found = [finding for each in CHECKS for finding in each(subject)]
+    if not can_be_queued:
+        found = [replace(each, level=Level.WARNING) if each.level is Level.ERROR else each for each in found]
         why = "the file can be started with --local only"
         missing = "the file has no section slurm"
         found.append(Finding(Level.WARNING, "slurm.section", missing, "", why, "write `slurm: {}`"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.plan.devices import Device, gpu_memory_gib
+from hpc_train.plan.devices import Device
+from hpc_train.plan.gpu_models import gpu_memory_gib
 from hpc_train.topology.degrees import Ranks
 
 _GIB = 2**30
@@ -17,7 +18,7 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
     names = (slurm.gpu_type, _gpus_of(slurm.extra.get("gres")), slurm.constraint)
     for name in (each for each in names if isinstance(each, str)):
         if (gib := gpu_memory_gib(name)) is not None:
-            return Device(name, is_gpu=True, memory_bytes=gib * _GIB)
+            return Device(name, is_gpu=True, memory_bytes=int(gib * _GIB))
     shown = slurm.gpu_type or "a GPU of any type"
     return Device(shown, is_gpu=True, memory_bytes=None, remedy="write slurm.gpu_type, like a100_80gb")
 
