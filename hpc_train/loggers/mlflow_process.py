@@ -57,15 +57,13 @@ class MlflowMirror(sending.Mirror):
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that MLflow lacks."""
         self._committed_step = committed_step
-        self._try(lambda run: None)
-
-    def show(self, row: Row) -> None:
-        """Do nothing: a metric can't be taken back."""
+        self._try(lambda _: None)
 
     def finish(self, exit_code: int | None) -> None:
         """Set the run's status, after the rows that could not be sent before."""
         if exit_code is not None or not self._is_sync:
-            self._try(lambda run: run.end("FINISHED" if exit_code == 0 else "KILLED"))
+            status = "FINISHED" if exit_code == 0 else "KILLED"
+            self._try(lambda run: run.client.set_terminated(run.run_id, status))
 
     def _num_at_service(self) -> tuple[int, bool]:
         folder = _folder(self._settings)
@@ -137,7 +135,7 @@ class _Run:
         """Continue the recorded run if its rows are still those of the file, otherwise end it."""
         record = read_json(self.record) or {}
         run_id, count = record.get("run_id"), record.get("rows")
-        if not isinstance(run_id, str) or type(count) is not int:
+        if not isinstance(run_id, str) or not run_id or type(count) is not int:
             return False
         if record.get("segment") != self.rows.segment or count > self.rows.num_may_have:
             self.client.set_terminated(run_id, "KILLED")
@@ -160,6 +158,8 @@ class _Run:
         else:
             self.run_id = self.client.create_run(experiment, tags={TAG: tag}, run_name=name).info.run_id
             self.num_uncertain = 0
+        if not self.run_id:
+            raise ValueError("its answer names no run, as from a captive portal or a proxy")
         self._note(0)
 
     def _begin(self, params: dict[str, Any]) -> None:
@@ -201,10 +201,6 @@ class _Run:
         from mlflow.entities import Metric
 
         self.client.log_batch(self.run_id, metrics=[Metric(*each) for each in metrics])
-
-    def end(self, status: str) -> None:
-        """Set the final status of the attempt."""
-        self.client.set_terminated(self.run_id, status)
 
 
 def metrics_of(row: Row) -> list[_Metric]:

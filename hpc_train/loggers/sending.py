@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, NoReturn
 
 from hpc_train.errors import UserError, printable
@@ -84,9 +85,8 @@ class Mirror(ABC):
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that the service lacks."""
 
-    @abstractmethod
-    def show(self, row: Row) -> None:
-        """Take a row that may still be withdrawn."""
+    def show(self, row: Row) -> None:  # noqa: B027 (most services can't)
+        """Show a row that may still be withdrawn, if the service can replace it."""
 
     @abstractmethod
     def finish(self, exit_code: int | None) -> None:
@@ -135,35 +135,20 @@ class Mirror(ABC):
 
 
 class _Input(threading.Thread):
-    """Reads the input meanwhile, so that the newest state is known whatever the mirror waits for."""
+    """Reads stdin, so that the newest step is known whatever the mirror waits for. None ends ``news``."""
 
-    def __init__(self, lines: IO[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._lines = lines
-        self._news: dict[str, Any] = {}
-        self._has_ended = False
-        self._has_changed = threading.Condition()
+        self.news: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.committed_step = -1
-        self.start()
 
     def run(self) -> None:
         with suppress(ValueError):  # the rank was killed while it wrote a line
-            for line in self._lines:
+            for line in sys.stdin:
                 news = json.loads(line)
                 self.committed_step = news.get("committed", self.committed_step)
-                with self._has_changed:
-                    self._news |= news
-                    self._has_changed.notify()
-        with self._has_changed:
-            self._has_ended = True
-            self._has_changed.notify()
-
-    def next(self) -> dict[str, Any]:
-        """Return what has changed; nothing at the end of the input."""
-        with self._has_changed:
-            self._has_changed.wait_for(lambda: self._news or self._has_ended)
-            news, self._news = self._news, {}
-        return news
+                self.news.put(news)
+        self.news.put(None)
 
 
 def main(mirror_class: type[Mirror]) -> NoReturn:
@@ -187,10 +172,12 @@ def main(mirror_class: type[Mirror]) -> NoReturn:
     name = mirror_class.name
     settings = json.loads(next(sys.stdin))
     mirror = mirror_class(settings, tell)
-    news = _Input(sys.stdin)
+    read = _Input()
+    read.start()
 
     def end(problem: str | None = None) -> NoReturn:
-        if (missing := mirror.missing(news.committed_step, problem)) is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one report is enough
+        if (missing := mirror.missing(read.committed_step, problem)) is not None:
             print(warning(name, missing, settings["run_id"]), file=ours, flush=True)
         elif problem is not None:
             mirror.tell_once(problem)
@@ -199,18 +186,18 @@ def main(mirror_class: type[Mirror]) -> NoReturn:
     signal.signal(signal.SIGALRM, lambda *_: end("it did not answer in time"))
     try:
         check_version(name)
-        _send(mirror, news, started)
+        _send(mirror, read.news, started)
     except Exception as error:
         end(in_a_line(error))
     end()
 
 
-def _send(mirror: Mirror, news: _Input, started: int) -> None:
+def _send(mirror: Mirror, news: SimpleQueue[dict[str, Any] | None], started: int) -> None:
     mirror.begin()
     with suppress(OSError):  # the rank was killed
         os.write(started, b"started\n")
     exit_code = None
-    while changes := news.next():
+    while changes := news.get():
         if "committed" in changes:
             mirror.send(changes["committed"])
         if "newest" in changes:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -287,18 +287,14 @@ def num_accepted(run: Any) -> int | None:
 
 def refusal(logs: Path) -> str | None:
     """Return why rows were refused, according to the client's logs in this folder; None if none were."""
-    failures = [failure for log in sorted(logs.glob("*.log")) for failure in _failures(log)]
+    failures: list[str] = []
+    with suppress(OSError):
+        for log in sorted(logs.glob("*.log")):
+            failures += _FAILED.findall(log.read_text(errors="replace"))
     if not failures:
         return None
     status = _STATUS.search(failures[-1])
     return status[1] if status else "its answer is not JSON, as from a captive portal or a proxy"
-
-
-def _failures(log: Path) -> Iterator[str]:
-    try:
-        yield from _FAILED.findall(log.read_text(errors="replace"))
-    except OSError:
-        return
 
 
 if __name__ == "__main__":

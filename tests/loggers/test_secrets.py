@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers.base import LoggerContext
+from hpc_train.loggers.mlflow import MlflowLogger
 from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.training.build import make_logger
@@ -19,6 +20,7 @@ from hpc_train.training.meters import MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from tests.cli.commands import hpc_train
 from tests.loggers.attempts import Attempt
+from tests.loggers.test_mlflow import context_of
 from tests.loggers.test_sync import saved, write_rows
 from tests.loggers.wandb_files import context, row
 from tests.loggers.wandb_server import WandbServer, wandb_server
@@ -102,6 +104,21 @@ def test_wandb_writes_no_secret(
     assert len(server.runs) == (0 if case == "offline" else 1)
     assert list(run.wandb.glob("*run-*/logs/*.log"))
     assert leaks(run.folder, capfd.readouterr()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
+def test_mlflow_writes_no_secret_of_an_address_that_is_no_url(
+    run: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    closed_port: int,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:p@{MARKER}/{MARKER}@127.0.0.1:{closed_port}")
+    train(run, lambda number: MlflowLogger(context_of(run, None, number)))
+    told = capfd.readouterr()
+    assert told.err.startswith("mlflow: ")
+    assert leaks(run.folder, told) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "csv"])
