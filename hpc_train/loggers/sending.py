@@ -66,6 +66,7 @@ class Mirror(ABC):
         self._settings = settings
         self._tell = tell
         self._has_told = False
+        self._place = "the server"
         self._is_sync: bool = settings.get("is_sync", False)
         self._paths = RunPaths(Path(settings["folder"]))
         self._lock: IO[bytes] | None = None
@@ -108,7 +109,7 @@ class Mirror(ABC):
             return None
         has = f"{'' if is_exact else 'at least '}{min(num_there, num_rows):,}"
         reason = problem or self._refusal()
-        return f"the server has {has} of {num_rows:,} rows" + (f" ({reason})" if reason else "")
+        return f"{self._place} has {has} of {num_rows:,} rows" + (f" ({reason})" if reason else "")
 
     def _refusal(self) -> str | None:
         """Return why the service has refused rows; None if that is unknown."""

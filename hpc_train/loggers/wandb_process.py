@@ -88,6 +88,8 @@ class WandbMirror(sending.Mirror):
         super().__init__(settings, tell)
         paths = self._paths
         self._is_offline = settings["mode"] == "offline"
+        if self._is_offline:
+            self._place = "its offline folder"
         records = (paths.wandb_offline, paths.wandb_sent)
         self._records = records if self._is_offline else records[::-1]
         self._history = SentRows(paths.metrics, *self._records)
@@ -118,7 +120,7 @@ class WandbMirror(sending.Mirror):
         if self._run is None:
             return 0, self._history.num_may_have == 0
         if self._is_offline:
-            return self._history.num_read, True
+            return (self._history.num_read if self._has_finished else 0), self._has_finished
         if (accepted := num_accepted(self._run)) is not None:
             return accepted, True
         if self._has_finished and self._refusal() is None:

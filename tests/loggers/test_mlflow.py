@@ -121,6 +121,7 @@ def mirror(run: RunPaths, store: str, told: list[str]) -> Iterator[Make]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_history_equals_the_rows_over_attempts(
     run: RunPaths, store: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
