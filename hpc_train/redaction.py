@@ -13,7 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus, unquote, urlsplit
+
+if TYPE_CHECKING:
+    from urllib.request import Request
 
 #: Replaces a secret.
 MARK = "[secret]"
@@ -47,6 +51,17 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 def without_credentials(text: str) -> str:
     """Return the text without user, password and secret parameters of its URLs."""
     return _URL.sub(lambda match: _without_parameters(_without_user(match[0])), text)
+
+
+def open_unredirected(request: Request, timeout_s: float) -> Any:
+    """Send a request and return the answer. Raises HTTPError for a redirect, since urllib would send the
+    credentials to the other server, too.
+    """
+    from urllib.request import HTTPRedirectHandler, build_opener  # slow to import
+
+    handler = HTTPRedirectHandler()
+    handler.redirect_request = lambda *_: None  # type: ignore[method-assign]
+    return build_opener(handler).open(request, timeout=timeout_s)
 
 
 def known_secrets(environment: Mapping[str, str]) -> set[str]:

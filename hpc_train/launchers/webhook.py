@@ -18,7 +18,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from hpc_train.errors import BadFileError, printable
-from hpc_train.run.redirects import NoRedirects
+from hpc_train.redaction import open_unredirected
 
 #: States of a run at the end of an attempt that can be reported.
 EVENTS = ("completed", "failed", "requeued", "cancelled", "interrupted")
@@ -119,7 +119,7 @@ def _try_post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float, fa
     headers = {"Content-Type": "application/json", "User-Agent": "hpc-train"}
     try:
         request = urllib.request.Request(webhook.url, json.dumps(message).encode(), headers, method="POST")
-        with urllib.request.build_opener(NoRedirects).open(request, timeout=timeout_s):
+        with open_unredirected(request, timeout_s):
             pass
     except HTTPError as error:
         failures.append(f"HTTP status {error.code}")

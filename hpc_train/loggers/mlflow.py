@@ -19,6 +19,8 @@ from hpc_train.loggers.tracker_environment import passed_on
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    # Another host, such as a captive portal, would take the rows, and they would count as sent.
+    "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # Folders need no server and no database, and MLflow refuses them otherwise.
     "MLFLOW_ALLOW_FILE_STORE": "true",

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from hpc_train.errors import printable
@@ -23,7 +23,7 @@ from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.mlflow import DEFAULTS
 from hpc_train.loggers.sent_rows import SentRows
-from hpc_train.loggers.tracker_environment import is_variable_of
+from hpc_train.loggers.tracker_environment import Tracker, is_variable_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.metric_rows import numbers, time_of
@@ -40,58 +40,53 @@ _Item = TypeVar("_Item")
 _Metric = tuple[str, float, int, int]
 
 
-class MlflowMirror:
-    """``metrics.jsonl`` in MLflow. What fails is reported once, and done at the next commit."""
+class MlflowMirror(sending.Mirror):
+    """``metrics.jsonl`` in MLflow."""
 
-    def __init__(self, settings: dict[str, Any], warn: Callable[[str], None]) -> None:
-        self._settings = settings
-        self._warn = warn
-        self._has_warned = False
-        self._committed_step = -1
-        #: Held while the run is open: what this process can't send, ``sync`` may meanwhile.
-        self._lock = self._locked()
-        _drop_invalid_settings(warn)
+    name: Tracker = "mlflow"
+
+    def __init__(self, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
+        super().__init__(settings, tell)
         self._run: _Run | None = None
-        #: Rows that this process has sent.
-        self.num_sent = 0
-        #: MLflow's id of the run, once it was opened.
-        self.run_id: str | None = None
+
+    def begin(self) -> None:
+        """Check MLflow's settings, and keep others from sending the rows."""
+        self._take_lock(self._paths.mlflow_lock)
+        _drop_invalid_settings(self._tell)
 
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that MLflow lacks."""
         self._committed_step = committed_step
-        self._trying(lambda run: None)
-
-    def show(self, row: Row) -> None:
-        """Do nothing: a metric can't be taken back."""
+        self._try(lambda _: None)
 
     def finish(self, exit_code: int | None) -> None:
         """Set the run's status, after the rows that could not be sent before."""
-        self._trying(lambda run: run.end("FINISHED" if exit_code == 0 else "KILLED"))
+        if exit_code is not None or not self._is_sync:
+            status = "FINISHED" if exit_code == 0 else "KILLED"
+            self._try(lambda run: run.client.set_terminated(run.run_id, status))
 
-    def _locked(self) -> IO[bytes] | None:
-        return sending.lock_for(self._settings, RunPaths(Path(self._settings["folder"])).mlflow_lock)
+    def _num_at_service(self) -> tuple[int, bool]:
+        folder = _folder(self._settings)
+        num_rows = (read_json(folder / "run.json") or {}).get("rows")
+        num_may_have = SentRows(self._paths.metrics, folder / "sent.json").num_may_have
+        num_there = min(num_rows, num_may_have) if type(num_rows) is int else 0
+        return num_there, num_there == num_may_have
 
-    def _trying(self, work: Callable[[_Run], None]) -> None:
+    def _try(self, work: Callable[[_Run], None]) -> None:
         try:
-            if self._lock is None:
-                self._lock = self._locked()
+            self._take_lock(self._paths.mlflow_lock)
             if self._run is None or self._run.rows.has_withdrawn():
                 self._run = _Run.open(self._settings)
-                self.run_id = self._run.run_id
+                self.target = self._run.run_id
             self.num_sent += self._run.send(self._committed_step)
             work(self._run)
+            self._problem = None
         except Exception as error:  # whatever its client, its stores or their servers raise
             self._run = None
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(sending.in_a_line(error))
+            self._fail(error)
 
 
-def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
+def _drop_invalid_settings(tell: Callable[[str], None]) -> None:
     """Replace the variables whose values MLflow refuses, at each request, by our defaults, and name them."""
     from mlflow import environment_variables
 
@@ -101,7 +96,7 @@ def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
             if read is not None:
                 read()
         except ValueError:
-            warn(f"{name}={printable(os.environ[name])} is invalid and is ignored")
+            tell(f"{name}={printable(os.environ[name])} is invalid and is ignored")
             del os.environ[name]
             if name in DEFAULTS:
                 os.environ[name] = DEFAULTS[name]
@@ -125,11 +120,9 @@ class _Run:
         """Find the run of the file's rows, or create it, and set it running."""
         from mlflow import MlflowClient
 
-        uri = settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
+        if not (uri := _uri(settings)):
             raise ValueError("there is neither logging.mlflow.tracking_uri nor MLFLOW_TRACKING_URI")
-        paths = RunPaths(Path(settings["folder"]))
-        folder = paths.mlflow / _store_name(uri, settings["experiment"])
+        paths, folder = RunPaths(Path(settings["folder"])), _folder(settings)
         folder.mkdir(parents=True, exist_ok=True)
         rows = SentRows(paths.metrics, folder / "sent.json")
         run = cls(MlflowClient(tracking_uri=uri), "", rows, folder / "run.json", rows.num_may_have)
@@ -142,7 +135,7 @@ class _Run:
         """Continue the recorded run if its rows are still those of the file, otherwise end it."""
         record = read_json(self.record) or {}
         run_id, count = record.get("run_id"), record.get("rows")
-        if not isinstance(run_id, str) or type(count) is not int:
+        if not isinstance(run_id, str) or not run_id or type(count) is not int:
             return False
         if record.get("segment") != self.rows.segment or count > self.rows.num_may_have:
             self.client.set_terminated(run_id, "KILLED")
@@ -165,6 +158,8 @@ class _Run:
         else:
             self.run_id = self.client.create_run(experiment, tags={TAG: tag}, run_name=name).info.run_id
             self.num_uncertain = 0
+        if not self.run_id:
+            raise ValueError("its answer names no run, as from a captive portal or a proxy")
         self._note(0)
 
     def _begin(self, params: dict[str, Any]) -> None:
@@ -206,10 +201,6 @@ class _Run:
         from mlflow.entities import Metric
 
         self.client.log_batch(self.run_id, metrics=[Metric(*each) for each in metrics])
-
-    def end(self, status: str) -> None:
-        """Set the final status of the attempt."""
-        self.client.set_terminated(self.run_id, status)
 
 
 def metrics_of(row: Row) -> list[_Metric]:
@@ -255,11 +246,16 @@ def _experiment_id(client: Any, name: str) -> str:
     return str(found.experiment_id)
 
 
-def _store_name(uri: str, experiment: str) -> str:
-    """Return the name of the folder of a store's records."""
-    parts = urlsplit(uri)
-    store = [parts.scheme, parts.hostname, parts.port, parts.path, experiment]
-    return hashlib.sha256(json.dumps(store).encode()).hexdigest()[:16]
+def _uri(settings: dict[str, Any]) -> str:
+    return settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI", "")
+
+
+def _folder(settings: dict[str, Any]) -> Path:
+    """Return the folder of a store's records."""
+    parts = urlsplit(_uri(settings))
+    store = [parts.scheme, parts.hostname, parts.port, parts.path, settings["experiment"]]
+    name = hashlib.sha256(json.dumps(store).encode()).hexdigest()[:16]
+    return RunPaths(Path(settings["folder"])).mlflow / name
 
 
 def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
@@ -268,4 +264,4 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 
 
 if __name__ == "__main__":
-    sending.main("mlflow", MlflowMirror)
+    sending.main(MlflowMirror)

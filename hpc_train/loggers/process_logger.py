@@ -28,6 +28,8 @@ _CLOSE_LIMIT_S = 10.0
 #: How long ``close`` waits before that for a process that has not started yet, as on a busy node at the end
 #: of a short run. Assumed.
 _START_LIMIT_S = 60.0
+#: How long it waits after that for the process to report what the service lacks, and for its end.
+_REPORT_LIMIT_S = 4.0
 _KILLED_LIMIT_S = 1.0
 
 
@@ -57,6 +59,8 @@ class ProcessLogger:
         self._start_message = start_message
         self._waits_for_start = waits_for_start
         self._warned = threading.Event()
+        #: Why the process ends if it does not end by itself.
+        self._cause = "its process ended"
         self._process: subprocess.Popen[str] | None = None
         #: Not yet known to the process: ``committed``, ``newest``, ``end``.
         self._news: dict[str, Any] = {}
@@ -71,7 +75,7 @@ class ProcessLogger:
         self._tell(committed=up_to_step)
 
     def close(self, state: str) -> None:
-        """Give the process ``_CLOSE_LIMIT_S`` to finish, then end it."""
+        """Give the process ``_CLOSE_LIMIT_S`` to finish, then have it report what is missing, and end it."""
         self._tell(end=0 if state == "completed" else 1)
         has_started = self._wait_for_start()
         os.close(self._started)
@@ -82,20 +86,24 @@ class ProcessLogger:
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._warn(
-                f"it did not finish within {_CLOSE_LIMIT_S:g} s"
-                if has_started
-                else f"its process did not start within {_START_LIMIT_S:g} s"
-            )
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._cause = f"it did not finish within {_CLOSE_LIMIT_S:g} s"
+            if not has_started:
+                self._cause = f"its process did not start within {_START_LIMIT_S:g} s"
+            os.kill(self._process.pid, signal.SIGALRM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REPORT_LIMIT_S)
+            with suppress(ProcessLookupError):  # the service's client may be left
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
+        if self._process.returncode != 0:
+            self._warn(self._cause)
 
     @property
     def close_limit_s(self) -> float:
         """The most that ``close`` takes."""
         start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
-        return start_limit_s + _CLOSE_LIMIT_S + 2 * _KILLED_LIMIT_S
+        return start_limit_s + _CLOSE_LIMIT_S + _REPORT_LIMIT_S + _KILLED_LIMIT_S
 
     def _wait_for_start(self) -> bool:
         """Return False if the process has not started within ``_START_LIMIT_S``; True without waiting if its
@@ -138,7 +146,7 @@ class ProcessLogger:
                 news = self._next_news()
         except OSError:
             if exit_code(process, block=True) != 0:
-                self._warn("its process ended")
+                self._warn(self._cause)
             self._warned.set()  # otherwise it has reported the reason itself
         finally:
             with suppress(OSError):
@@ -167,7 +175,11 @@ def print_environment(tracker: Tracker) -> None:
         print(line, flush=True)
 
 
+def notice(name: str, what: str) -> str:
+    """Return the line that reports a failure after which the attempt may still send all rows."""
+    return redacted(f"{name}: {what}; the run continues, and metrics.jsonl has every row")
+
+
 def warning(name: str, what: str, run_id: str) -> str:
-    """Return the line that reports a logger's failure, and how its rows are sent nevertheless."""
-    rest = f"the run continues, and metrics.jsonl has every row, which this sends: hpc-train sync {run_id}"
-    return redacted(f"{name}: {what}; {rest}")
+    """Return the line that reports how an attempt's rows were not sent, and what sends them."""
+    return redacted(f"{notice(name, what)}, which this sends: hpc-train sync {run_id}")

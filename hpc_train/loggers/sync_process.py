@@ -18,8 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpc_train.loggers.packages import check_version
-from hpc_train.loggers.sending import BusyError, in_a_line, lock_for
+from hpc_train.loggers.sending import BusyError, Mirror, check_version, in_a_line, locked
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import unusable_lines
 
@@ -69,38 +68,34 @@ def _end_with_parent() -> None:
 
 
 def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
-    files = Path(request["settings"]["files"])
-    try:
-        answer = _send_to_wandb(request)
-    except (BusyError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        answer = {"error": in_a_line(error)}
-    shutil.rmtree(files, ignore_errors=True)  # not those of the process that has the lock
-    return answer
-
-
-def _send_to_wandb(request: dict[str, Any]) -> dict[str, Any]:
     from hpc_train.loggers.wandb_process import WandbMirror
 
-    notes: list[str] = []
-    mirror = WandbMirror(request["settings"], notes.append)
-    mirror.send(request["step"])
-    mirror.finish(request["end"])
-    if (problem := mirror.missing()) is not None:
-        return {"error": f"{problem}; `wandb status` and the project's page may say why"}
-    return {"rows_sent": mirror.num_sent, "target": mirror.url, "notes": notes}
+    is_busy = False
+    try:
+        return _send(request, WandbMirror)
+    except BusyError:
+        is_busy = True
+        raise
+    finally:
+        if not is_busy:  # otherwise the files are those of the process that has the lock
+            shutil.rmtree(request["settings"]["files"], ignore_errors=True)
 
 
 def _to_mlflow(request: dict[str, Any]) -> dict[str, Any]:
     from hpc_train.loggers.mlflow_process import MlflowMirror
 
-    warnings: list[str] = []
-    mirror = MlflowMirror(request["settings"], warnings.append)
+    return _send(request, MlflowMirror)
+
+
+def _send(request: dict[str, Any], mirror_class: type[Mirror]) -> dict[str, Any]:
+    notes: list[str] = []
+    mirror = mirror_class(request["settings"], notes.append)
+    mirror.begin()
     mirror.send(request["step"])
-    if request["end"] is not None and not warnings:
-        mirror.finish(request["end"])
-    return {"error": warnings[0]} if warnings else {"rows_sent": mirror.num_sent, "target": mirror.run_id}
+    mirror.finish(request["end"])
+    if (problem := mirror.missing(request["step"])) is not None:
+        return {"error": problem}
+    return {"rows_sent": mirror.num_sent, "target": mirror.target, "notes": notes}
 
 
 def _to_tensorboard(request: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def _to_tensorboard(request: dict[str, Any]) -> dict[str, Any]:
     settings = request["settings"]
     paths, folder = RunPaths(Path(settings["folder"])), Path(settings["files"])
     folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_for(settings, folder / paths.tensorboard_lock.name)
+    lock = locked(folder / paths.tensorboard_lock.name, limit_s=0, must=True)
     files, num_rows = EventFiles(paths, folder), 0
     if settings["withdraw_to"] is not None:
         files.withdraw(settings["withdraw_to"])

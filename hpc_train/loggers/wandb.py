@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import printable
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
-from hpc_train.loggers.process_logger import ProcessLogger, print_environment, warning
+from hpc_train.loggers.process_logger import ProcessLogger, notice, print_environment
 from hpc_train.loggers.tracker_environment import passed_on
 from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode
 
@@ -26,7 +26,7 @@ class WandbLogger(ProcessLogger):
         assert settings is not None, "the wandb logger needs logging.wandb"
         if invalid := invalid_mode():
             what = f"WANDB_MODE={printable(invalid)} is not a mode and is ignored"
-            print(warning("wandb", what, context.run_id), file=sys.stderr, flush=True)
+            print(notice("wandb", what), file=sys.stderr, flush=True)
         message = start_message(context, settings)
         if message["mode"] == "disabled":
             raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import re
 import shutil
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
-from hpc_train.loggers.sending import lock_for
 from hpc_train.loggers.sent_rows import SentRows
-from hpc_train.loggers.tracker_environment import is_variable_of
-from hpc_train.loggers.wandb_accepted import num_accepted, refusal
-from hpc_train.paths import RunPaths
+from hpc_train.loggers.tracker_environment import Tracker, is_variable_of
+from hpc_train.loggers.wandb_key import api_key, base_url
+from hpc_train.redaction import open_unredirected, without_credentials
 from hpc_train.run.metric_rows import time_of
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -60,44 +64,50 @@ _IDENTITY = {
 }
 #: wandb's own copy of an image is a hard link where the file system has them, so that attempts take no space.
 _LINKED = {"allow_media_symlink": True, "symlink": False}
+#: How long to wait for the number of rows that the server has, and the largest answer.
+_COUNT_TIMEOUT_S, _MAX_ANSWER_BYTES = 3.0, 1 << 16
+#: By which wandb itself asks at a resume where to continue.
+_QUERY = """query RunResumeStatus($project: String, $entity: String, $name: String!) {
+  model(name: $project, entityName: $entity) { bucket(name: $name, missingOk: true) { historyLineCount } }
+}"""
+#: wandb reports a row as sent once it is queued; only its log names a server that refuses rows.
+_FAILED = re.compile(r"filestream: (?:fatal error|json decode error)[^\n]*")
+_STATUS = re.compile(r"\b([45]\d\d [A-Z][A-Za-z -]*?)(?= url=|:|$)")
 
 
-class WandbMirror:
+class WandbMirror(sending.Mirror):
     """``metrics.jsonl`` in wandb: a row's number in the file is its step there.
 
     Offline it is in wandb's offline files, of which a lock and a record of their own keep track: ``sync`` may
     send the rows while an attempt writes them there.
     """
 
-    def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
-        self._start = start
-        self._warn = warn
-        self._has_warned = False
-        self._paths = paths = RunPaths(Path(start["folder"]))
-        self._is_offline = start["mode"] == "offline"
-        self._lock: IO[bytes] | None = None
+    name: Tracker = "wandb"
+
+    def __init__(self, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
+        super().__init__(settings, tell)
+        paths = self._paths
+        self._is_offline = settings["mode"] == "offline"
+        if self._is_offline:
+            self._place = "its offline folder"
         records = (paths.wandb_offline, paths.wandb_sent)
         self._records = records if self._is_offline else records[::-1]
         self._history = SentRows(paths.metrics, *self._records)
         self._run: Any = None
-        self._committed_step = -1
-        _drop_invalid_settings(warn)
-        #: Rows that this process has sent.
-        self.num_sent = 0
-        self._begin(_init_timeout_s())
+        self._has_finished = False
 
-    @property
-    def url(self) -> str | None:
-        """The run's page; None offline."""
-        return (self._run.url or None) if self._run is not None else None
+    def begin(self) -> None:
+        """Check wandb's settings, and open the run if the server is there."""
+        _drop_invalid_settings(self._tell)
+        self._is_open(_init_timeout_s())
 
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that wandb lacks. What fails is done at the next commit."""
-        self._committed_step = committed_step
+        sent_step, self._committed_step = self._committed_step, committed_step
         if not self._is_open(_init_timeout_s()):
             return
-        if refusal(self._logs) is not None and (problem := self.missing()) is not None:
-            self._warn_once(problem)
+        if self._refusal() is not None and (problem := self.missing(sent_step)) is not None:
+            self.tell_once(problem)
         if self._history.has_withdrawn():
             self._run.finish(exit_code=1)
             self._history.begin_segment()
@@ -106,52 +116,40 @@ class WandbMirror:
             self._run.log(_named(row) | self._images(row) | _time(row), step=number)
             self.num_sent += 1
 
-    def missing(self) -> str | None:
-        """Return which of the rows read so far the server lacks, and why; None if it has all."""
+    def _num_at_service(self) -> tuple[int, bool]:
+        if self._run is None:
+            return 0, self._history.num_may_have == 0
         if self._is_offline:
-            return None
-        accepted, reason = num_accepted(self._run), refusal(self._logs)
-        has_all = reason is None if accepted is None else accepted >= self._history.num_read
-        if has_all:
-            return None
-        has = "an unknown number" if accepted is None else f"{accepted:,}"
-        why = f" ({reason})" if reason else ""
-        return f"wandb's server has refused rows: it has {has} of {self._history.num_read:,}{why}"
+            return (self._history.num_read if self._has_finished else 0), self._has_finished
+        if (accepted := num_accepted(self._run)) is not None:
+            return accepted, True
+        if self._has_finished and self._refusal() is None:
+            return self._history.num_read, True
+        return self._run.starting_step, False
 
-    @property
-    def _logs(self) -> Path:
-        return Path(self._run.dir).parent / "logs"
+    def _refusal(self) -> str | None:
+        return None if self._run is None else refusal(Path(self._run.dir).parent / "logs")
 
     def _is_open(self, timeout_s: float) -> bool:
-        """Return True if the run is open, or could be opened now."""
+        """Return True if the run is open, or could be opened now; ``sync`` may otherwise send."""
         if self._run is None:
-            self._begin(timeout_s)
-        return self._run is not None
-
-    def _begin(self, timeout_s: float) -> None:
-        """Open the run, unless its server is away, which is reported once; ``sync`` may then send."""
-        try:
-            if self._lock is None:
-                paths = self._paths
-                path = paths.wandb_offline_lock if self._is_offline else paths.wandb_lock
-                self._lock = lock_for(self._start, path)
-            if "files" in self._start:  # of a sync that was killed
-                shutil.rmtree(self._start["files"], ignore_errors=True)
-                Path(self._start["files"]).mkdir(parents=True)
-            self._history = SentRows(self._paths.metrics, *self._records)  # sync may have sent some
-            self._run = self._open(timeout_s)
-        except Exception as error:  # whatever the client raises
-            if self._start.get("is_sync") or self._is_offline:
+            try:
+                self._take_lock(
+                    self._paths.wandb_offline_lock if self._is_offline else self._paths.wandb_lock
+                )
+                if "files" in self._settings:  # of a sync that was killed
+                    shutil.rmtree(self._settings["files"], ignore_errors=True)
+                    Path(self._settings["files"]).mkdir(parents=True)
+                self._history = SentRows(self._paths.metrics, *self._records)  # sync may have sent some
+                self._run = self._open(timeout_s)
+                self._problem = None
+            except sending.BusyError:
                 raise
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
-            self._warn_once(sending.in_a_line(error))
-
-    def _warn_once(self, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            self._warn(what)
+            except Exception as error:  # whatever the client raises
+                if self._is_offline:
+                    raise
+                self._fail(error)
+        return self._run is not None
 
     def show(self, row: Row) -> None:
         """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
@@ -159,15 +157,14 @@ class WandbMirror:
             self._run.summary.update(_named(row))
 
     def finish(self, exit_code: int | None) -> None:
-        """End the run, wait until all is sent, and compare what the server has with what was sent."""
+        """End the run, and wait until all is sent."""
         was_open = self._run is not None
         if not self._is_open(_LAST_TIMEOUT_S):
             return
         if not was_open:
             self.send(self._committed_step)
         self._run.finish(exit_code=exit_code or 0)
-        if not self._start.get("is_sync") and (problem := self.missing()) is not None:
-            self._warn_once(problem)
+        self._has_finished = True
 
     def _images(self, row: Row) -> dict[str, Any]:
         """Return the images of the evaluation that a row is of; without those that wandb can't read."""
@@ -186,18 +183,19 @@ class WandbMirror:
     def _open(self, timeout_s: float) -> Any:
         """Return the wandb run that continues the file; a new one if its rows are not the file's."""
         while True:
-            run = _start(self._start, self._history.suffix, timeout_s)
+            run = _start(self._settings, self._history.suffix, timeout_s)
             if self._history.skip(run.starting_step):
                 break
             run.finish(exit_code=1)
             self._history.begin_segment()
+        self.target = run.url or None
         run.define_metric("step")
         for split in ("train", "val"):
             run.define_metric(f"{split}/*", step_metric="step")
         return run
 
 
-def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
+def _drop_invalid_settings(tell: Callable[[str], None]) -> None:
     """Drop the variables whose values wandb refuses, which would end its start, and name them.
 
     Raises ValueError for an invalid address: without it the rows would go to another server.
@@ -213,7 +211,7 @@ def _drop_invalid_settings(warn: Callable[[str], None]) -> None:
             what = f"{name}={printable(os.environ[name])} is invalid ({reason})"
             if name == "WANDB_BASE_URL":
                 raise ValueError(f"{what}; nothing is sent") from error
-            warn(f"{what} and is ignored")
+            tell(f"{what} and is ignored")
             del os.environ[name]
 
 
@@ -264,5 +262,42 @@ def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
         raise
 
 
+def num_accepted(run: Any) -> int | None:
+    """Return the number of rows of a run that the server has; None if it does not say."""
+    import wandb
+
+    url = without_credentials(base_url() or str(wandb.Settings().base_url)).rstrip("/")
+    if (key := api_key()) is None:
+        return None
+    variables = {"project": run.project, "entity": run.entity, "name": run.id}
+    request = urllib.request.Request(
+        f"{url}/graphql",
+        json.dumps({"operationName": "RunResumeStatus", "query": _QUERY, "variables": variables}).encode(),
+        {
+            "Authorization": "Basic " + base64.b64encode(f"api:{key}".encode()).decode(),
+            "Content-Type": "application/json",
+        },
+    )
+    try:
+        with open_unredirected(request, _COUNT_TIMEOUT_S) as answer:
+            found = json.loads(answer.read(_MAX_ANSWER_BYTES))
+        count = found["data"]["model"]["bucket"]["historyLineCount"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return None
+    return count if type(count) is int else None
+
+
+def refusal(logs: Path) -> str | None:
+    """Return why rows were refused, according to the client's logs in this folder; None if none were."""
+    failures: list[str] = []
+    with suppress(OSError):
+        for log in sorted(logs.glob("*.log")):
+            failures += _FAILED.findall(log.read_text(errors="replace"))
+    if not failures:
+        return None
+    status = _STATUS.search(failures[-1])
+    return status[1] if status else "its answer is not JSON, as from a captive portal or a proxy"
+
+
 if __name__ == "__main__":
-    sending.main("wandb", WandbMirror)
+    sending.main(WandbMirror)

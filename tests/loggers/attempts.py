@@ -53,6 +53,11 @@ class Attempt:
         self._metrics_writer.close()
         assert self._logger._process is not None and self._logger._process.returncode == 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the logger's process has."""
+        return self._logger._process is not None and self._logger._process.poll() is not None
+
     def kill(self, kills_process: bool) -> None:
         assert came_true(lambda: self._logger._process is not None, limit_s=HANG_LIMIT_S)
         process = self._logger._process

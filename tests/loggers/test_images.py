@@ -137,6 +137,7 @@ def assert_images_are_with_their_rows(history: list[dict[str, Any]], expected: d
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_wandb_has_images_of_final_rows_only(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     with wandb_server() as server:
         for name, value in server.environment().items():
@@ -160,6 +161,7 @@ def test_wandb_has_images_of_final_rows_only(run: RunPaths, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_each_offline_attempt_has_all_images_and_they_take_no_space(run: RunPaths) -> None:
     for attempt, first in ((1, 1), (2, 3)):
         writer = begin(run, first - 1, WandbLogger(context(run.folder, attempt, "offline")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import MlflowConfig
-from hpc_train.loggers import mlflow, mlflow_process, process_logger
+from hpc_train.loggers import mlflow, mlflow_process
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.mlflow import MlflowLogger
 from hpc_train.loggers.mlflow_process import TAG, MlflowMirror, _Run, flattened, metrics_of, named
@@ -23,7 +22,6 @@ from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.attempts import preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, row
-from tests.waiting import HANG_LIMIT_S, came_true
 
 #: Makes a mirror of a store, by default of the fixture's.
 Make = Callable[..., MlflowMirror]
@@ -123,6 +121,7 @@ def mirror(run: RunPaths, store: str, told: list[str]) -> Iterator[Make]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_history_equals_the_rows_over_attempts(
     run: RunPaths, store: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,38 +219,6 @@ def test_a_database_is_a_store(run: RunPaths, tmp_path: Path, mirror: Make, told
     assert told == []
     (found,) = runs_in(store)
     assert history_in(store, found.info.run_id) == expected(run)
-
-
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """A port that accepts connections and never answers."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        bound.listen(16)
-        yield bound.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_delays_nothing(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], silent_port: int
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:hunter2@127.0.0.1:{silent_port}")
-    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 1.0)
-    write(run, range(1, 4))
-    logger = MlflowLogger(context_of(run, None))
-    assert came_true(lambda: logger._process is not None, HANG_LIMIT_S)
-    for step in range(5000):
-        logger.log(row("train", step))
-        logger.rows_committed(step)
-    logger.close("completed")
-    assert logger._process is not None
-    assert logger._process.returncode == -signal.SIGKILL, "mlflow was waited for"
-    told = capfd.readouterr().err
-    assert told.count("\n") == 1 and told.startswith(
-        "mlflow: it did not finish within 1 s; the run continues"
-    )
-    written = [path for path in run.folder.rglob("*") if path.is_file()]
-    assert all(b"hunter2" not in path.read_bytes() for path in written)
 
 
 def test_a_failure_is_one_line_without_credentials(

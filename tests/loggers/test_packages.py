@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.loggers import packages
-from hpc_train.loggers.packages import OLDEST, TooOldPackageError, check_version
-from hpc_train.loggers.sending import in_a_line
+from hpc_train.loggers import sending
+from hpc_train.loggers.sending import OLDEST, TooOldPackageError, check_version, in_a_line
 
 
 def test_the_oldest_versions_are_those_of_the_package() -> None:
@@ -31,7 +30,7 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
 def test_a_package_that_is_too_old_is_called_that(
     monkeypatch: pytest.MonkeyPatch, installed: str, is_too_old: bool
 ) -> None:
-    monkeypatch.setattr(packages, "version", lambda name: installed)
+    monkeypatch.setattr(sending, "version", lambda name: installed)
     if not is_too_old:
         check_version("wandb")
         return

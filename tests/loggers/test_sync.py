@@ -191,20 +191,6 @@ def test_a_killed_sync_is_repeated(run: RunPaths, server: WandbServer) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_the_server_refuses_stay_to_be_sent(run: RunPaths, server: WandbServer) -> None:
-    write_rows(run, 1, 2, 3)
-    saved(run, 2, 0)
-    server.refuses_lines = True
-    done = hpc_train("sync", "abc")
-    assert done.code == 75 and "wandb: wandb's server has refused rows" in done.err
-    assert "1 of 1 failed; the same command sends what is missing" in done.err
-    server.refuses_lines = False
-    assert hpc_train("sync", "abc").out.startswith(
-        "abc: wandb: 2 rows sent, now 2 rows up to step 2  http://"
-    )
-
-
-@pytest.mark.slow
 def test_event_files_elsewhere_follow_rows_that_are_withdrawn(run: RunPaths, tmp_path: Path) -> None:
     write_rows(run, 1, 2, 3, 4)
     saved(run, 3, 0)

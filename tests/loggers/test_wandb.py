@@ -52,27 +52,6 @@ def test_an_offline_attempt_says_what_the_run_is(tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.fault(32, 45)
-@pytest.mark.slow
-def test_a_dead_server_blocks_neither_rows_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed_port: int
-) -> None:
-    key = "0123456789abcdef" * 2 + "01234567"
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
-    monkeypatch.setenv("WANDB_API_KEY", key)
-    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 3.0)
-    logger = WandbLogger(context(tmp_path, mode="online"))
-    _wait_until(lambda: logger._process is not None)
-    for step in range(5000):
-        logger.log(row("train", step))
-    assert logger._process is not None and logger._process.poll() is None
-    logger.close("completed")
-    assert logger._process.returncode == -signal.SIGKILL, "wandb was waited for"
-    told = capfd.readouterr().err
-    assert told.count("\n") == 1 and told.startswith("wandb: ") and "metrics.jsonl" in told
-    assert all(key.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
 def test_a_missing_key_is_one_warning(
@@ -145,7 +124,7 @@ def test_an_offline_process_that_starts_late_is_waited_for_once(
     logger = WandbLogger(context(tmp_path, mode="offline"))
     logger.close("completed")
     assert logger._process is not None
-    assert logger._process.returncode == (0 if starts else -signal.SIGKILL)
+    assert logger._process.returncode == (0 if starts else -signal.SIGALRM)
     late = "its process did not start within 0.2 s"
     assert capfd.readouterr().err == ("" if starts else process_logger.warning("wandb", late, "run1") + "\n")
 

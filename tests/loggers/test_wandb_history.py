@@ -136,6 +136,7 @@ def expected(run: RunPaths) -> list[dict[str, Any]]:
 
 @pytest.mark.fault(30)
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_online_history_equals_the_rows(run: RunPaths, server: WandbServer) -> None:
     def has_rows(count: int) -> bool:
         return "wid123" in server.runs and len(server.runs["wid123"].history) >= count

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.loggers.tracking_server import TrackingServer, serving
 
 ENTITY = "tester"
 
@@ -29,21 +28,17 @@ class ServedRun:
         self.received += len(lines)
 
 
-@dataclass
-class WandbServer:
+class WandbServer(TrackingServer):
     """The runs by their ids; ``url`` and a key are what a client needs."""
 
-    url: str = ""
-    runs: dict[str, ServedRun] = field(default_factory=dict)
-    #: Called after lines of history were received, before they are confirmed.
-    on_lines: Callable[[], None] = lambda: None
-    #: Whether lines are refused, as where a key has expired.
-    refuses_lines: bool = False
-    #: Whether lines, or all requests, are answered by a page of HTML, as by a captive portal.
-    answers_lines_by_html: bool = False
-    is_away: bool = False
-    #: Projects in which runs were begun.
-    projects: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: dict[str, ServedRun] = {}
+        #: Projects in which runs were begun.
+        self.projects: set[str] = set()
+
+    def is_rows(self, path: str, body: dict[str, Any]) -> bool:
+        return path.endswith("/file_stream")
 
     def environment(self) -> dict[str, str]:
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}
@@ -106,56 +101,5 @@ def _bucket(run_id: str, run: ServedRun) -> dict[str, Any]:
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
     """Serve on a loopback port until the block ends."""
-    served, lock = WandbServer(), threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.headers.get("Content-Encoding") == "gzip":
-                data = gzip.decompress(data)
-            try:
-                body = json.loads(data)
-            except ValueError:  # telemetry, which is not JSON
-                body = {}
-            is_stream = self.path.endswith("/file_stream")
-            if is_stream and served.refuses_lines:
-                self._reply({}, 403)
-                return
-            if served.is_away or (is_stream and served.answers_lines_by_html):
-                self._reply("<html>Please log in</html>")
-                return
-            with lock:
-                answer = served.answer(self.path, body)
-            if is_stream:
-                served.on_lines()
-            self._reply(answer)
-
-        def _reply(self, answer: dict[str, Any] | str, status: int = 200) -> None:
-            content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: Any) -> None:
-            pass  # a client that was killed
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    served.url = f"http://127.0.0.1:{server.server_port}"
-    try:
-        yield served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(WandbServer()) as server:
+        yield server
