@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hpc_train.distributed import network
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
@@ -89,7 +90,7 @@ class Alarm:
     def _verdict(self) -> Verdict:
         board, by, place = self.board, self.raised_by, self._stacks_place
         if board is None:
-            return self._tell(judge(1, {0: self.answer}, {}, place))
+            return self._tell(judge(1, {0: self.answer}, {}, place, self._cant_connect))
         verdict = None
         if by is not None:
             limit_s = 2 * (_ANSWER_LIMIT_S + _DISK_LIMIT_S)
@@ -110,7 +111,8 @@ class Alarm:
         answers = board.wait_for_answers(world_size, _ANSWER_LIMIT_S if is_judge else 0.0)
         last = board.last_words(rank for rank in range(world_size) if rank not in answers)
         # Logged before it is published: from then on ranks end.
-        return board.agree(self._tell(judge(world_size, answers, last, self._stacks_place)))
+        verdict = judge(world_size, answers, last, self._stacks_place, self._cant_connect)
+        return board.agree(self._tell(verdict))
 
     def _tell(self, verdict: Verdict) -> Verdict:
         """Write the verdict as the error of the rank that hung, unless that rank wrote its own."""
@@ -136,6 +138,10 @@ class Alarm:
             text = f"rank {rank} on {self.node} wrote no stacks: it does not answer\n\n"
             with suppress(OSError):
                 self.attempt.stacks(rank).write_text(text + describe(self.neighbours[rank]), "utf-8")
+
+    @property
+    def _cant_connect(self) -> str:
+        return network.cant_connect("NCCL" if torch.cuda.is_initialized() else "gloo", os.environ)
 
     @property
     def _stacks_place(self) -> str:
