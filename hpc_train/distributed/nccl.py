@@ -52,7 +52,7 @@ _MARKS = {
     "ncclSystemError": Fault.SYSTEM,
     "unhandled system error": Fault.SYSTEM,
     "ncclInternalError": Fault.SYSTEM,
-    "internal error": Fault.SYSTEM,
+    "internal error - please report this issue to the NCCL": Fault.SYSTEM,
     "ncclUnhandledCudaError": Fault.DEVICE,
     "unhandled cuda error": Fault.DEVICE,
     "CUDA error": Fault.DEVICE,

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_train.distributed import network
+from hpc_train.distributed import nccl, network
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
 from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
+from hpc_train.health.progress import CONNECTING
 from hpc_train.health.stacks import describe, save_flight_record, save_stacks, state_of
 from hpc_train.health.watch_board import Board
 from hpc_train.paths import AttemptPaths
@@ -141,7 +142,8 @@ class Alarm:
 
     @property
     def _cant_connect(self) -> str:
-        return network.cant_connect("NCCL" if torch.cuda.is_initialized() else "gloo", os.environ)
+        is_nccl = torch.cuda.is_initialized() and (self.answer.phase != CONNECTING[0] or nccl.uses_nccl2())
+        return network.cant_connect("NCCL" if is_nccl else "gloo", os.environ)
 
     @property
     def _stacks_place(self) -> str:

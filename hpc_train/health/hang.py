@@ -107,7 +107,7 @@ def judge(
         known = last.get(guilty)
         text = _silent_text(guilty, silent, known, answers.values())
         return Verdict(guilty, known.node if known else None, _message(text, stacks), answered, silent)
-    cause = f"; {cant_connect}" if any(each.phase == CONNECTING for each in answers.values()) else ""
+    cause = f"; {cant_connect}" if any(each.phase in CONNECTING for each in answers.values()) else ""
     behind = _furthest_behind(answers)
     if behind is None:
         first = answers[answered[0]]

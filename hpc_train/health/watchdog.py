@@ -146,7 +146,7 @@ class Watchdog:
 
     def _limit_s(self) -> float:
         standing = self._progress.standing
-        if standing.phase == CONNECTING:
+        if standing.phase in CONNECTING:
             return self._connect_after_s
         return self._first_hang_after_s if standing.may_take_long else self._hang_after_s
 

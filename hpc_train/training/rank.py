@@ -19,10 +19,10 @@ from hpc_train.distributed.device import choose_device, set_determinism, set_thr
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import Group, Meeting, Timeouts, make_group, meet
+from hpc_train.distributed.process_group import Group, Timeouts, make_group, meet
 from hpc_train.errors import ExitCode, TryAgainError
 from hpc_train.health import node_check
-from hpc_train.health.progress import CONNECTING, Progress
+from hpc_train.health.progress import Progress
 from hpc_train.health.stacks import limit_core_files
 from hpc_train.health.watchdog import CONNECT_LIMIT_S, Watchdog
 from hpc_train.paths import RunPaths
@@ -117,8 +117,9 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     first_hang_after_s = hang_after_s * _FIRST_STEP_FACTOR
     timeouts = Timeouts.beyond(first_hang_after_s)
     node, progress = node_name(os.environ), Progress()
+    rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
     with _signal_noted(events, flag):
-        meeting = _meet(paths, attempt, facts, flag, device, timeouts)
+        meeting = meet(facts, device, rendezvous, token, timeouts, must_stop=flag.__bool__)
     watchdog = Watchdog(
         paths.attempt(attempt),
         facts,
@@ -130,11 +131,11 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
         connect_after_s=max(CONNECT_LIMIT_S, hang_after_s * _CONNECT_FACTOR),
         end=lambda code: end_process(paths, attempt, facts.rank, node, code),
     )
-    progress.at(CONNECTING)
+    progress.at("connecting")
     watchdog.start()
     try:
         with _signal_noted(events, flag):
-            group = make_group(facts, device, meeting, timeouts, must_stop=lambda: bool(flag))
+            group = make_group(facts, device, meeting, timeouts, must_stop=flag.__bool__)
         state = (device, precision, group, flag, progress, watchdog, events)
         rank = Rank(paths, attempt, experiment, facts, degrees, node, *state)
         flag.act_at_once(lambda: _leave(rank))
@@ -197,7 +198,7 @@ def _check_and_connect(rank: Rank) -> None:
     """Check the nodes, then let the devices connect; signals act at once meanwhile. Collective."""
 
     def connect() -> None:
-        rank.progress.at(CONNECTING, part=1)
+        rank.progress.at("connecting devices")
         rank.group.connect()
 
     experiment, attempt = rank.experiment, rank.paths.attempt(rank.attempt)
@@ -221,18 +222,6 @@ def _signal_noted(events: EventLog | None, flag: signals.StopFlag) -> Iterator[N
     except TryAgainError:
         _note_signal(events, flag)
         raise
-
-
-def _meet(
-    paths: RunPaths,
-    attempt: int,
-    facts: RankFacts,
-    flag: signals.StopFlag,
-    device: torch.device,
-    timeouts: Timeouts,
-) -> Meeting:
-    rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
-    return meet(facts, device, rendezvous, token, timeouts, must_stop=lambda: bool(flag))
 
 
 def _expects_gpus(experiment: Experiment, on_slurm: bool) -> bool:

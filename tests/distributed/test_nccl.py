@@ -39,6 +39,7 @@ def _variables_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 LEGACY = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.28.9\n{}"
 INFO, WARN = "(run with NCCL_DEBUG=INFO for details)", "(run with NCCL_DEBUG=WARN for details)"
 REMOTE = "remote process exited or there was a network error"
+INTERNAL = "internal error - please report this issue to the NCCL developers"
 INIT = "Failed to initialize NCCL communicator: "
 
 
@@ -57,7 +58,7 @@ TEXTS = [
         Fault.SYSTEM,
     ),
     (
-        legacy("internal error - please report", "ncclInternalError: Internal check failed", REMOTE),
+        legacy(INTERNAL, "ncclInternalError: Internal check failed", REMOTE),
         Fault.SYSTEM,
     ),
     (legacy(f"unhandled cuda error {INFO}", "ncclUnhandledCudaError: Call to CUDA", "memory"), Fault.DEVICE),
@@ -74,6 +75,7 @@ TEXTS = [
     (f"nccl hit async error on rank 1: {REMOTE}", Fault.PEER),
     (f"{INIT}{REMOTE}\nNCCL Last Error: socketPollConnect", Fault.PEER),
     (f"{INIT}unhandled system error {INFO}", Fault.SYSTEM),
+    (f"{INIT}{INTERNAL}", Fault.SYSTEM),
     (f"{INIT}invalid usage {WARN}\nNCCL Last Error: Duplicate GPU detected", Fault.USAGE),
     (f"NCCL AllReduce failed: unhandled cuda error {INFO}", Fault.DEVICE),
     ("ProcessGroupNCCL is bound to device cuda:2 but the tensor is on cuda:0", Fault.USAGE),

@@ -115,10 +115,10 @@ def test_reports_and_verdicts_survive_the_way_through_the_store() -> None:
 
 
 def test_ranks_that_can_not_connect_name_the_interface() -> None:
-    found = verdict(*(report(rank, phase="connecting", step=None) for rank in range(3)))
+    found = verdict(*(report(rank, phase="connecting devices", step=None) for rank in range(3)))
     assert (found.guilty, found.node) == (None, None)
     assert found.text == (
-        f"HangError: all 3 ranks are in connecting for 300 s and none is behind the others; {WORDS}; "
+        f"HangError: all 3 ranks are in connecting devices for 300 s and none is behind the others; {WORDS}; "
         f"stacks in {STACKS}"
     )
     late = verdict(report(0, phase="connecting"), report(1, phase="connecting", count=59), report(2))

@@ -45,7 +45,8 @@ code = main.run(paths, 1)
 sys.stderr.flush()
 os._exit(int(code))
 """
-CALLS = ["init_process_group", "all_reduce"]
+#: By call that blocks, the phase in which it does.
+PHASES = {"init_process_group": "connecting", "all_reduce": "connecting devices"}
 pytestmark = pytest.mark.slow
 
 
@@ -76,14 +77,14 @@ def started(
 
 
 @pytest.mark.fault(50)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", PHASES)
 def test_ranks_that_can_not_connect_end_and_name_the_interface(call: str, tmp_path: Path) -> None:
     paths = small_run(tmp_path, recovery={"hang_after_min": 0.1})
     with started(paths, call, "0,1", limit_s=3.0) as ranks:
         codes = [rank.wait(HANG_LIMIT_S) for rank in ranks]
         assert codes == [ExitCode.HUNG, ExitCode.PEER_LOST], ranks[0].communicate()
     error = paths.attempt(1).error(0).read_text()
-    assert "all 2 ranks are in connecting for " in error
+    assert f"all 2 ranks are in {PHASES[call]} for " in error
     assert (
         "gloo can't connect over its interface lo; profile: network_interface (GLOO_SOCKET_IFNAME)" in error
     )
@@ -91,7 +92,7 @@ def test_ranks_that_can_not_connect_end_and_name_the_interface(call: str, tmp_pa
 
 
 @pytest.mark.fault(2)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", PHASES)
 def test_a_stop_signal_ends_a_rank_that_connects(call: str, tmp_path: Path) -> None:
     """Rank 0 waits in torch for rank 1, where no signal handler runs."""
     paths = small_run(tmp_path)
