@@ -110,6 +110,10 @@ class BadNodeError(HpcTrainError):
     exit_code = ExitCode.BAD_NODE
 
 
+class NetworkFaultError(HpcTrainError):
+    """This rank could not connect to the others, over the interface that the message names."""
+
+
 class PeerLostError(HpcTrainError):
     """Another rank ended; this one can't continue, and its own error does not name the cause."""
 

@@ -95,7 +95,8 @@ class RecoveryConfig(Section):
     requeued."""
     hang_after_min: Minutes = 5.0
     """Minutes without progress of any rank after which the stacks of all ranks are saved and the attempt
-    ends. Before the first step it is six times as long."""
+    ends. Before the first step it is six times as long. While ranks connect it is 3 minutes, or three fifths
+    of it if that is longer."""
     check_nodes: bool = True
     """Check device, memory, arithmetic, network and disk of every rank before the first step. ``false``: skip
     the check."""

@@ -32,10 +32,13 @@ from hpc_train.datasets.transport import (
     use_socket_folder,
 )
 from hpc_train.distributed import parent_process, shared_memory, signals
+from hpc_train.distributed.timed_call import within
 from hpc_train.errors import ExitCode, UserError
 
 #: A killed loader process is soon known to be dead; it may break a connection slightly earlier.
 _DEATH_LIMIT_S = 2.0
+#: Assumed: torch's thread that pins memory waits for the device, which may hang; it copies a batch in less.
+_SHUTDOWN_LIMIT_S = 10.0
 #: What ``_has_come`` needs of torch's private iterator; present from torch 1.2 to 2.15.
 _LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "_try_get_data")
 
@@ -134,7 +137,9 @@ class BatchStream(Iterator[Read]):
             return
         if self._deaths is not None:
             self._deaths.are_expected = True
-        iterator._shutdown_workers()
+            iterator._shutdown_workers()
+        else:
+            within(_SHUTDOWN_LIMIT_S, iterator._shutdown_workers, "loader-shutdown")
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()

@@ -142,14 +142,34 @@ def reach(hosts: Iterable[str], port: int) -> tuple[str, str] | None:
 
 
 def use_interface_of(address: str) -> None:
-    """Make gloo use the interface that has ``address``, unless the site chooses one."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
+    """Make gloo and NCCL use the interface that has ``address``, unless the site chooses one."""
     name = next((name for name, own in interface_addresses() if own == address), None)
     if name is None and is_loopback(address):
         name = loopback_interface()
     if name is not None:  # otherwise gloo looks up the host's name
+        use_interface(name)
+
+
+def use_interface(name: str) -> None:
+    """Make gloo and NCCL use the interface, unless the site chooses one.
+
+    NCCL's own choice is InfiniBand's interfaces, which is kept, else any but loopback and Docker's: perhaps
+    one of virtual machines or of the baseboard.
+    """
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+    is_near = name == loopback_interface()
+    has_infiniband = any(own.startswith("ib") for own in usable_interfaces())
+    if not os.environ.get("NCCL_SOCKET_IFNAME") and (is_near or not has_infiniband):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
+
+
+def cant_connect(backend: str, environ: Mapping[str, str]) -> str:
+    """Return words that name the interface of ``backend`` ("NCCL" or "gloo") and how to choose another."""
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    name = environ.get(variable, "").lstrip("=")
+    which = f"its interface {name}" if name else "the interface that it chose"
+    return f"{backend} can't connect over {which}; profile: network_interface ({variable})"
 
 
 def loopback_interface() -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,12 +20,12 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from hpc_train.distributed import network
+from hpc_train.distributed import nccl, network, signals
 from hpc_train.distributed.env import RankFacts, node_name
 from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.distributed.timed_call import within
-from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
+from hpc_train.errors import NetworkFaultError, PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import read_json, write_json
 
 #: Keys of the store, and their values: who came; whether all continue or all leave; who read that.
@@ -56,8 +58,8 @@ _OWN_GLOO = (
 )
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-#: NCCL errors of this rank itself: they are its own reason, not a peer's.
-_OWN_NCCL = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
+#: How often a rank that is inside torch checks whether it was asked to stop.
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,19 @@ class Group:
     #: Where all ranks are on one node: what they exchange at each step.
     shared_flags: SharedFlags | None = None
 
+    def connect(self) -> None:
+        """Run a first collective of the device's backend, in which NCCL connects the ranks. Collective.
+
+        Raises NetworkFaultError if this node can't connect, PeerLostError if a peer does not.
+        """
+        with _connection_faults_named():
+            _in_thread(self._sum, self.device, self.timeouts.join_s)
+
+    def _sum(self) -> None:
+        total = torch.ones(1, device=self.device)
+        dist.all_reduce(total)
+        total.item()  # NCCL connects some of its channels on the device's stream
+
     def open_shared_sum(self) -> SharedSum | None:
         """Return what averages over the ranks in shared memory; None on all where the backend is to be used.
         Collective.
@@ -126,6 +141,15 @@ class Group:
         dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks are here and have the store; none is connected to the others inside torch yet."""
+
+    store: Store
+    #: Over a separate connection, for use by one thread.
+    own_store: Store
+
+
 def join(
     facts: RankFacts,
     device: torch.device,
@@ -135,53 +159,96 @@ def join(
     *,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> Group:
-    """Form the process group of all ranks, also for a single one. Collective.
+    """Form the process group of all ranks: ``meet``, then ``make_group``. Collective."""
+    meeting = meet(facts, device, rendezvous, token, timeouts, must_stop=must_stop)
+    return make_group(facts, device, meeting, timeouts, must_stop=must_stop)
+
+
+def meet(
+    facts: RankFacts,
+    device: torch.device,
+    rendezvous: Path,
+    token: str,
+    timeouts: Timeouts,
+    *,
+    must_stop: Callable[[], bool],
+) -> Meeting:
+    """Wait for all ranks, also if there is one. Collective.
 
     Ranks meet at MASTER_ADDR and MASTER_PORT if both are set, else at the address that rank 0 writes to the
     file ``rendezvous``; ``token`` distinguishes this attempt's file from an older one. ``must_stop`` on any
-    rank ends the wait on all. When it returns no rank is still connecting inside torch, where signals are not
-    handled: any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
+    rank ends the wait on all. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
     UsageError if this node lacks the chosen interface.
     """
     if facts.num_nodes == 1:
         network.check_loopback(os.environ)
-    if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Gloo would look up the host's name, which may not resolve on a laptop.
-        os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
+        # Gloo would look up the host's name, which may not resolve on a laptop; NCCL would take an interface
+        # that only virtual machines use.
+        network.use_interface(network.loopback_interface())
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if device.type == "cuda" else [])]
     network.check_interfaces(os.environ, names)
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
-    timeout = timedelta(seconds=timeouts.silence_s)
+    # The main thread's connection serves one thread at a time.
+    return Meeting(store, store.clone() if hasattr(store, "clone") else store)
+
+
+def make_group(
+    facts: RankFacts,
+    device: torch.device,
+    meeting: Meeting,
+    timeouts: Timeouts,
+    *,
+    must_stop: Callable[[], bool],
+) -> Group:
+    """Make the process group of the ranks that have met. Collective.
+
+    Torch connects the ranks in C++, where no signal handler runs: this is done in a thread. When it returns,
+    all ranks have connected their control groups: any may leave. Raises like ``Group.connect``, and
+    TryAgainError when stopped.
+    """
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.
     has_own_gloo = device.type == "cuda"
-    with _own_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
-            store=store,
-            rank=facts.rank,
-            world_size=facts.world_size,
-            timeout=timeout,
-        )
-    with _own_faults_named(), _connecting_at_first_use():
+    arguments: dict[str, Any] = {}
+    if has_own_gloo:
+        nccl.choose_class(os.environ)
+        nccl.record_collectives(os.environ)
+        arguments = nccl.group_arguments(device)
+    make = partial(
+        dist.init_process_group,
+        "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
+        store=meeting.store,
+        rank=facts.rank,
+        world_size=facts.world_size,
+        timeout=timedelta(seconds=timeouts.join_s),
+        **arguments,
+    )
+    with _connection_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
+        _in_thread(make, device, timeouts.join_s, must_stop)
+    timeout = timedelta(seconds=timeouts.silence_s)
+    _set_timeout(timeout, None)
+    with _connection_faults_named(), _connecting_at_first_use():
         control = dist.group.WORLD if has_own_gloo else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    # The main thread's connection serves one thread at a time.
-    own = store.clone() if hasattr(store, "clone") else store
     _wait_until_connected(control, timeouts.join_s, must_stop)
     flags = None
     if facts.num_nodes == 1 and facts.world_size > 1:
         flags = open_shared_flags(facts.rank, facts.world_size, control, timeouts.silence_s)
-    return Group(facts.rank, facts.world_size, device, control, own, timeouts, flags)
+    return Group(facts.rank, facts.world_size, device, control, meeting.own_store, timeouts, flags)
 
 
 def peer_lost(error: BaseException | None) -> bool:
-    """Tell whether ``error``, or its cause, only says that another rank is gone or silent."""
-    while error is not None and not isinstance(error, UserError):  # which names a cause of its own
+    """Return True if ``error``, or its cause, only says that another rank is gone or silent.
+
+    NCCL reports a peer that is gone as a failed system call too. Before the ranks are connected, such a call
+    is this node's own fault: see ``Group.connect``.
+    """
+    while error is not None and not isinstance(error, UserError | NetworkFaultError):  # with their own cause
         if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
             return True
+        fault = _nccl_fault(error)
+        if fault is not None:
+            return fault in {nccl.Fault.PEER, nccl.Fault.SYSTEM}
         text = str(error)
-        if isinstance(error, dist.DistBackendError):
-            return not any(mark in text for mark in _OWN_NCCL)
         if isinstance(error, RuntimeError) and any(mark in text for mark in _GLOO_LOST):
             return not any(mark in text for mark in _OWN_GLOO)
         error = error.__cause__
@@ -191,14 +258,24 @@ def peer_lost(error: BaseException | None) -> bool:
 def nccl_words(error: BaseException | None) -> str | None:
     """Return NCCL's message about a lost peer in one line, if it may be this node's own fault; else None.
 
-    ncclSystemError and ncclInternalError are raised for both: a peer that is gone, and a /dev/shm that is too
-    small or an interface that is missing.
+    A failed system call or an internal error may be both: a peer that is gone, or a /dev/shm that is too
+    small or an interface that is missing. So may be the loss of a peer that never was connected.
     """
     while error is not None:
-        if isinstance(error, dist.DistBackendError):
-            return None if "ncclRemoteError" in str(error) else " ".join(str(error).split())
+        if isinstance(error, PeerLostError) and _nccl_fault(error.__cause__) is not None:
+            return str(error)
+        if (fault := _nccl_fault(error)) is not None:
+            is_own = fault == nccl.Fault.SYSTEM
+            return f"a peer is gone, or NCCL fails on this node: {_one_line(error)}" if is_own else None
         error = error.__cause__
     return None
+
+
+def _nccl_fault(error: BaseException | None) -> nccl.Fault | None:
+    if not isinstance(error, RuntimeError):
+        return None
+    unknown = nccl.Fault.PEER if isinstance(error, dist.DistBackendError) else None
+    return nccl.fault_in(str(error)) or unknown
 
 
 def _meet(
@@ -261,21 +338,65 @@ def _wait_for_host(host: str, port: int, place: str, limit_s: float, must_stop: 
 
 
 @contextlib.contextmanager
-def _own_faults_named() -> Iterator[None]:
-    """Raise UsageError if gloo can't use an interface of this node, which it reports like a lost peer."""
+def _connection_faults_named() -> Iterator[None]:
+    """Raise an error that names the interface where gloo or NCCL can't connect, which both report like a lost
+    peer.
+    """
     try:
         yield
     except RuntimeError as error:
-        if not any(mark in str(error) for mark in _OWN_GLOO):
-            raise
-        raise UsageError(
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')}: gloo can't listen on {_here()}, "
-            f"whose usable interfaces are {', '.join(network.usable_interfaces())}: {_first_line(error)}"
-        ) from error
+        if any(mark in str(error) for mark in _OWN_GLOO):
+            raise UsageError(
+                f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')}: gloo can't listen on "
+                f"{_here()}, whose usable interfaces are {', '.join(network.usable_interfaces())}: "
+                f"{_first_line(error)}"
+            ) from error
+        fault, text = _nccl_fault(error), f"{_here()}: {_one_line(error)}"
+        cant_connect = network.cant_connect("NCCL", os.environ)
+        if fault == nccl.Fault.SYSTEM:
+            raise NetworkFaultError(f"{cant_connect}; {text}") from error
+        if fault == nccl.Fault.PEER:
+            raise PeerLostError(f"a peer is gone, or {cant_connect}; {text}") from error
+        raise
+
+
+def _in_thread(
+    function: Callable[[], None],
+    device: torch.device,
+    limit_s: float,
+    must_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run ``function``, which may block in C++; leave it behind if this rank is asked to stop meanwhile."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread starts with device 0
+            function()
+            result.set_result(None)
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="connecting", daemon=True)
+    with signals.blocked():  # stop signals must reach the main thread
+        thread.start()
+    _Wait(_joins(thread), limit_s, must_stop).until(result.done)
+    result.result()
+
+
+def _joins(thread: threading.Thread) -> Iterator[None]:
+    while True:
+        thread.join(_POLL_S)
+        yield
 
 
 def _here() -> str:
     return f"node {node_name(os.environ)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _first_line(error: BaseException) -> str:
@@ -374,6 +495,28 @@ def _connecting_at_first_use() -> Iterator[None]:
             os.environ[_LAZY] = before
 
 
+class _Wait:
+    """Waits that have one limit, and a shorter one from when this rank is asked to stop."""
+
+    def __init__(self, polls: Iterator[None], limit_s: float, must_stop: Callable[[], bool]) -> None:
+        self._polls, self._limit_s, self._must_stop = polls, limit_s, must_stop
+        self._stop_at, self._end_at = float("inf"), time.monotonic() + limit_s
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Return once ``is_done``. Raises TryAgainError when stopped, PeerLostError after the limit."""
+        for _ in self._polls:
+            if is_done():
+                return
+            at = time.monotonic()
+            if self._must_stop():
+                self._stop_at = min(self._stop_at, at + _CONNECT_LIMIT_S)
+            if at >= self._stop_at:
+                raise TryAgainError("stopped before training began")
+            if at >= self._end_at:
+                break
+        raise PeerLostError(f"not all ranks could connect within {self._limit_s:g} s; see the others' logs")
+
+
 def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop: Callable[[], bool]) -> None:
     """Wait until all ranks have completed their connections; for a while also if one is asked to stop.
 
@@ -381,20 +524,12 @@ def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop:
     broadcast makes the connections of its tree, which ``checkpoint.control_group`` uses too; the sum, whose
     connections form a ring, ends once all ranks have theirs.
     """
-    polls, stop_at = network.polls(limit_s), float("inf")
+    wait = _Wait(network.polls(limit_s), limit_s, must_stop)
     for collective in (partial(dist.broadcast, src=0), dist.all_reduce):
         work = collective(torch.zeros(1), group=control, async_op=True)
         assert work is not None, "this rank is in the group"
-        for _ in polls:
-            if work.is_completed():
-                work.wait()  # raises where a peer was lost
-                break
-            if must_stop():
-                stop_at = min(stop_at, time.monotonic() + _CONNECT_LIMIT_S)
-            if time.monotonic() >= stop_at:
-                raise TryAgainError("stopped before training began")
-        else:
-            raise PeerLostError(f"not all ranks could connect within {limit_s:g} s; see the others' logs")
+        wait.until(work.is_completed)
+        work.wait()  # raises where a peer was lost
 
 
 def _leave_store(store: Store, facts: RankFacts) -> None:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
+from hpc_train.distributed import nccl, network
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
 from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
+from hpc_train.health.progress import CONNECTING
 from hpc_train.health.stacks import describe, save_flight_record, save_stacks, state_of
 from hpc_train.health.watch_board import Board
 from hpc_train.paths import AttemptPaths
@@ -89,7 +91,7 @@ class Alarm:
     def _verdict(self) -> Verdict:
         board, by, place = self.board, self.raised_by, self._stacks_place
         if board is None:
-            return self._tell(judge(1, {0: self.answer}, {}, place))
+            return self._tell(judge(1, {0: self.answer}, {}, place, self._cant_connect))
         verdict = None
         if by is not None:
             limit_s = 2 * (_ANSWER_LIMIT_S + _DISK_LIMIT_S)
@@ -110,7 +112,8 @@ class Alarm:
         answers = board.wait_for_answers(world_size, _ANSWER_LIMIT_S if is_judge else 0.0)
         last = board.last_words(rank for rank in range(world_size) if rank not in answers)
         # Logged before it is published: from then on ranks end.
-        return board.agree(self._tell(judge(world_size, answers, last, self._stacks_place)))
+        verdict = judge(world_size, answers, last, self._stacks_place, self._cant_connect)
+        return board.agree(self._tell(verdict))
 
     def _tell(self, verdict: Verdict) -> Verdict:
         """Write the verdict as the error of the rank that hung, unless that rank wrote its own."""
@@ -136,6 +139,11 @@ class Alarm:
             text = f"rank {rank} on {self.node} wrote no stacks: it does not answer\n\n"
             with suppress(OSError):
                 self.attempt.stacks(rank).write_text(text + describe(self.neighbours[rank]), "utf-8")
+
+    @property
+    def _cant_connect(self) -> str:
+        is_nccl = torch.cuda.is_initialized() and (self.answer.phase != CONNECTING[0] or nccl.uses_nccl2())
+        return network.cant_connect("NCCL" if is_nccl else "gloo", os.environ)
 
     @property
     def _stacks_place(self) -> str:

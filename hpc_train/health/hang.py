@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_train.health.progress import Standing
+from hpc_train.health.progress import CONNECTING, Standing
 from hpc_train.health.stacks import in_words
 from hpc_train.run.processes import Process
 
@@ -86,13 +86,19 @@ class Verdict:
         return cls(**data)
 
 
-def judge(world_size: int, answers: Mapping[int, Report], last: Mapping[int, Report], stacks: str) -> Verdict:
+def judge(
+    world_size: int,
+    answers: Mapping[int, Report],
+    last: Mapping[int, Report],
+    stacks: str,
+    cant_connect: str,
+) -> Verdict:
     """Name the rank that hung.
 
     ``answers``: reports of ranks that answered the alarm; ``last``: earlier reports of those that did not.
-    ``stacks``: where the stacks are, for the message. A rank that does not answer does not run; otherwise a
-    rank that is behind another keeps that one waiting. On GPUs hosts are compared by what they have enqueued:
-    if a device hangs, none is behind.
+    ``stacks``: where the stacks are, for the message; ``cant_connect``: its cause if ranks were connecting. A
+    rank that does not answer does not run; otherwise a rank that is behind another keeps that one waiting. On
+    GPUs hosts are compared by what they have enqueued: if a device hangs, none is behind.
     """
     silent = [rank for rank in range(world_size) if rank not in answers]
     answered = sorted(answers)
@@ -101,16 +107,18 @@ def judge(world_size: int, answers: Mapping[int, Report], last: Mapping[int, Rep
         known = last.get(guilty)
         text = _silent_text(guilty, silent, known, answers.values())
         return Verdict(guilty, known.node if known else None, _message(text, stacks), answered, silent)
+    cause = f"; {cant_connect}" if any(each.phase in CONNECTING for each in answers.values()) else ""
     behind = _furthest_behind(answers)
     if behind is None:
         first = answers[answered[0]]
+        cause = cause or f"; look at {'the disk that the data are on' if first.note else _NETWORK}"
         text = (
             f"all {world_size} ranks are in {first.where} for {_longest(answers.values()):.0f} s and none "
-            f"is behind the others; look at {'the disk that the data are on' if first.note else _NETWORK}"
+            f"is behind the others{cause}"
         )
         return Verdict(None, None, _message(text, stacks), answered, [])
     report = answers[behind]
-    return Verdict(behind, report.node, _message(_behind_text(report, answers), stacks), answered, [])
+    return Verdict(behind, report.node, _message(_behind_text(report, answers) + cause, stacks), answered, [])
 
 
 def store_is_silent(own: Report, rank_0: Report | None, state: str | None, stacks: str) -> Verdict:

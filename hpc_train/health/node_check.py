@@ -46,14 +46,18 @@ def check(
     node: str,
     group: dist.ProcessGroup | None = None,
     experiment: Experiment | None = None,
+    connect: Callable[[], None] = lambda: None,
 ) -> None:
     """Check this rank's node. Collective: every rank calls it, over ``group`` or else the default one.
+
+    ``connect`` is called before the device's first collective, once all ranks are ready for it.
 
     Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError if the disk is
     full, which is not the node's fault. A rank that fails its own part still takes part in the exchange.
     """
     own = _own_failure(facts, device, attempt, node, experiment)
     _agree(own, facts, group)
+    connect()
     wrong = _reduction_failure(facts, device, group)
     failed = f"an all-reduce over {facts.world_size} ranks: {wrong}"
     _agree(BadNodeError(_failed(node, failed)) if wrong else None, facts, group)

@@ -12,9 +12,11 @@ import time
 from typing import NamedTuple
 
 PHASES = (
-    "joining", "checking", "building", "staging data", "loading", "first step", "training",
-    "waiting for data", "evaluating", "sampling text", "saving", "leaving",
+    "joining", "connecting", "checking", "connecting devices", "building", "staging data", "loading",
+    "first step", "training", "waiting for data", "evaluating", "sampling text", "saving", "leaving",
 )  # fmt: skip
+#: In which the ranks connect inside torch, over gloo and then over NCCL: they have a limit of their own.
+CONNECTING = ("connecting", "connecting devices")
 #: What a rank waits for on its own, in the middle of collective work.
 _NOTES = frozenset({"waiting for data"})
 #: One rank's disk may be slow, and the others wait for it.

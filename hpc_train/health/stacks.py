@@ -7,11 +7,12 @@ its own stacks; then only /proc has information.
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable
+import resource
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from hpc_train.distributed.nccl import recorded_collectives
 from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process
 
@@ -38,27 +39,25 @@ def save_stacks(path: Path, header: str) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
+def limit_core_files(environ: Mapping[str, str]) -> None:
+    """Have this process write no core file: NCCL aborts all ranks at once, and one may have tens of GB.
+
+    The hard limit stays; HPC_TRAIN_CORE_FILES=1 keeps the soft one too.
+    """
+    if environ.get("HPC_TRAIN_CORE_FILES") != "1":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
 def save_flight_record(path: Path) -> bool:
-    """Write the content of NCCL's flight recorder; return whether it had any. Raises like
+    """Write the content of NCCL's flight recorder; return whether it had any collective. Raises like
     ``open_regular``.
     """
-    record = _flight_record()
-    if not record:
+    record = recorded_collectives()
+    if record is None:
         return False
     with open_regular(path, "wb") as file:
         file.write(record)
     return True
-
-
-def _flight_record() -> bytes | None:
-    # Private, and renamed from version to version; a build without NCCL has none.
-    with suppress(ImportError, AttributeError, RuntimeError, TypeError):
-        from torch._C import _distributed_c10d as c10d
-
-        dump: Callable[[], Any] = c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
-        record = dump()
-        return record.encode() if isinstance(record, str) else bytes(record)
-    return None
 
 
 def state_of(process: Process) -> str | None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
@@ -27,7 +26,7 @@ from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
 from hpc_train.health.alarm import Alarm
 from hpc_train.health.hang import Report
-from hpc_train.health.progress import Progress
+from hpc_train.health.progress import CONNECTING, Progress
 from hpc_train.health.stacks import state_of
 from hpc_train.health.watch_board import Board
 from hpc_train.paths import AttemptPaths
@@ -40,11 +39,13 @@ _LONGEST_TICK_S = 4.0
 _HEARTBEAT_S = 30.0
 _STORE_LIMIT_S = 5.0
 _ENDING_LIMIT_S = 60.0
+#: Assumed: a network that works connects thousands of ranks in less, and the wrong interface never does.
+CONNECT_LIMIT_S = 180.0
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Started after the rendezvous, stopped before the process group is destroyed."""
+    """Started once the ranks have met, before the process group is made; stopped before that is destroyed."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Watchdog:
         *,
         hang_after_s: float,
         first_hang_after_s: float,
+        connect_after_s: float = CONNECT_LIMIT_S,
         end: Callable[[ExitCode], None],
     ) -> None:
         """``store``, which must be unshared, may be None for a single rank. ``end`` ends the process; it is
@@ -64,6 +66,7 @@ class Watchdog:
         self._attempt, self._facts, self._node = attempt, facts, node
         self._progress, self._end = progress, end
         self._hang_after_s, self._first_hang_after_s = hang_after_s, first_hang_after_s
+        self._connect_after_s = connect_after_s
         self._tick_s = min(_LONGEST_TICK_S, hang_after_s / 4)
         self._board = Board(store, facts.rank) if store is not None and facts.world_size > 1 else None
         self._process = Process.current()
@@ -142,8 +145,10 @@ class Watchdog:
         return time.monotonic() - max(self._progress.standing.since, self._awake_since)
 
     def _limit_s(self) -> float:
-        is_long = self._progress.standing.may_take_long
-        return self._first_hang_after_s if is_long else self._hang_after_s
+        standing = self._progress.standing
+        if standing.phase in CONNECTING:
+            return self._connect_after_s
+        return self._first_hang_after_s if standing.may_take_long else self._hang_after_s
 
     # Communication with the others, by timed calls.
 
@@ -251,22 +256,24 @@ def _report_json(report: Report, at: float) -> dict[str, object]:
 
 
 def collectives_begun() -> dict[str, int]:
-    """Return the number of collectives that this rank has started, by process group; for any thread.
+    """Return the number of collectives that this rank has started, by process group and device.
+
+    Any thread may call it.
 
     A group's name is the same on all its ranks, and a rank that is behind has started fewer. On CUDA, started
     means enqueued by the host: NCCL's flight recorder knows what the device has started only with
     TORCH_NCCL_ENABLE_TIMING, with which, according to torch, its own watchdog hangs more often.
+    ProcessGroupNCCL2 does not count them: without an entry for CUDA, no rank is called behind.
     """
     found: dict[str, int] = {}
-    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_initialized() else [])
+    types = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
     with suppress(Exception):  # private, and the main thread may be changing it
         for group in list(distributed_c10d._world.pg_map):
-            found[group.group_name] = sum(_begun(group, device) for device in devices)
+            for device_type in types:
+                with suppress(
+                    RuntimeError
+                ):  # the group has no backend for this device, or that does not count
+                    backend = group._get_backend(torch.device(device_type))
+                    number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                    found[f"{group.group_name} {device_type}"] = int(number)
     return found
-
-
-def _begun(group: dist.ProcessGroup, device: torch.device) -> int:
-    with suppress(RuntimeError):  # the group has no backend for this device
-        backend = group._get_backend(device)
-        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return 0

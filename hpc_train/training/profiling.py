@@ -17,6 +17,7 @@ from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_train.config.training_sections import ProfileConfig
+from hpc_train.distributed.timed_call import TimedCall
 from hpc_train.paths import AttemptPaths
 from hpc_train.training.step_times import StepTimes
 
@@ -41,6 +42,8 @@ _REMEDY = {
 #: Of ranks on the CPU, where bf16 and compiled code are slower than fp32 (docs/performance.md, whole runs).
 _CPU_REMEDY = _REMEDY | {"device": "use more ranks", "host": "use a larger micro_batch_size"}
 _TABLE_ROWS = 15
+#: Assumed: at the end of an attempt the device has done its work, or it hangs in a collective of a lost peer.
+_SYNCHRONIZE_LIMIT_S = 5.0
 Interval = tuple[float, float]
 
 
@@ -102,14 +105,26 @@ class StepProfiler:
         if self._steps_done == self._config.after_steps:
             self._begin()
         elif self._steps_done == self._config.after_steps + self._config.steps:
-            self.close()
+            _synchronize(self._device)
+            self._end()
 
     def close(self) -> None:
-        """Write what was profiled, also of fewer steps than were asked for; nothing if there were none."""
-        running, self._profile = self._profile, None
-        if running is None:
+        """Write what was profiled, also of fewer steps than were asked for; nothing if there were none, or if
+        the device does not finish them.
+        """
+        if self._profile is None:
             return
-        _synchronize(self._device)
+        finish = TimedCall[None]("profile")
+        finish.do(lambda: _synchronize(self._device), _SYNCHRONIZE_LIMIT_S)
+        if finish.is_under_way:
+            self._times.annotate_waits(None)
+            _log.warning("%s does not finish its steps: they have no profile", self._device)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        running, self._profile = self._profile, None
+        assert running is not None
         total_s = time.perf_counter() - self._began_at
         running.stop()
         self._times.annotate_waits(None)

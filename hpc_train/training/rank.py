@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment, RecoveryConfig
+from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import has_one_shape
 from hpc_train.datasets.skipping import BadSamples
 from hpc_train.distributed import affinity, host_memory, open_files, signals
@@ -20,11 +20,12 @@ from hpc_train.distributed.device import choose_device, set_determinism, set_thr
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import Group, Timeouts, join
+from hpc_train.distributed.process_group import Group, Timeouts, make_group, meet
 from hpc_train.errors import ExitCode, TryAgainError
 from hpc_train.health import node_check
 from hpc_train.health.progress import Progress
-from hpc_train.health.watchdog import Watchdog
+from hpc_train.health.stacks import limit_core_files
+from hpc_train.health.watchdog import CONNECT_LIMIT_S, Watchdog
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import in_ms
 from hpc_train.run.create import effective_experiment
@@ -35,6 +36,8 @@ from hpc_train.topology.strategy_traits import traits_of
 
 #: Assumed: the first step compiles and reads cold data.
 _FIRST_STEP_FACTOR = 6
+#: Of ``hang_after_min``, if it is longer than the watchdog's default.
+_CONNECT_FACTOR = 0.6
 _log = logging.getLogger(__name__)
 
 
@@ -109,32 +112,36 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
     _check_open_files(experiment, facts, degrees)
+    limit_core_files(os.environ)
     events = _event_log(paths, attempt) if facts.rank == 0 else None
-    hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
+    hang_after_s = experiment.recovery.hang_after_min * 60
+    first_hang_after_s = hang_after_s * _FIRST_STEP_FACTOR
     timeouts = Timeouts.beyond(first_hang_after_s)
-    if device.type == "cuda":
-        _record_collectives()
-    group = _join(paths, attempt, facts, flag, device, events, timeouts)
     node, progress = node_name(os.environ), Progress()
+    rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
+    with _signal_noted(events, flag):
+        meeting = meet(facts, device, rendezvous, token, timeouts, must_stop=flag.__bool__)
     watchdog = Watchdog(
         paths.attempt(attempt),
         facts,
         node,
-        group.store,
+        meeting.own_store,
         progress,
         hang_after_s=hang_after_s,
         first_hang_after_s=first_hang_after_s,
+        connect_after_s=max(CONNECT_LIMIT_S, hang_after_s * _CONNECT_FACTOR),
         end=lambda code: end_process(paths, attempt, facts.rank, node, code),
     )
-    state = (device, precision, group, flag, progress, watchdog, events)
-    rank = Rank(paths, attempt, experiment, facts, degrees, node, *state)
-    flag.act_at_once(lambda: _leave(rank))
-    rank.note("joined")
+    progress.at("connecting")
     watchdog.start()
     try:
-        if experiment.recovery.check_nodes:
-            progress.at("checking")
-            node_check.check(facts, device, paths.attempt(attempt), node, experiment=experiment)
+        with _signal_noted(events, flag):
+            group = make_group(facts, device, meeting, timeouts, must_stop=flag.__bool__)
+        state = (device, precision, group, flag, progress, watchdog, events)
+        rank = Rank(paths, attempt, experiment, facts, degrees, node, *state)
+        flag.act_at_once(lambda: _leave(rank))
+        rank.note("joined")
+        _check_and_connect(rank)
         progress.at("building")
         yield rank
     except BaseException:
@@ -188,10 +195,19 @@ def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees
     open_files.check(facts, axes, experiment.workers, node_name(os.environ))
 
 
-def _record_collectives() -> None:
-    """Let NCCL keep its last collectives, for the watchdog to save. Before the process group is made."""
-    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # the latter from 2.8 on
-        os.environ.setdefault(name, "2000")
+def _check_and_connect(rank: Rank) -> None:
+    """Check the nodes, then let the devices connect; signals act at once meanwhile. Collective."""
+
+    def connect() -> None:
+        rank.progress.at("connecting devices")
+        rank.group.connect()
+
+    experiment, attempt = rank.experiment, rank.paths.attempt(rank.attempt)
+    if experiment.recovery.check_nodes:
+        rank.progress.at("checking")
+        node_check.check(rank.facts, rank.device, attempt, rank.node, experiment=experiment, connect=connect)
+    else:
+        connect()
 
 
 def _leave(rank: Rank) -> None:
@@ -200,23 +216,10 @@ def _leave(rank: Rank) -> None:
     rank.end(ExitCode.TRY_AGAIN)
 
 
-def _limits_s(recovery: RecoveryConfig) -> tuple[float, float]:
-    hang_after_s = recovery.hang_after_min * 60
-    return hang_after_s, hang_after_s * _FIRST_STEP_FACTOR
-
-
-def _join(
-    paths: RunPaths,
-    attempt: int,
-    facts: RankFacts,
-    flag: signals.StopFlag,
-    device: torch.device,
-    events: EventLog | None,
-    timeouts: Timeouts,
-) -> Group:
-    rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
+@contextmanager
+def _signal_noted(events: EventLog | None, flag: signals.StopFlag) -> Iterator[None]:
     try:
-        return join(facts, device, rendezvous, token, timeouts, must_stop=lambda: bool(flag))
+        yield
     except TryAgainError:
         _note_signal(events, flag)
         raise

@@ -18,6 +18,7 @@ from hpc_train.errors import (
     BadNodeError,
     ExitCode,
     HpcTrainError,
+    NetworkFaultError,
     NonFiniteError,
     StorageError,
     TryAgainError,
@@ -43,6 +44,17 @@ class MicroBatchError(HpcTrainError):
     """A micro-batch does not fit, though one did before or others may fill the device: as any crash."""
 
 
+#: Their message says all.
+_WITHOUT_TRACEBACK = (
+    UserError,
+    BadNodeError,
+    NetworkFaultError,
+    NonFiniteError,
+    MicroBatchError,
+    TrialError,
+)
+
+
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
     """Write down why this rank ends, and choose its exit code."""
     cause = _cause(error, paths, attempt, flag)
@@ -53,12 +65,12 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         if flag and flag.has_nothing_to_lose:  # asked to stop like this one, the peer was only quicker
             return ExitCode.TRY_AGAIN
         if words := nccl_words(error):
-            _tell(paths.attempt(attempt), facts.rank, f"a peer is gone, or NCCL fails on this node: {words}")
+            _tell(paths.attempt(attempt), facts.rank, words)
         return ExitCode.PEER_LOST
     if isinstance(error, TryAgainError):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
-    is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
+    is_plain = isinstance(cause, _WITHOUT_TRACEBACK)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
     if not isinstance(cause, StorageError):  # which has them

@@ -6,19 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from hpc_train.datasets import workers
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
-from tests.datasets.samples import CPU, experiment, source
+from tests.datasets.samples import CPU, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -124,3 +128,22 @@ def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> Non
             while True:
                 with suppress(BadFileError):
                     next(batches)
+
+
+def test_a_thread_that_pins_memory_and_waits_for_the_device_keeps_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch joins that thread without a limit; loader processes are killed then."""
+    monkeypatch.setattr(workers, "_SHUTDOWN_LIMIT_S", 0.1)
+    batches = training_batches(source(random_split(8)), experiment(), Position(0), 1000, 0, 1, CPU)
+    device_is_done, killed = threading.Event(), []
+    process = SimpleNamespace(is_alive=lambda: True, kill=lambda: killed.append(device_is_done.is_set()))
+    stuck: Any = SimpleNamespace(
+        _shutdown_workers=lambda: device_is_done.wait(HANG_LIMIT_S), _workers=[process]
+    )
+    batches._stream._iterator = stuck
+    try:
+        batches.close()
+        assert killed == [False]
+    finally:
+        device_is_done.set()

@@ -86,13 +86,42 @@ def test_the_first_host_that_answers_is_taken() -> None:
     assert network.reach(hosts, port) is None
 
 
-def test_interfaces_are_found_by_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.usefixtures("_no_choice")
+def test_interfaces_are_found_by_their_address() -> None:
     assert ("lo", "127.0.0.1") in network.interface_addresses()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     network.use_interface_of("127.0.0.2")  # loopback as a whole is lo's
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     network.use_interface_of("192.0.2.200")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "what the site or an earlier call says stays"
+
+
+@pytest.mark.usefixtures("_no_choice")
+@pytest.mark.parametrize(
+    ("usable", "chosen", "for_nccl"),
+    [
+        (["lo", "virbr0", "eno1", "enx7"], "", "=eno1"),
+        (["lo", "virbr0", "eno1"], "^virbr", "^virbr"),
+        (["lo", "eno1", "ib0"], "", ""),
+    ],
+    ids=["the one over which ranks met", "the site's", "InfiniBand, which NCCL prefers"],
+)
+def test_nccl_uses_the_interface_over_which_the_ranks_met(
+    usable: list[str], chosen: str, for_nccl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own choice is the first that is not loopback or Docker's: virbr0."""
+    monkeypatch.setattr(network, "usable_interfaces", lambda: usable)
+    addresses = [(name, f"192.0.2.{number}") for number, name in enumerate(usable)]
+    monkeypatch.setattr(network, "interface_addresses", lambda: addresses)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+    network.use_interface_of(dict(addresses)["eno1"])
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eno1", for_nccl)
+    assert f"{for_nccl.lstrip('=') or 'that it chose'}; profile: " in network.cant_connect("NCCL", os.environ)
 
 
 def test_an_unknown_address_leaves_the_choice_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
 from hpc_train.run.processes import Process
 
 STACKS = "attempts/3/rank-*.stacks"
+WORDS = "NCCL can't connect over its interface eth0; profile: network_interface (NCCL_SOCKET_IFNAME)"
 
 
 def report(rank: int, **facts: Any) -> Report:
@@ -20,7 +21,7 @@ def report(rank: int, **facts: Any) -> Report:
 
 def verdict(*answers: Report, last: tuple[Report, ...] = (), world_size: int = 3) -> Verdict:
     return judge(
-        world_size, {each.rank: each for each in answers}, {each.rank: each for each in last}, STACKS
+        world_size, {each.rank: each for each in answers}, {each.rank: each for each in last}, STACKS, WORDS
     )
 
 
@@ -111,3 +112,25 @@ def test_reports_and_verdicts_survive_the_way_through_the_store() -> None:
     assert Report.from_text(own.to_text()) == own
     found = verdict(own)
     assert Verdict.from_text(found.to_text().encode()) == found
+
+
+def test_ranks_that_can_not_connect_name_the_interface() -> None:
+    found = verdict(*(report(rank, phase="connecting devices", step=None) for rank in range(3)))
+    assert (found.guilty, found.node) == (None, None)
+    assert found.text == (
+        f"HangError: all 3 ranks are in connecting devices for 300 s and none is behind the others; {WORDS}; "
+        f"stacks in {STACKS}"
+    )
+    late = verdict(report(0, phase="connecting"), report(1, phase="connecting", count=59), report(2))
+    assert late.guilty == 1 and WORDS in late.text
+    assert WORDS not in verdict(report(0), report(1), report(2)).text
+
+
+def test_nobody_is_behind_in_collectives_that_are_not_counted() -> None:
+    """ProcessGroupNCCL2 has no sequence numbers: its entries are missing, on some ranks or on all."""
+    cpu = {"0 cpu": 4}
+    found = verdict(
+        report(0, collectives=cpu | {"0 cuda": 100}), report(1, collectives=cpu | {"0 cuda": 7}),
+        report(2, collectives=cpu),
+    )  # fmt: skip
+    assert found.guilty is None

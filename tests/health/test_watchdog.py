@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hpc_train.distributed import nccl
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.errors import ExitCode
 from hpc_train.health import alarm
+from hpc_train.health.hang import Report
 from hpc_train.health.progress import Progress
 from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths
@@ -40,6 +43,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.health import alarm
+from hpc_train.health.hang import Report
 from hpc_train.distributed.process_group import join
 from hpc_train.health.progress import Progress
 from hpc_train.distributed.env import RankFacts
@@ -277,6 +281,26 @@ def test_a_disk_that_answers_no_more_keeps_nobody_from_ending(
     wait_until(lambda: bool(watched.codes), "the end")
     is_over.set()
     assert watched.codes == [ExitCode.HUNG]
+
+
+@pytest.mark.fault(50)
+def test_the_interface_of_the_library_that_connects_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo's first, then NCCL's; ProcessGroupNCCL2 connects as soon as it is made."""
+
+    def named(phase: str) -> str:
+        report = Report(0, "n1", 0, None, 1, phase, None, None, 200.0, 9)
+        own = alarm.Alarm(AttemptPaths(tmp_path / "3"), RankFacts(), "n1", None, None, report, {}, None)
+        return own.verdict().text.split("profile: ")[1].split(";")[0]
+
+    monkeypatch.setattr(nccl, "uses_nccl2", lambda: False)
+    assert named("connecting devices") == "network_interface (GLOO_SOCKET_IFNAME)"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert named("connecting") == "network_interface (GLOO_SOCKET_IFNAME)"
+    assert named("connecting devices") == "network_interface (NCCL_SOCKET_IFNAME)"
+    monkeypatch.setattr(nccl, "uses_nccl2", lambda: True)
+    assert named("connecting") == "network_interface (NCCL_SOCKET_IFNAME)"
 
 
 # Several, as processes of their own.

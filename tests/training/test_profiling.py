@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch.profiler import profile, record_function
 
 from hpc_train.config.training_sections import ProfileConfig
 from hpc_train.paths import AttemptPaths
+from hpc_train.training import profiling
 from hpc_train.training.profiling import Shares, StepProfiler, shares_of, union_length
 from hpc_train.training.step_times import StepTimes
+from tests.waiting import HANG_LIMIT_S
 
 CPU = torch.device("cpu")
 #: Far longer than anything else in a step of these tests.
@@ -107,3 +110,21 @@ def test_gloos_operations_are_communication() -> None:
     shares = shares_of(running.events(), 2 * LONG_S, CPU)
     assert shares.network >= LONG_S
     assert shares.device == 0
+
+
+def test_a_device_that_hangs_keeps_no_rank_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the way out of an error, behind a collective whose peer is gone."""
+    times, may_end = StepTimes(1), threading.Event()
+    profiler = StepProfiler(ProfileConfig(after_steps=1, steps=2), AttemptPaths(tmp_path), CPU, times)
+    profiler.step_done()
+    monkeypatch.setattr(profiling, "_synchronize", lambda device: may_end.wait(HANG_LIMIT_S))
+    monkeypatch.setattr(profiling, "_SYNCHRONIZE_LIMIT_S", 0.1)
+    try:
+        profiler.close()
+        assert not may_end.is_set() and "cpu does not finish its steps" in caplog.text
+    finally:
+        may_end.set()
+        assert profiler._profile is not None
+        profiler._profile.stop()

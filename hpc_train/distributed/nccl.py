@@ -1,0 +1,114 @@
+"""Which of torch's two classes of NCCL group is used, how it is made, and what the errors of both mean.
+
+``nccl`` is ProcessGroupNCCL up to torch 2.14. From 2.15 on it is ProcessGroupNCCL2, unless
+TORCH_DIST_USE_NCCL2 is 0. That class guesses a rank's device from its number, connects the ranks as soon as
+it is made, counts no collectives, makes the groups of a mesh by splitting, and raises RuntimeErrors. Imports
+no torch, so that a launcher can classify the text of a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import MutableMapping
+from contextlib import suppress
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CLASS_VARIABLE = "TORCH_DIST_USE_NCCL2"
+#: The recorder of ProcessGroupNCCL, and of ProcessGroupNCCL2, which is called as its backend.
+_DUMPS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("_dump_nccl_trace_json", {}),
+    ("_dump_fr_trace_json", {"backend": "nccl2"}),
+    ("_dump_fr_trace_json", {"backend": "nccl"}),
+)
+#: Read by torch's flight recorder from 2.8 on; its older name, TORCH_NCCL_TRACE_BUFFER_SIZE, makes it warn.
+_RECORDER_VARIABLE, _RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", "2000"
+
+
+class Fault(Enum):
+    """What an error of NCCL says."""
+
+    #: Another rank ended, or was silent for too long.
+    PEER = "a peer is gone"
+    #: A call of this node failed: an interface, InfiniBand, /dev/shm; or a peer closed the connection.
+    SYSTEM = "a system call failed"
+    DEVICE = "the device failed"
+    USAGE = "wrong usage"
+
+
+#: By name as ProcessGroupNCCL writes it, and by ncclGetErrorString, which both write.
+_MARKS = {
+    "ncclRemoteError": Fault.PEER,
+    "remote process exited": Fault.PEER,
+    "communicator was aborted": Fault.PEER,
+    "operation timed out": Fault.PEER,
+    "operation timeout": Fault.PEER,
+    "Operation timed out after": Fault.PEER,
+    "retrieving ncclUniqueId": Fault.PEER,
+    "ncclSystemError": Fault.SYSTEM,
+    "unhandled system error": Fault.SYSTEM,
+    "ncclInternalError": Fault.SYSTEM,
+    "internal error - please report this issue to the NCCL": Fault.SYSTEM,
+    "ncclUnhandledCudaError": Fault.DEVICE,
+    "unhandled cuda error": Fault.DEVICE,
+    "CUDA error": Fault.DEVICE,
+    "ncclInvalidUsage": Fault.USAGE,
+    "invalid usage": Fault.USAGE,
+    "ncclInvalidArgument": Fault.USAGE,
+    "invalid argument": Fault.USAGE,
+    "ProcessGroupNCCL is bound to device": Fault.USAGE,
+}
+#: One of these is in each text of ProcessGroupNCCL2.
+_OF_NCCL = ("NCCL", "nccl", "collective operation timed out", "watchdog detected operation", "[TC]")
+
+
+def fault_in(text: str) -> Fault | None:
+    """Return what a text of NCCL says first: it may quote older messages at its end. None if unknown."""
+    if not any(mark in text for mark in _OF_NCCL):
+        return None
+    places = {text.find(mark): fault for mark, fault in _MARKS.items() if mark in text}
+    return places[min(places)] if places else None
+
+
+def choose_class(environ: MutableMapping[str, str]) -> None:
+    """Use ProcessGroupNCCL in all versions, unless the user chose. Called before a group is made."""
+    environ.setdefault(CLASS_VARIABLE, "0")
+
+
+def uses_nccl2() -> bool:
+    """Return True if torch makes a ProcessGroupNCCL2 for ``nccl``."""
+    from torch.distributed import distributed_c10d
+
+    return hasattr(distributed_c10d, "ProcessGroupNCCL2") and os.environ.get(CLASS_VARIABLE) != "0"
+
+
+def group_arguments(device: torch.device) -> dict[str, torch.device]:
+    """Return the arguments of ``init_process_group`` that depend on the class.
+
+    ProcessGroupNCCL connects at its first collective, on that tensor's device. With ``device_id`` it would
+    connect at once, and groups of a mesh would be made by splitting, as with ProcessGroupNCCL2.
+    """
+    return {"device_id": device} if uses_nccl2() else {}
+
+
+def record_collectives(environ: MutableMapping[str, str]) -> None:
+    """Have torch keep the last collectives, for the watchdog to save. Before a group is made."""
+    environ.setdefault(_RECORDER_VARIABLE, _RECORDED_COLLECTIVES)
+
+
+def recorded_collectives() -> bytes | None:
+    """Return the content of NCCL's flight recorder as JSON; None if it has no collective."""
+    with suppress(ImportError):
+        from torch._C import _distributed_c10d as c10d
+
+        for name, arguments in _DUMPS:
+            # Private, and different in each version and class; a build without NCCL has none.
+            with suppress(AttributeError, RuntimeError, TypeError, ValueError):
+                record: str | bytes = getattr(c10d, name)(**arguments)
+                if json.loads(record).get("entries"):  # without collectives there is a frame around nothing
+                    return record.encode() if isinstance(record, str) else record
+    return None
