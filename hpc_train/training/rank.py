@@ -108,6 +108,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
     _check_open_files(experiment, facts, degrees)
+    host_memory.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
     timeouts = Timeouts.beyond(first_hang_after_s)
