@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    HashStore,
+    Store,
+    TCPStore,
+    get_debug_level,
+    set_debug_level,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -51,6 +59,7 @@ _OWN_GLOO = (
     "tcp/listener.cc",
     "tcp/helpers.cc",
     "tcp/attr.cc",
+    "tcp/loop.cc",
     "find interface",
     "find address",
 )
@@ -58,6 +67,7 @@ _OWN_GLOO = (
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: NCCL errors of this rank itself: they are its own reason, not a peer's.
 _OWN_NCCL = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,9 @@ def join(
     handled: any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
     UsageError if this node lacks the chosen interface.
     """
+    if facts.world_size > 1 and get_debug_level() == DebugLevel.DETAIL:
+        _log.warning("TORCH_DISTRIBUTED_DEBUG: torch's DDP crashes with DETAIL; INFO is used")  # torch 2.15
+        set_debug_level(DebugLevel.INFO)
     if facts.num_nodes == 1:
         network.check_loopback(os.environ)
     if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -297,7 +310,7 @@ def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) ->
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
         )
-    except dist.DistNetworkError as error:  # no other rank is connected yet
+    except (dist.DistNetworkError, dist.DistStoreError) as error:  # no other rank is connected yet
         raise UsageError(
             f"rank 0 can't reach its own store at {address}, port {port}, on {_here()}: {_first_line(error)}"
         ) from error
