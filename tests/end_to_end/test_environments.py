@@ -75,11 +75,8 @@ class Case:
 
     def command(self) -> list[str]:
         """Return the words before the command, with those that unset variables."""
-        return [
-            *self.before,
-            "env",
-            *(f"-u{name}" for name, value in self.variables.items() if value is None),
-        ]
+        unset = [f"-u{name}" for name, value in self.variables.items() if value is None]
+        return [*self.before, *(["env", *unset] if unset else [])]
 
     def needs_root(self) -> bool:
         return bool(self.tmpfs) or not {"unshare", "setpriv"}.isdisjoint(self.before)
@@ -184,6 +181,7 @@ CASES = [
     Case("preload-missing", {"LD_PRELOAD": "/nonexistent.so"}),
     # Resource limits.
     Case("files-64", {}, limit("--nofile=64:64"), "ulimit -n", may_train=True, workers=1, is_sampled=True),
+    Case("files-72", {}, limit("--nofile=72:72"), workers=1),
     Case("files-64-two-ranks", {}, limit("--nofile=64:64"), ranks=2),
     Case("files-256", {}, limit("--nofile=256:256"), ranks=2, workers=2),
     Case("processes", {}, as_user(*limit("--nproc=3:3")), "ulimit -u", may_train=True, workers=1),
