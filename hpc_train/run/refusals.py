@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.errors import shortened
 from hpc_train.run.resource_limits import reached
+from hpc_train.run.storage_errors import place_of
 
 #: Beginnings of the variables that libraries read as they are imported.
 _READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_", "TRITON_")
@@ -19,14 +20,15 @@ def refusal(error: BaseException) -> str | None:
     """Return ``error`` in one line that names its cause in this environment; None if it has none there."""
     found, limits = reached(error)
     if limits and found is not None:
-        return f"{_line(found)}{limits}"
+        return f"{_line(found)}{limits}; raised at {place_of(found)}"
     if name := _variable(error):
         return f"{name}={os.environ[name]}: {_line(error)}; correct the variable, or unset it"
     return None
 
 
 def _line(error: BaseException) -> str:
-    return shortened(": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())))), 300)
+    text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+    return shortened(text, 300)
 
 
 def _variable(error: BaseException) -> str | None:
