@@ -35,7 +35,7 @@ class ExitCode(IntEnum):
     HUNG = 79
     #: Its loader process was killed: the first time it is retried, the second time the file must change.
     WORKER_LOST = 80
-    #: A limit or a version of this environment does not permit the run: it is not requeued.
+    #: A limit, a variable or a version of this environment does not permit the run: it is not requeued.
     ENVIRONMENT = 81
     INTERRUPTED = 130
 

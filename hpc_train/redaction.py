@@ -78,8 +78,8 @@ def known_secrets(environment: Mapping[str, str]) -> set[str]:
 def netrc_file(environment: Mapping[str, str]) -> Path:
     """Return the netrc file that Python's clients read."""
     if given := environment.get("NETRC"):
-        return Path(given).expanduser()
-    own, other = Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()
+        return _expanded(given)
+    own, other = _expanded("~/.netrc"), _expanded("~/_netrc")
     return other if other.exists() and not own.exists() else own
 
 
@@ -102,13 +102,17 @@ def _in_files(environment: Mapping[str, str]) -> Iterator[str]:
     with suppress(OSError, ValueError):
         words = shlex.split(_read(netrc_file(environment)), comments=False)
         yield from (secret for word, secret in pairwise(words) if word == "password")
-    wandb = Path(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb") / "settings"
-    for file in (wandb, Path("~/.mlflow/credentials")):
-        with suppress(OSError, RuntimeError):
-            for line in _read(file.expanduser()).splitlines():
+    wandb = _expanded(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb") / "settings"
+    for file in (wandb, _expanded("~/.mlflow/credentials")):
+        with suppress(OSError):
+            for line in _read(file).splitlines():
                 name, _, value = line.partition("=")
                 if _names_secret(name.strip()):
                     yield value.strip()
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111  (unchanged if the user has no home folder)
 
 
 def _read(file: Path) -> str:

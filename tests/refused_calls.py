@@ -27,6 +27,10 @@ NUMBERS = {
     "setpriority": 141, "sched_setaffinity": 203, "get_mempolicy": 239, "set_mempolicy": 238, "mbind": 237,
     "mlock": 149, "mlockall": 151, "membarrier": 324, "pidfd_open": 434, "pidfd_send_signal": 424,
     "close_range": 436, "perf_event_open": 298, "process_vm_readv": 310,
+    "sched_getaffinity": 204, "setsid": 112, "prlimit64": 302, "getrlimit": 97, "setrlimit": 160,
+    "getrandom": 318, "epoll_create": 213, "epoll_create1": 291, "clone3": 435, "rseq": 334,
+    "faccessat2": 439, "eventfd": 284, "eventfd2": 290, "madvise": 28, "sysinfo": 99, "getcpu": 309,
+    "prctl": 157,
 }  # fmt: skip
 IS_POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2

@@ -90,3 +90,10 @@ def test_a_secret_of_a_file_is_known(tmp_path: Path, file: str, content: str) ->
 
 def test_the_longer_of_two_secrets_is_replaced_whole() -> None:
     assert redacted("abcdefgh", {"A_KEY": "abcd", "B_KEY": "abcdefgh"}) == MARK
+
+
+def test_a_user_without_a_home_folder_has_no_files_of_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a numeric user id."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    assert redacted("http://me:hunter2@host/x") == "http://host/x"

@@ -8,6 +8,7 @@ runs.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from typing import Annotated
@@ -75,6 +76,8 @@ def _use_utf8() -> None:
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if os.environ.pop("PYTHONIOENCODING", None) and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # it stays for this process's own output only
 
 
 def main() -> None:

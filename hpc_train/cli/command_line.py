@@ -57,8 +57,12 @@ def exit_code_of(body: Callable[[], int]) -> int:
         say(_problem(error))
         return int(ExitCode.IO)
     except Exception as error:
+        from hpc_train.run.refusals import refusal
         from hpc_train.run.tracebacks import users_traceback
 
+        if limited := refusal(error):
+            say(limited)
+            return int(ExitCode.FAILED)
         shown = users_traceback(error)
         if shown is None:
             raise

@@ -19,7 +19,8 @@ from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
-from hpc_train.run.processes import exit_code
+from hpc_train.run.processes import exit_code, start_in_own_session
+from hpc_train.run.resource_limits import usable_cpus
 
 _POLL_S = 0.1
 
@@ -40,7 +41,7 @@ def slot_environment(
     environ: Mapping[str, str], slot: int, jobs: int, devices: int, device: str
 ) -> dict[str, str]:
     """Return the environment of the run in one of ``jobs`` slots: its own GPUs and its part of the cores."""
-    threads = max(1, len(os.sched_getaffinity(0)) // (jobs * devices))
+    threads = max(1, len(usable_cpus()) // (jobs * devices))
     # One bar can't show several runs: they print lines.
     found = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
     num_gpus = 0 if device == "cpu" else count_gpus(environ)
@@ -87,12 +88,11 @@ class Slots:
             str(self._devices),
         ]
         how = ["new"] if changes is None else ["again", *changes]
-        self._slots[slot] = subprocess.Popen(
+        self._slots[slot] = start_in_own_session(  # the terminal's Ctrl-C reaches this process only
             [*command, str(os.getpid()), *how],
             env=with_package(environment, (PACKAGE_PARENT, str(Path.cwd()))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C reaches this process only
         )
 
     def wait_for_slot(self) -> None:

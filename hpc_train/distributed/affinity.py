@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.distributed.env import RankFacts
+from hpc_train.run.resource_limits import usable_cpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 _PCI = Path("/sys/bus/pci/devices")
@@ -30,14 +31,14 @@ def bind(facts: RankFacts, device: torch.device, environ: Mapping[str, str]) -> 
     job_cpus = environ.get("SLURM_CPUS_ON_NODE", "")
     if not job_cpus.isdecimal() or int(job_cpus) == 0:
         return facts.local_world_size
-    mask = os.sched_getaffinity(0)
+    mask = usable_cpus()
     if len(mask) == int(job_cpus) and facts.local_world_size > 1:
         near = _near_gpus(facts.local_world_size) if device.type == "cuda" else []
         own = slice_of(physical_cores(mask), near, facts.local_rank, facts.local_world_size)
         if own is not None:
             with suppress(OSError):  # not permitted: ranks share the cores
                 os.sched_setaffinity(0, own)
-    return num_sharing(len(os.sched_getaffinity(0)), int(job_cpus), facts.local_world_size)
+    return num_sharing(len(usable_cpus()), int(job_cpus), facts.local_world_size)
 
 
 def num_sharing(num_usable: int, job_cpus: int, local_world_size: int) -> int:
@@ -54,7 +55,7 @@ def loader_processes(num_sharing: int, device: torch.device) -> int:
     ``num_sharing``: ranks that share the CPUs that this process may use. One CPU remains for the rank; on the
     CPU device it computes with all of them, and one process prepares the next batch meanwhile.
     """
-    spare = len(os.sched_getaffinity(0)) // num_sharing - 1
+    spare = len(usable_cpus()) // num_sharing - 1
     return max(0, min(spare, _MAX_LOADERS if device.type == "cuda" else 1))
 
 

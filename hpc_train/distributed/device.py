@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from hpc_train.errors import BadFileError
+from hpc_train.run.resource_limits import usable_cpus
 
 
 def choose_device(
@@ -47,11 +48,6 @@ def _why_no_cuda() -> str:
     )
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use; affinity is read, never changed."""
-    return len(os.sched_getaffinity(0))
-
-
 def set_threads(num_sharing: int) -> int:
     """Set torch's threads to OMP_NUM_THREADS, else a rank's share of the cores; return the number.
 
@@ -61,7 +57,7 @@ def set_threads(num_sharing: int) -> int:
     if environment.isdecimal() and int(environment) > 0:
         threads = int(environment)
     else:
-        threads = max(1, usable_cores() // num_sharing)
+        threads = max(1, len(usable_cpus()) // num_sharing)
     torch.set_num_threads(threads)
     return threads
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import EnvironmentRefusesError
+from hpc_train.run.resource_limits import of_process
 
 #: Measured: 16 to 30, for logs, checkpoints, pipes, and gloo's own.
 _OWN = 48
@@ -32,7 +33,7 @@ class TooFewFilesError(EnvironmentRefusesError):
 
 def raise_limit() -> int:
     """Raise this process's soft limit of open files to the hard limit; return the new limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = of_process(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -16,7 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    HashStore,
+    Store,
+    TCPStore,
+    get_debug_level,
+    set_debug_level,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -53,6 +61,7 @@ _OWN_GLOO = (
     "tcp/listener.cc",
     "tcp/helpers.cc",
     "tcp/attr.cc",
+    "tcp/loop.cc",
     "find interface",
     "find address",
 )
@@ -60,6 +69,7 @@ _OWN_GLOO = (
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: How often a rank that is inside torch checks whether it was asked to stop.
 _POLL_S = 0.1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,9 @@ def meet(
     rank ends the wait on all. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
     UsageError if this node lacks the chosen interface.
     """
+    if facts.world_size > 1 and get_debug_level() == DebugLevel.DETAIL:
+        _log.warning("TORCH_DISTRIBUTED_DEBUG: torch's DDP crashes with DETAIL; INFO is used")  # torch 2.15
+        set_debug_level(DebugLevel.INFO)
     if facts.num_nodes == 1:
         network.check_loopback(os.environ)
         # Gloo would look up the host's name, which may not resolve on a laptop; NCCL would take an interface
@@ -418,7 +431,7 @@ def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) ->
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
         )
-    except dist.DistNetworkError as error:  # no other rank is connected yet
+    except (dist.DistNetworkError, dist.DistStoreError) as error:  # no other rank is connected yet
         raise UsageError(
             f"rank 0 can't reach its own store at {address}, port {port}, on {_here()}: {_first_line(error)}"
         ) from error

@@ -19,7 +19,8 @@ from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
-from hpc_train.run.resource_limits import explained
+from hpc_train.run.refusals import refusal
+from hpc_train.run.resource_limits import explained, prepare_rank
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
@@ -40,6 +41,7 @@ class Entry:
         pickle. Nor does Python tear down: gloo's threads sometimes abort in that.
         """
         keep_exit_statuses()
+        prepare_rank()
         signals.block()  # until the worker can note them; a launcher has done so already where it could
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
@@ -61,12 +63,14 @@ class Entry:
                 from hpc_train.training import main  # here alone: it imports torch
 
             code = int(main.run(paths, number))
-        except BaseException:  # the worker itself lets nothing through: this environment can't import it
-            code = int(ExitCode.FAILED)
+        except BaseException as error:  # the worker lets nothing through: this environment can't import it
+            limited = refusal(error)
+            code = int(ExitCode.ENVIRONMENT if limited else ExitCode.FAILED)
+            text = limited or explained(traceback.format_exc())
             with suppress(OSError):
-                traceback.print_exc()
+                print(text, file=sys.stderr)
             with suppress(OSError):
-                tell_error(paths.attempt(number), rank, explained(traceback.format_exc()))
+                tell_error(paths.attempt(number), rank, text)
         if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so
             tell_end(paths.attempt(number), rank, code, os.environ.get("SLURMD_NODENAME"))
         return code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -25,6 +24,7 @@ from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
 from hpc_train.run.processes import Process
+from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.run_status import (
     CANCELLED,
     CANCELLED_BY,
@@ -73,7 +73,7 @@ class FollowingLauncher:
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         """Return ``devices`` ranks; GPU-hours are unknown on GPUs: nothing limits how long a run takes."""
         if experiment.device == "cpu":
-            cores = len(os.sched_getaffinity(0))
+            cores = len(usable_cpus())
             return Ranks(devices, devices, devices, gpu_hours=0.0, gpus=0, cores=cores)
         gpus = devices if experiment.device == "cuda" else None
         return Ranks(devices, devices, devices, gpus=gpus)

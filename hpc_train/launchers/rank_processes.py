@@ -20,7 +20,8 @@ from hpc_train.package_path import path_variables
 from hpc_train.paths import RunPaths
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
-from hpc_train.run.processes import Process, exit_code
+from hpc_train.run.processes import Process, exit_code, start_in_own_session
+from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.storage_errors import named_errors
 
 _PR_SET_PDEATHSIG = 1
@@ -94,7 +95,7 @@ class RankProcesses:
         """End the ranks that run, and what they started, now; return once they are gone."""
         for rank in self._running():
             with suppress(ProcessLookupError):
-                os.killpg(rank.popen.pid, signal.SIGKILL)  # each leads a session of its own
+                os.killpg(rank.popen.pid, signal.SIGKILL)
         for rank in self._running():
             exit_code(rank.popen, block=True)
         self.collect()
@@ -113,7 +114,7 @@ def common_environment(
         if name not in _STALE and not name.startswith(_STALE_PREFIXES)
     }
     threads = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, len(usable_cpus()) // num_ranks)),
         THREADS_BY_SHARE: "1",
     }
     defaults = {
@@ -157,15 +158,16 @@ def _before(variables: Mapping[str, str], inherited: Sequence[str]) -> dict[str,
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with named_errors(log), open_regular(log, "ab") as output:
-        return subprocess.Popen(
+    with named_errors(log):
+        output = open_regular(log, "ab")
+    with output:
+        return start_in_own_session(  # a terminal's Ctrl-C reaches the launcher only
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher only
-            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (it takes no lock)
+            preexec_fn=_die_with(os.getpid()),
         )
 
 

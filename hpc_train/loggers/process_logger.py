@@ -21,7 +21,7 @@ from typing import Any
 from hpc_train.loggers.tracker_environment import Tracker, in_a_line
 from hpc_train.package_path import with_package
 from hpc_train.redaction import redacted
-from hpc_train.run.processes import exit_code
+from hpc_train.run.processes import exit_code, start_in_own_session
 
 #: How long ``close`` waits for the process to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0
@@ -159,13 +159,12 @@ class ProcessLogger:
 
 
 def _start_process(module: str, environment: Mapping[str, str], started: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return start_in_own_session(  # Ctrl-C and a launcher's signals are handled by the rank
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=started,
         text=True,
         env=with_package(environment),
-        start_new_session=True,  # Ctrl-C and a launcher's signals are handled by the rank
     )
 
 

@@ -23,6 +23,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.redaction import redacted
 from hpc_train.run.files import read_json, write_json
+from hpc_train.run.processes import start_in_own_session
 from hpc_train.run.run_status import GOING_ON
 
 _MODULE = "hpc_train.loggers.sync_process"
@@ -96,14 +97,13 @@ def _are_in_file(paths: RunPaths, record: Mapping[str, Any]) -> bool:
 
 def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the answer of ``loggers.sync_process``."""
-    process = subprocess.Popen(
+    process = start_in_own_session(  # so that the service's client ends with it
         [sys.executable, "-P", "-m", _MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env=with_package(environment),
-        start_new_session=True,  # so that the service's client ends with it
     )
     assert process.stdin is not None and process.stdout is not None
     try:

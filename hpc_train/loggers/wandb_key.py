@@ -10,9 +10,9 @@ import configparser
 import netrc
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from hpc_train.paths import expanded
 from hpc_train.redaction import netrc_file
 
 #: Two addresses of wandb's own server: the default, and that of older versions. A key in netrc for the old
@@ -70,7 +70,7 @@ def _machines(url: str) -> Iterator[str]:
 
 def _settings() -> dict[str, str]:
     """Return wandb's settings of this user, which ``wandb login --host`` writes; empty if unreadable."""
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    folder = expanded(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb")
     parser = configparser.ConfigParser()
     try:
         parser.read(folder / "settings")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import UsageError
-from hpc_train.paths import RunPaths, runs_root
+from hpc_train.paths import RunPaths, expanded, runs_root
 from hpc_train.registry import nearest
 
 _ANY_RUN = RunPaths(Path())
@@ -176,7 +176,7 @@ def _meant(word: str, known: _Known) -> list[RunPaths]:
 
 def _in_folder(word: str, known: _Known) -> list[RunPaths]:
     """Return the run of the folder, or the runs in it."""
-    folder = Path(os.path.abspath(Path(word).expanduser()))  # noqa: PTH100  (".." goes, links stay as typed)
+    folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]
     found = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]

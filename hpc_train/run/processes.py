@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import ExitCode, TryAgainError
+from hpc_train.errors import ExitCode, TryAgainError, UserError
 
 #: The attempt that a rank belongs to, and its run folder; set by the launcher.
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
@@ -48,6 +49,17 @@ def exit_code(child: subprocess.Popen[Any], *, block: bool = False) -> int | Non
     return child.poll()
 
 
+def start_in_own_session(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process that signals of the terminal do not reach, and that leads its process group.
+
+    If a sandbox refuses setsid, the process remains in this session.
+    """
+    try:
+        return subprocess.Popen(command, start_new_session=True, **options)
+    except OSError:
+        return subprocess.Popen(command, process_group=0, **options)
+
+
 @dataclass(frozen=True)
 class Process:
     """A unique process: machine (as booted), container, pid, and start in clock ticks."""
@@ -71,7 +83,10 @@ class Process:
     def current(cls) -> Process:
         """Return the process that runs this code."""
         process = cls.of(os.getpid())
-        assert process is not None, "/proc does not show our own process"
+        if process is None:
+            raise UserError(
+                "/proc does not show this process: it is not mounted; mount it, as container runtimes do"
+            )
         return process
 
     @classmethod

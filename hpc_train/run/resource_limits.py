@@ -5,11 +5,14 @@ Called where a rank reports its own error, and by launchers for a rank that ende
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import resource
+import select
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -32,12 +35,14 @@ _MESSAGES = {
     r"failed to map segment|cannot map (zero|file)": ("-v",),
     r"can't start new thread|[Tt]hread creation failed|pthread_create": ("-u", "-v"),
     r"fork.*Resource temporarily unavailable|BlockingIOError: \[Errno 11\]": ("-u",),
-    r"[Tt]oo many open files|items of ancdata": ("-n",),
+    r"[Tt]oo many open files|items of ancdata|init uv loop": ("-n",),
     r"File too large|File size limit exceeded": ("-f",),
     r"CPU time limit exceeded": ("-t",),
 }
 _ERRNOS = {errno.ENOMEM: ("-v", "-d"), errno.EFBIG: ("-f",), errno.EMFILE: ("-n",)}
 _SIGNALS = {int(signal.SIGXFSZ): ("-f",), int(signal.SIGXCPU): ("-t",)}
+#: The number of the system call; the same on x86-64 and ARM.
+_CLONE3 = 435
 _CGROUPS = Path("/sys/fs/cgroup")
 _DEVICE = re.compile(r"CUDA|\bHIP\b")
 _REMEDY = "raise it with `ulimit` where the ranks are started, or ask the administrators (limits.conf)"
@@ -46,13 +51,46 @@ _REMEDY = "raise it with `ulimit` where the ranks are started, or ask the admini
 def current() -> dict[str, str]:
     """Return this process's limits in words, by ulimit's option; without those that are unlimited."""
     found = {}
-    for option, (limit, name, unit) in _LIMITS.items():
-        size, _ = resource.getrlimit(limit)
+    for option, (kind, name, unit) in _LIMITS.items():
+        size, _ = of_process(kind)
         is_exempt = option == "-u" and os.geteuid() == 0
         if size != resource.RLIM_INFINITY and not is_exempt:
-            value = f"{size / _MIB:.0f} MiB" if unit == "MiB" else f"{size} {unit}".rstrip()
+            value = _in_mib(size) if unit == "MiB" else f"{size} {unit}".rstrip()
             found[option] = f"{name} is limited to {value} (`ulimit {option}`)"
     return found
+
+
+def _in_mib(size: int) -> str:
+    return f"{size / _MIB:.0f} MiB" if size >= _MIB else f"{size} bytes"
+
+
+def of_process(kind: int) -> tuple[int, int]:
+    """Return the soft and the hard limit; unlimited where a sandbox refuses to show them."""
+    try:
+        return resource.getrlimit(kind)
+    except OSError:
+        return resource.RLIM_INFINITY, resource.RLIM_INFINITY
+
+
+def usable_cpus() -> set[int]:
+    """Return the CPUs that this process may use: all if a sandbox refuses to show them."""
+    try:
+        return os.sched_getaffinity(0)
+    except (AttributeError, OSError):
+        return set(range(os.cpu_count() or 1))
+
+
+def prepare_rank() -> None:
+    """Prepare this process for what a sandbox or the shell limits, before it imports torch."""
+    try:
+        os.sched_getaffinity(0)
+    except OSError:
+        del os.sched_getaffinity  # torch counts CPUs in another way if the function does not exist
+    soft, hard = of_process(resource.RLIMIT_CPU)
+    if soft == hard and 1 < hard != resource.RLIM_INFINITY:
+        # The signal of the soft limit names the cause. At the hard limit the kernel sends SIGKILL.
+        with suppress(OSError):
+            resource.setrlimit(resource.RLIMIT_CPU, (hard - 1, hard))
 
 
 def clause(message: str, limits: Mapping[str, str], ended_by: int | None = None) -> str:
@@ -69,11 +107,38 @@ def reached_limits(error: BaseException | None) -> str:
     Each begins with a semicolon. Empty if the error is of another kind, or nothing is limited. A cgroup's
     limit of memory is never named: the kernel kills a process instead.
     """
+    return reached(error)[1]
+
+
+def reached(error: BaseException | None) -> tuple[BaseException | None, str]:
+    """Return ``error`` or its cause that has reached a limit, and the clauses of ``reached_limits``.
+
+    If a sandbox refuses system calls that fail like that, the clause names them instead.
+    """
     while error is not None:
         if options := _options(error):
-            return _named(options, current()) + ("".join(_cgroup_words()) if "-u" in options else "")
+            words = _named(options, current()) + ("".join(_cgroup_words()) if "-u" in options else "")
+            return error, _refused_calls() or words
         error = error.__cause__ or error.__context__
-    return ""
+    return None, ""
+
+
+def _refused_calls() -> str:
+    """Return a clause that names the calls, needed for threads and connections, that a sandbox refuses."""
+    if sys.platform != "linux":
+        return ""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(_CLONE3, None, 0)  # invalid arguments; glibc does without the call only if it does not exist
+    refused = ["clone3"] if ctypes.get_errno() == errno.EPERM else []
+    for name, call in (("eventfd2", lambda: os.close(os.eventfd(0))), ("epoll_create1", select.epoll)):
+        try:
+            call()
+        except OSError as error:
+            if error.errno in {errno.EPERM, errno.ENOSYS}:
+                refused.append(name)
+    if not refused:
+        return ""
+    return f"; the sandbox (seccomp) refuses {', '.join(refused)}: permit it, or update the container runtime"
 
 
 def _options(error: BaseException) -> Sequence[str]:

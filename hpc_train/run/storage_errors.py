@@ -105,7 +105,7 @@ def error_words(error: OSError, path: Path | None = None) -> str:
     """
     named = path or _path_of(error)
     if named is None:
-        said = f"input/output: {error.strerror or error} ({_place(error)}){_unnamed_remedy(error)}"
+        said = f"input/output: {error.strerror or error} ({place_of(error)}){_unnamed_remedy(error)}"
     else:
         said = f"{named}: {_reason(error)}{_remedy(error, named)}"
     return f"{said}{reached_limits(error)}"
@@ -134,7 +134,8 @@ def _reason(error: OSError) -> str:
     return reason if said.lower() in reason.lower() else f"{reason} ({said})"
 
 
-def _place(error: OSError) -> str:
+def place_of(error: BaseException) -> str:
+    """Return the line of code that raised ``error``, as ``file.py:12``."""
     frames = extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 import torch
+
+from hpc_train.run.resource_limits import of_process
 
 #: Of what is free; the rest is for loader processes, evaluation and fragmentation. Assumed.
 _PART = 0.9
@@ -37,19 +39,24 @@ def limit_memory(device: torch.device, num_sharing: int) -> None:
 @contextmanager
 def limited_to_free_memory() -> Iterator[None]:
     """Let this process allocate what is free now and no more, within this context."""
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    before, hard = of_process(resource.RLIMIT_DATA)
     _limit_data(free_bytes())
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+        _set_data_limit(before, hard)
 
 
 def _limit_data(more: int) -> None:
     """Let this process allocate ``more`` bytes at most on top of what it has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft, hard = of_process(resource.RLIMIT_DATA)
     given = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([_data_bytes() + more, *given]), hard))
+    _set_data_limit(min([_data_bytes() + more, *given]), hard)
+
+
+def _set_data_limit(soft: int, hard: int) -> None:
+    with suppress(OSError):  # a sandbox refuses it
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def free_bytes() -> int:

@@ -113,6 +113,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     degrees = _degrees(experiment, facts)
     _check_open_files(experiment, facts, degrees)
     limit_core_files(os.environ)
+    host_memory.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s = experiment.recovery.hang_after_min * 60
     first_hang_after_s = hang_after_s * _FIRST_STEP_FACTOR

@@ -16,6 +16,7 @@ from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
     BadNodeError,
+    EnvironmentRefusesError,
     ExitCode,
     HpcTrainError,
     NetworkFaultError,
@@ -29,6 +30,7 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
+from hpc_train.run.refusals import refusal
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
@@ -70,10 +72,12 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
+    if not isinstance(cause, HpcTrainError) and flag.has_nothing_to_lose and (limited := refusal(error)):
+        cause = EnvironmentRefusesError(limited)
     is_plain = isinstance(cause, _WITHOUT_TRACEBACK)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    if not isinstance(cause, StorageError):  # which has them
+    if not isinstance(cause, StorageError | EnvironmentRefusesError):  # which have them
         text = text.rstrip("\n") + error_clauses(error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)

@@ -11,8 +11,9 @@ import torch
 
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import has_one_shape
-from hpc_train.distributed.device import choose_device, set_determinism, set_threads, usable_cores
+from hpc_train.distributed.device import choose_device, set_determinism, set_threads
 from hpc_train.errors import BadFileError
+from hpc_train.run.resource_limits import usable_cpus
 from tests.distributed.scripts import run_script
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -58,7 +59,7 @@ def test_a_rank_takes_the_gpu_of_its_number() -> None:
 
 
 def test_cores_are_shared_by_the_ranks_of_a_node() -> None:
-    assert set_threads(1) == usable_cores() == torch.get_num_threads()
+    assert set_threads(1) == len(usable_cpus()) == torch.get_num_threads()
     assert set_threads(10_000) == 1
 
 

@@ -48,3 +48,17 @@ def test_pages_are_mapped_once_but_for_very_large_blocks() -> None:
 def test_a_setting_of_the_user_stays(name: str) -> None:
     assert not keep_freed({name: "1000000"})
     assert not keep_freed({"GLIBC_TUNABLES": "glibc.cpu.x=1:glibc.malloc.trim_threshold=1000000"})
+
+
+@pytest.mark.parametrize(("limit_mib", "is_refused"), [(500, True), (4000, False)])
+def test_an_address_space_without_room_for_training_is_refused(limit_mib: int, is_refused: bool) -> None:
+    program = "from hpc_train.distributed.host_memory import check_address_space; check_address_space('n1')"
+    done = subprocess.run(
+        ["prlimit", f"--as={limit_mib << 20}", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    words = "EnvironmentRefusesError: ulimit -v: the address space of ranks on node n1 is limited to 500 MiB"
+    assert (words in done.stderr) == is_refused
+    assert (done.returncode != 0) == is_refused, done.stderr

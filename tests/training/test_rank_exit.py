@@ -199,3 +199,17 @@ def test_a_node_that_fails_its_check_is_named_without_a_traceback(
     words = "node n1 failed its check of shared memory: /dev/shm can't be used"
     assert end(paths, BadNodeError(words)) == (ExitCode.BAD_NODE, f"{words}\n")
     assert capsys.readouterr().err == f"{words}\n"
+
+
+def test_a_limit_reached_before_the_first_step_refuses_the_run_without_a_traceback(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    error = OSError(errno.EMFILE, "Too many open files")
+    code, text = end(paths, error)
+    assert code == ExitCode.ENVIRONMENT and text is not None
+    assert "Traceback" not in text + capsys.readouterr().err
+    assert "Too many open files; the number" in text and "raised at test_rank_exit.py:" in text
+    assert text.count("the number of open files is limited to 64 (`ulimit -n`)") == 1
+    code, text = end(paths, error, has_stepped=True)
+    assert code == ExitCode.FAILED and text is not None and text.startswith("Traceback")

@@ -13,7 +13,7 @@ import tempfile
 from hpc_train.console import one_line
 from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
-from hpc_train.run.processes import exit_code
+from hpc_train.run.processes import exit_code, start_in_own_session
 
 
 class Command:
@@ -26,13 +26,12 @@ class Command:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self._read = 0
         self._last = ""
-        self._process = subprocess.Popen(
+        self._process = start_in_own_session(  # the terminal's signals are for the screen
             [sys.executable, "-m", "hpc_train", words, str(paths.folder)],
             env=with_package(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._output,
-            start_new_session=True,  # the terminal's signals are for the screen
         )
 
     @property
