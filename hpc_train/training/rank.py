@@ -133,7 +133,10 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     try:
         if experiment.recovery.check_nodes:
             progress.at("checking")
-            node_check.check(facts, device, paths.attempt(attempt), node, experiment=experiment)
+            owns_gpu = _expects_gpus(experiment, is_started_by_slurm(os.environ))
+            node_check.check(
+                facts, device, paths.attempt(attempt), node, experiment=experiment, owns_gpu=owns_gpu
+            )
         progress.at("building")
         yield rank
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from hpc_train.cli.parallel_runs import slot_environment
 from hpc_train.launchers import gpus
 from hpc_train.launchers.gpus import count_gpus
 from tests.launchers.fake_ranks import launch, new_request
+from tests.programs import put_program
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,8 @@ def test_the_variable_counts_as_cuda_reads_it(visible: str, count: int) -> None:
     assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
-def put_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!{sys.executable}\n{script}")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-
-
 def test_else_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_nvidia_smi(tmp_path, "print('GPU 0: A\\n  MIG 1g: (UUID: x)\\nGPU 1: A')", monkeypatch)
+    put_program(tmp_path, "nvidia-smi", "print('GPU 0: A\\n  MIG 1g: (UUID: x)\\nGPU 1: A')", monkeypatch)
     assert count_gpus({}) == 2
 
 
@@ -42,7 +35,7 @@ GPU 1: A (UUID: GPU-2)
 
 def test_mig_devices_are_named_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process sees one of them at most, so ranks and runs must each be given their own."""
-    put_nvidia_smi(tmp_path, f"print({LISTED!r})", monkeypatch)
+    put_program(tmp_path, "nvidia-smi", f"print({LISTED!r})", monkeypatch)
     names = ["MIG-a", "MIG-b", "GPU-2"]
     assert (gpus.gpu_names({}), count_gpus({})) == (names, 3)
     assert gpus.mig_variables({}) == {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b,GPU-2"}
@@ -52,7 +45,7 @@ def test_mig_devices_are_named_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_local_ranks_are_told_all_mig_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_nvidia_smi(tmp_path, f"print({LISTED!r})", monkeypatch)
+    put_program(tmp_path, "nvidia-smi", f"print({LISTED!r})", monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     request = new_request(tmp_path, devices=2, device="auto")
     launch(request, "(run.folder / f'sees-{rank}').write_text(os.environ['CUDA_VISIBLE_DEVICES'])")
@@ -67,7 +60,7 @@ def test_else_the_device_files_count(
     if script is None:
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
-        put_nvidia_smi(tmp_path, script, monkeypatch)
+        put_program(tmp_path, "nvidia-smi", script, monkeypatch)
     assert count_gpus({}) == gpus._count_device_files(Path("/dev"))
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "tty0"):
         (tmp_path / name).touch()
