@@ -54,6 +54,7 @@ def show(monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None) ->
 EIGHT = "0,1,2,3,4,5,6,7"
 
 
+@pytest.mark.fault(50)
 @pytest.mark.parametrize(
     ("num_gpus", "visible", "local_rank", "given"),
     [
@@ -105,6 +106,7 @@ def test_cudas_own_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("auto", 0, gpus_expected=True)
 
 
+@pytest.mark.fault(50)
 def test_a_gpu_that_can_not_be_used_is_the_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with")
@@ -125,7 +127,7 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
         assert taken == [torch.device("cuda", 0)]
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(52)
 def test_each_rank_takes_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA shows a process the first of them alone, whatever is listed."""
     for local_rank, name in enumerate(["MIG-a", "MIG-b"]):

@@ -33,6 +33,7 @@ GPU 1: A (UUID: GPU-2)
 """
 
 
+@pytest.mark.fault(52)
 def test_mig_devices_are_named_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process sees one of them at most, so ranks and runs must each be given their own."""
     put_program(tmp_path, "nvidia-smi", f"print({LISTED!r})", monkeypatch)
@@ -44,6 +45,7 @@ def test_mig_devices_are_named_one_by_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert [slot_environment({}, slot, 3, 1, "auto")["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == names
 
 
+@pytest.mark.fault(52)
 def test_local_ranks_are_told_all_mig_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_program(tmp_path, "nvidia-smi", f"print({LISTED!r})", monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

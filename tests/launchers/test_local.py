@@ -431,7 +431,7 @@ def test_an_abort_before_completion_is_a_failure(tmp_path: Path) -> None:
     assert read_status(request.paths).reason == "rank 0: killed by SIGABRT"
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(51)
 def test_a_device_error_before_an_abort_is_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

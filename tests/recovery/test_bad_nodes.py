@@ -81,6 +81,7 @@ def test_errors_of_a_device_are_distinguished_from_a_programs(text: str, is_one:
     assert is_device_error(f"Traceback\n  …\n{text}\n") is is_one
 
 
+@pytest.mark.fault(51)
 def test_the_message_of_an_abort_is_found_in_front_of_its_frames() -> None:
     said = f"step 3\n{aborts.DEVICE}"
     assert abort_line(said) == aborts.DEVICE_LINE

@@ -15,7 +15,7 @@ class Aborting(Net):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls > 4 and os.environ["SLURM_RESTART_COUNT"] == "0":
+        if self.calls > 4 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
             aborts.abort_as(aborts.DEVICE if os.environ["SLURM_PROCID"] == "1" else aborts.PEER)
         out: Tensor = super().forward(images_BCHW)
         return out

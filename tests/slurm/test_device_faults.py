@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GPUS = ("slurm.gpus_per_node=2", "slurm.ranks_per_node=1")
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(50)
 @pytest.mark.usefixtures("fresh_ranks")
 def test_a_node_that_lost_a_gpu_is_left_out(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -42,7 +42,7 @@ def test_a_node_that_lost_a_gpu_is_left_out(
     assert standing_of(paths)["excluded_nodes"] == {"n1": how}
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(50)
 @pytest.mark.usefixtures("fresh_ranks")
 def test_where_no_node_has_its_gpus_a_first_attempt_is_final(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +58,7 @@ def test_where_no_node_has_its_gpus_a_first_attempt_is_final(
     assert "Error 802: system not yet initialized" in (record.reason or "")
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(51)
 def test_a_device_error_behind_nccls_abort_is_blamed_on_its_node(cluster: Cluster, tmp_path: Path) -> None:
     text = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.slurm.aborting:net")
     paths = submit_one(tmp_path, text=text)

@@ -185,7 +185,7 @@ def test_a_node_that_failed_its_check_is_named(error: str) -> None:
     assert judge(facts).bad_nodes == {"n2": how}
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(51)
 def test_a_device_error_behind_an_abort_is_blamed_on_its_node() -> None:
     """Those that NCCL aborted over their peer may be reported first, with others in one line."""
     output = "srun: error: n1: tasks 0-1: Aborted (core dumped)\nsrun: error: n2: tasks 2-3: Aborted\n"
@@ -201,7 +201,7 @@ def test_a_device_error_behind_an_abort_is_blamed_on_its_node() -> None:
     assert (told(killed)[2] or "").startswith("rank 3 on n2: killed by SIGKILL")
 
 
-@pytest.mark.fault(15, 17)
+@pytest.mark.fault(51)
 def test_ranks_that_nccl_aborted_over_each_other_are_nobodys_fault() -> None:
     output = "srun: error: n1: tasks 0-1: Aborted (core dumped)\n"
     facts = Facts(134, output=output, logs={0: aborts.TIMEOUT_LINE, 1: aborts.TIMEOUT_LINE})
@@ -210,7 +210,7 @@ def test_ranks_that_nccl_aborted_over_each_other_are_nobodys_fault() -> None:
     assert reason == f"no rank said why it ended (srun: exit code 134); rank 0: {aborts.TIMEOUT_LINE}"
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(50)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_where_all_nodes_fail_alike_none_is_at_fault(is_first: bool) -> None:
     """At a run's first start that would happen again; later they have worked before."""
@@ -258,6 +258,7 @@ def test_a_signal_tells_against_a_node_unless_memory_ran_out(how: str, suspect: 
     assert not judge(replace(facts, output=f"{facts.output}slurmstepd: oom_kill event\n")).bad_nodes
 
 
+@pytest.mark.fault(51)
 @pytest.mark.parametrize(
     ("error", "is_suspect"),
     [
