@@ -70,7 +70,11 @@ def doctor(
     ] = False,
     nodes: Annotated[
         str | None,
-        typer.Option("--nodes", metavar="NAMES", help="The same on each of these nodes: n1,n[3-5]."),
+        typer.Option(
+            "--nodes",
+            metavar="NAMES",
+            help="The same on each of these nodes, n1,n[3-5], and the bandwidth of each pair; or a number.",
+        ),
     ] = None,
     wait_min: Annotated[
         float,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_train.distributed.parent_process import die_with
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
@@ -44,10 +44,8 @@ def slot_environment(
     threads = max(1, len(usable_cpus()) // (jobs * devices))
     # One bar can't show several runs: they print lines.
     found = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
-    num_gpus = 0 if device == "cpu" else count_gpus(environ)
-    if num_gpus:
-        listed = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(listed[slot * devices : (slot + 1) * devices])
+    if names := [] if device == "cpu" else gpu_names(environ):
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * devices : (slot + 1) * devices])
     return found
 
 

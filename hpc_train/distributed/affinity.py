@@ -110,11 +110,12 @@ def _near_gpus(local_world_size: int) -> list[frozenset[int]]:
     if torch.cuda.device_count() != local_world_size:
         return []
     return [
-        parse_cpu_list(_read(_PCI / _pci_id(index) / "local_cpulist")) for index in range(local_world_size)
+        parse_cpu_list(_read(_PCI / pci_id(index) / "local_cpulist")) for index in range(local_world_size)
     ]
 
 
-def _pci_id(index: int) -> str:
+def pci_id(index: int) -> str:
+    """Return the PCI address of a GPU, as ``0000:41:00.0``; ``unknown`` if torch has none."""
     properties = torch.cuda.get_device_properties(index)
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if min(domain, bus, slot) >= 0 else "unknown"

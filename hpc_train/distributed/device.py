@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Mapping, MutableMapping
 from typing import Literal
 
 import torch
 
-from hpc_train.errors import BadFileError
+from hpc_train.distributed.env import visible_gpus
+from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.run.resource_limits import usable_cpus
+
+_WORDS_MAX = 300
 
 
 def choose_device(
@@ -17,16 +22,20 @@ def choose_device(
 ) -> torch.device:
     """Return the rank's device and make it torch's current one.
 
-    ``gpus_expected``: GPUs were requested, so that ``auto`` must not fall back to the CPU. A rank that sees a
-    single GPU uses it: the launcher gave each rank its own. Raises BadFileError if it has none.
+    ``gpus_expected``: Slurm gave this node GPUs, so that ``auto`` must not fall back to the CPU. A rank that
+    sees a single GPU uses it: the launcher gave each rank its own. Raises BadNodeError if the node lacks GPUs
+    that Slurm gave, BadFileError if another node would not help.
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _take_own_mig_device(os.environ, local_rank)
+    num_gpus, words = _count_gpus()
+    if gpus_expected and num_gpus < (given := _num_given(os.environ, local_rank, num_gpus)):
+        raise BadNodeError(f"torch finds {num_gpus} of the {given} GPUs that Slurm gave it{words}")
     if num_gpus == 0:
         if wanted == "auto" and not gpus_expected:
             return torch.device("cpu")
-        raise BadFileError(f"device: {wanted} needs a GPU, but {_why_no_cuda()}; or write device: cpu")
+        raise BadFileError(f"device: {wanted} needs a GPU, but {_why_no_cuda()}{words}; or write device: cpu")
     index = 0 if num_gpus == 1 else local_rank
     if index >= num_gpus:
         raise BadFileError(
@@ -34,8 +43,46 @@ def choose_device(
             f"start at most {num_gpus} ranks per node, or write device: cpu"
         )
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:  # busy, or broken
+        fault = BadNodeError if gpus_expected else BadFileError
+        raise fault(f"device: {device} can't be used: {_first_line(error)}") from error
     return device
+
+
+def _take_own_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:
+    """Leave this rank its own of the listed MIG devices: CUDA shows a process the first one alone."""
+    names = visible_gpus(environ) or []
+    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
+        if local_rank >= len(names):
+            raise BadFileError(
+                f"device: local rank {local_rank} has no MIG device of its own, CUDA_VISIBLE_DEVICES names "
+                f"{len(names)}; start at most {len(names)} ranks per node"
+            )
+        environ["CUDA_VISIBLE_DEVICES"] = names[local_rank]
+
+
+def _count_gpus() -> tuple[int, str]:
+    """Return how many GPUs torch finds, and CUDA's error as a clause if there was one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, "".join(f"; {_first_line(warning.message)}" for warning in caught[:1])
+
+
+def _num_given(environ: Mapping[str, str], local_rank: int, num_gpus: int) -> int:
+    """Return how many GPUs this rank should see at least; 0 if it is not a node's fault to have none."""
+    if not torch.backends.cuda.is_built():
+        return 0
+    if (names := visible_gpus(environ)) is not None:
+        return len(names)
+    return 1 if num_gpus == 1 else local_rank + 1  # a single one may be the rank's own
+
+
+def _first_line(error: object) -> str:
+    line = next(iter(str(error).splitlines()), "")
+    return line.partition(" (Triggered internally")[0][:_WORDS_MAX]
 
 
 def _why_no_cuda() -> str:

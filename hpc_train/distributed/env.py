@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hpc_train.errors import UsageError
 
@@ -20,6 +21,7 @@ _SLURM = (
 )
 #: Set by a launcher if OMP_NUM_THREADS is a rank's share of the cores and not the user's own choice.
 THREADS_BY_SHARE = "HPC_TRAIN_THREADS_BY_SHARE"
+_GPU_NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 _TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -85,6 +87,14 @@ class RankFacts:
 def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is a task of ``srun``."""
     return "SLURM_PROCID" in environ and not any(name in environ for name in _TORCHRUN)
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the names in CUDA_VISIBLE_DEVICES, as CUDA does up to the first wrong one; None: not set."""
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        return None
+    names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    return list(takewhile(_GPU_NAME.fullmatch, names))
 
 
 def node_name(environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""How many GPUs this machine lends, without importing torch."""
+"""Which GPUs this machine lends, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_train.distributed.env import visible_gpus
+
 _DEVICE_FILE = re.compile(r"nvidia\d+")
+_UUID = re.compile(r"\(UUID: ([^)]+)\)")
 #: Assumed: the driver may take seconds to wake where nothing holds it.
 _SMI_LIMIT_S = 30.0
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a process would see: by CUDA_VISIBLE_DEVICES, else by the driver."""
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return _count_listed(environ["CUDA_VISIBLE_DEVICES"])
-    from_driver = _count_by_driver()
-    return _count_device_files(Path("/dev")) if from_driver is None else from_driver
+    """Return how many GPUs, or MIG devices, processes of this machine can use."""
+    return len(gpu_names(environ))
 
 
-def _count_listed(text: str) -> int:
-    """Count as CUDA does: names up to the first that is not one."""
-    count = 0
-    for name in text.split(","):
-        if not re.fullmatch(r"\d+|GPU-.+|MIG-.+", name.strip()):
-            break
-        count += 1
-    return count
+def gpu_names(environ: Mapping[str, str]) -> list[str]:
+    """Return the names by which CUDA_VISIBLE_DEVICES names them: those that it has, else the driver's."""
+    if (names := visible_gpus(environ)) is not None:
+        return names
+    from_driver = _names_by_driver()
+    count = _count_device_files(Path("/dev")) if from_driver is None else 0
+    return from_driver or [str(number) for number in range(count)]
 
 
-def _count_by_driver() -> int | None:
+def mig_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable from which each rank takes its own MIG device; nothing where there are none."""
+    names = gpu_names(environ)
+    has_mig = any(name.startswith("MIG-") for name in names)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if has_mig else {}
+
+
+def _names_by_driver() -> list[str] | None:
+    """Return numbers, or the UUIDs of MIG devices and of GPUs without such: None if nvidia-smi fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=False
@@ -39,7 +46,10 @@ def _count_by_driver() -> int | None:
         return None
     if done.returncode != 0:
         return None
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    gpus = [_UUID.findall(part) for part in re.split(r"^GPU ", done.stdout, flags=re.MULTILINE)[1:]]
+    if all(len(uuids) < 2 for uuids in gpus):
+        return [str(number) for number in range(len(gpus))]
+    return [uuid for uuids in gpus for uuid in (uuids[1:] or uuids)]
 
 
 def _count_device_files(folder: Path) -> int:

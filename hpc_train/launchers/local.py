@@ -16,7 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.base import LaunchRequest
-from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
 from hpc_train.paths import RunPaths
@@ -47,11 +47,13 @@ class LocalLauncher:
 
         Main thread only, for the signals' sake; elsewhere nobody can interrupt it.
         """
+        device = request.experiment.device
         num_ranks = self.choose_devices(request.devices, request.experiment)
         record = _begin(request, num_ranks)
         command = self.command or default_command(request.paths)
         with noted_signals() as interrupts:
-            ranks = RankProcesses(request.paths, request.attempt, num_ranks, command)
+            variables = mig_variables(os.environ) if num_ranks > 1 and device != "cpu" else {}
+            ranks = RankProcesses(request.paths, request.attempt, num_ranks, command, variables)
             try:
                 record = replace(record, rank_processes=ranks.identities())
                 write_record(request.paths.attempt(request.attempt), record)

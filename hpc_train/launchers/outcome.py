@@ -10,6 +10,7 @@ from pathlib import Path
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
+from hpc_train.recovery.bad_nodes import abort_line
 from hpc_train.recovery.diagnosis import (
     Diagnosis,
     Evidence,
@@ -17,6 +18,7 @@ from hpc_train.recovery.diagnosis import (
     Stop,
     diagnose,
     exit_code_of_user_error,
+    first_cause,
     stopped_by_signal,
 )
 from hpc_train.run import resource_limits
@@ -31,6 +33,8 @@ _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
 _ASKED_TO_END = {-int(signal.SIGTERM), -int(signal.SIGINT), *_HARMLESS_ONCE_COMPLETED}
 _LOG_TAIL_LINES = 14
 _LOG_TAIL_BYTES = 8192
+#: Where C++ aborts it prints its stack, several times, with names of hundreds of characters.
+_FRAMES_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -114,17 +118,23 @@ def _evidence(
     hung = [rank for rank in sorted(ends) if failed and ends[rank] == ExitCode.HUNG]
     errors = {rank: _read(attempt.error(rank)) for rank in [*(each.rank for each in failed), *hung]}
     errors = {rank: text for rank, text in errors.items() if text}
-    silent = [rank for rank in failed if rank.rank not in errors and _code(rank) != ExitCode.PEER_LOST]
-    # One that gloo aborted over a peer comes after all others.
-    first = min(silent, key=lambda rank: _code(rank) == -signal.SIGABRT, default=None)
+    logs = {rank.rank: telling_line(attempt.log(rank.rank)) for rank in failed}
+    silent = [
+        end
+        for rank in failed
+        if rank.rank not in errors and _code(rank) != ExitCode.PEER_LOST
+        if (end := _silent(rank).without_followers(logs)) is not None
+    ]
+    # One that was aborted over a peer, in whatever words, comes after all others.
+    silent.sort(key=lambda end: end.signal == signal.SIGABRT)
     return Evidence(
         is_completed=is_completed,
         is_cancelled=is_cancelled,
         errors=errors,
         codes=ends | {rank.rank: _code(rank) for rank in failed},
-        logs={rank.rank: telling_line(attempt.log(rank.rank)) for rank in failed},
+        logs=logs,
         limits=resource_limits.current(),
-        silent=_silent(first) if first else None,
+        silent=first_cause(silent, logs),
         stop=stop,
         stayed_behind=stayed_behind,
         launch_end=f"rank {failed[0].rank}: exit code {_code(failed[0])}" if failed else None,
@@ -175,8 +185,12 @@ def last_line(path: Path) -> str:
 
 
 def telling_line(path: Path) -> str:
-    """Return the line of a rank's log that says why it ended: that of a reached limit, or the last one."""
-    return resource_limits.reporting_line(log_tail(path)) or last_line(path)
+    """Return the line of a rank's log that says why it ended.
+
+    That of a reached limit, of a device, of a lost peer, or the last one.
+    """
+    limit = resource_limits.reporting_line(log_tail(path))
+    return limit or abort_line(tail_text(path, _FRAMES_BYTES)) or last_line(path)
 
 
 def log_tail(path: Path) -> str:

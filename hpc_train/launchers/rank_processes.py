@@ -47,13 +47,20 @@ class RankProcess:
 class RankProcesses:
     """All ranks of an attempt. ``ended`` lists them in the order in which they were seen to end."""
 
-    def __init__(self, paths: RunPaths, attempt: int, num_ranks: int, command: Sequence[str]) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        attempt: int,
+        num_ranks: int,
+        command: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.ended: list[RankProcess] = []
         self._all: list[RankProcess] = []
         if (code := linked(paths)) is not None:
             check_owner(code)
             check_whole(code)
-        environment = common_environment(os.environ, paths, attempt, num_ranks)
+        environment = {**common_environment(os.environ, paths, attempt, num_ranks), **(variables or {})}
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -17,11 +17,20 @@ _TOLERATED = 1
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 #: What CUDA, NCCL and the kernel's driver say of a device that is at fault, rather than the program.
 _DEVICE_ERROR = re.compile(
-    r"uncorrectable ecc|\bxid\b|unspecified launch failure|fallen off the bus"
+    r"uncorrectable ecc|\bxid \(|unspecified launch failure|fallen off the bus|gpu is lost"
     r"|unhandled cuda error|cuda error: (unknown error|hardware|an illegal instruction|the launch timed out)"
-    r"|no cuda-capable device|nvlink error|cudaErrorECCUncorrectable",
+    r"|no cuda-capable device|nvlink error|cudaErrorECCUncorrectable|system not yet initialized"
+    r"|busy or unavailable|driver/library version mismatch|unsupported display driver",
     re.IGNORECASE,
 )
+#: What NCCL or gloo says before it aborts a rank that has lost another one.
+_LOST_A_PEER = re.compile(
+    r"remote process exited|ncclRemoteError|connection closed by (remote )?peer|nccl operation timed out"
+    r"|watchdog caught collective operation timeout",
+    re.IGNORECASE,
+)
+#: Before the message of a line that torch's C++ code logs: rank, time, file and group.
+_LOG_PREFIX = re.compile(r"^(\[[^\]]*\]:?\s*)+")
 
 
 def excluded(records: Sequence[AttemptRecord], hours: float, now: datetime | None = None) -> dict[str, str]:
@@ -77,6 +86,24 @@ def exclusion_words(nodes: dict[str, str]) -> str:
 def is_device_error(text: str) -> bool:
     """Tell whether an error's text is that of a device at fault."""
     return _DEVICE_ERROR.search(text) is not None
+
+
+def lost_a_peer(line: str) -> bool:
+    """Tell whether a line of a log says that its rank was aborted because another one is gone or silent."""
+    return _LOST_A_PEER.search(line) is not None and not is_device_error(line)
+
+
+def abort_line(log: str) -> str | None:
+    """Return the message with which CUDA, NCCL or gloo aborted the process, in front of its C++ frames.
+
+    That of a device counts more than that of a program's kernel, and both more than that of a lost peer.
+    """
+    lines = log.splitlines()
+    for is_one in (is_device_error, lambda line: "CUDA error: " in line, lost_a_peer):
+        for line in lines:
+            if is_one(line):
+                return _LOG_PREFIX.sub("", line.strip())
+    return None
 
 
 def names(nodes: Iterable[str]) -> list[str]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hpc_train.errors import ExitCode, printable, shortened
-from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error
+from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error, lost_a_peer
 from hpc_train.run import resource_limits
 from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
@@ -27,6 +27,8 @@ _FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.E
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: Signals that end a rank whose node may be at fault, unless memory ran out.
 _NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
+#: Of a shell whose program was aborted.
+_EXIT_OF_ABORT = 128 + int(signal.SIGABRT)
 #: Signals by which the kernel reports a limit, and nothing else.
 _LIMIT_SIGNALS = {
     int(signal.SIGXCPU): "the limit of its CPU time is reached (`ulimit -t`)",
@@ -59,7 +61,20 @@ class SilentEnd:
     @property
     def rank(self) -> int:
         """The first of the ranks."""
-        return int(re.findall(r"\d+", self.ranks)[0])
+        return self.all_ranks[0]
+
+    @property
+    def all_ranks(self) -> list[int]:
+        """The ranks one by one."""
+        spans = [part.split("-") for part in self.ranks.split(",")]
+        return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
+
+    def without_followers(self, logs: Mapping[int, str]) -> SilentEnd | None:
+        """Return the end of the ranks that NCCL or gloo did not abort for another's end; None: of none."""
+        if self.signal != signal.SIGABRT and self.exit_code != _EXIT_OF_ABORT:
+            return self
+        own = [rank for rank in self.all_ranks if not lost_a_peer(logs.get(rank, ""))]
+        return replace(self, ranks=",".join(map(str, own))) if own else None
 
     @property
     def name(self) -> str:
@@ -72,6 +87,11 @@ class SilentEnd:
         if self.signal is not None:
             return f"killed by {signal_name(self.signal)}"
         return self.report if self.exit_code is None else f"ended with exit code {self.exit_code}"
+
+
+def first_cause(ends: Sequence[SilentEnd], logs: Mapping[int, str]) -> SilentEnd | None:
+    """Return the end that explains the others: a device's, else the first one."""
+    return min(ends, key=lambda end: not is_device_error(logs.get(end.rank, "")), default=None)
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,9 @@ class Evidence:
     #: By rank: its exit code, and the node that it was on, where they are known.
     codes: Mapping[int, int] = field(default_factory=dict)
     nodes: Mapping[int, str] = field(default_factory=dict)
+    #: All nodes of the attempt, and whether it is the run's first one.
+    hosts: Sequence[str] = ()
+    is_first_attempt: bool = False
     #: By rank that was started: the last line of its log, or the one that reports a reached limit.
     logs: Mapping[int, str] = field(default_factory=dict)
     #: The limits of the ranks' processes, as ``resource_limits.current`` returns them.
@@ -148,7 +171,7 @@ def exit_code_of_user_error(found: Diagnosis, codes: Mapping[int, int]) -> ExitC
     """Return the exit code of the run's command: that of the rank, unless only launchers know it."""
     assert found.rank is not None, "a user error is one rank's"
     code = ExitCode(codes[found.rank])
-    return ExitCode.FAILED if code == ExitCode.ENVIRONMENT else code
+    return ExitCode.FAILED if code in {ExitCode.ENVIRONMENT, ExitCode.BAD_NODE} else code
 
 
 def _diagnosis(
@@ -182,6 +205,9 @@ def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
     rank = own[0]
     node, code, text = evidence.nodes.get(rank), evidence.codes.get(rank), evidence.errors.get(rank, "")
     said = own_words(text) if text else evidence.logs.get(rank) or _NO_LAST_LINE
+    if code == ExitCode.BAD_NODE and _all_nodes_fail(evidence):
+        reason = f"all {len(evidence.hosts)} nodes fail alike, so no single node is the cause: {said}"
+        return _diagnosis("user error" if evidence.is_first_attempt else "crash", reason, rank)
     if code == ExitCode.BAD_NODE:
         how = f"{FAILED_CHECK}: {said}"
         return _diagnosis("bad node", f"{node or f'the node of rank {rank}'} {how}", rank, _on(node, how))
@@ -191,6 +217,11 @@ def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
         return _diagnosis("hang", _by_rank(rank, said), rank, _on(node, f"rank {rank} hung"))
     reason = f"rank {rank}: {exception_line(text)}"
     return _diagnosis("crash", reason, rank, _on(node if is_device_error(text) else None, reason))
+
+
+def _all_nodes_fail(evidence: Evidence) -> bool:
+    failed = {evidence.nodes.get(rank) for rank in _by_code(evidence, ExitCode.BAD_NODE)}
+    return len(evidence.hosts) > 1 and failed.issuperset(evidence.hosts)
 
 
 def _on(node: str | None, how: str) -> dict[str, str]:
@@ -211,6 +242,8 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
         how = f"{how}{f': {line}' if line else ''}{limit}"
     elif end.is_out_of_memory:
         how = f"{how}, out of memory; {remedy}"
+    elif is_device_error(line):
+        how = f"{how}: {line}"
     elif end.signal == signal.SIGKILL:
         how = f"{how}; out of memory? {remedy}"
     elif end.signal in _LIMIT_SIGNALS:
@@ -219,14 +252,15 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
         how = f"{how}: {evidence.logs[end.rank]}"
     elif end.exit_code is not None:
         how = f"{how}: {line or _NO_LAST_LINE}"
-    is_suspect = end.signal in _NODE_SIGNALS and not (end.is_out_of_memory or limit)
+    is_broken = is_device_error(line)
+    is_suspect = (end.signal in _NODE_SIGNALS or is_broken) and not (end.is_out_of_memory or limit)
     place = f" on {end.node}" if end.node else ""
-    blamed = _on(end.node if is_suspect else None, f"{end.name}: {end.how}")
+    blamed = _on(end.node if is_suspect else None, f"{end.name}: {line if is_broken else end.how}")
     return _diagnosis("crash", f"{end.name}{place}: {how}", end.rank, blamed)
 
 
 def _unexplained(evidence: Evidence) -> Diagnosis:
-    """Return what can be said where no rank gave a reason, except NCCL's error about a lost peer."""
+    """Return what can be said where no rank gave a reason, except that of a lost peer."""
     if evidence.stayed_behind is not None:
         rank, others = evidence.stayed_behind
         return _diagnosis("crash", f"rank {rank}: ended, but {others} others did not and were killed")
@@ -238,7 +272,8 @@ def _unexplained(evidence: Evidence) -> Diagnosis:
         return _diagnosis("crash", f"no rank was started: {evidence.launch_error}{limit}")
     if evidence.launch_end is None:
         return _diagnosis("crash", f"the ranks ended without an error and without being done; {_SEE_LOGS}")
-    return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {_SEE_LOGS}")
+    said = next((_by_rank(*log) for log in evidence.logs.items() if lost_a_peer(log[1])), _SEE_LOGS)
+    return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {said}")
 
 
 def stop_reason(stop: Stop, step: int) -> str:

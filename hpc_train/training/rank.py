@@ -206,7 +206,9 @@ def _check_and_connect(rank: Rank) -> None:
     experiment, attempt = rank.experiment, rank.paths.attempt(rank.attempt)
     if experiment.recovery.check_nodes:
         rank.progress.at("checking")
-        node_check.check(rank.facts, rank.device, attempt, rank.node, experiment=experiment, connect=connect)
+        owns_gpu = _expects_gpus(experiment, is_started_by_slurm(os.environ))
+        own = (rank.facts, rank.device, attempt, rank.node)
+        node_check.check(*own, experiment=experiment, connect=connect, owns_gpu=owns_gpu)
     else:
         connect()
 

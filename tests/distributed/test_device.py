@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import has_one_shape
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.run.resource_limits import usable_cpus
 from tests.distributed.scripts import run_script
 
@@ -37,8 +38,109 @@ def test_cpu_is_taken_where_it_is_asked_for() -> None:
 @no_gpu
 def test_auto_falls_back_to_the_cpu_only_where_no_gpu_was_asked_for() -> None:
     assert choose_device("auto", 0, gpus_expected=False) == torch.device("cpu")
-    with pytest.raises(BadFileError, match=r"^device: auto needs a GPU, but .*write device: cpu$"):
+    with pytest.raises(BadNodeError, match=r"^torch finds 0 of the 1 GPUs that Slurm gave it"):
         choose_device("auto", 0, gpus_expected=True)
+
+
+def show(monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None) -> list[torch.device]:
+    """Let torch find GPUs; return those that become current."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    return taken
+
+
+EIGHT = "0,1,2,3,4,5,6,7"
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "local_rank", "given"),
+    [
+        (7, EIGHT, 7, 8),
+        (7, EIGHT, 0, 8),
+        (0, EIGHT, 3, 8),
+        (1, "0,1", 0, 2),
+        (7, None, 7, 8),
+        (0, None, 0, 1),
+    ],
+)
+def test_a_node_that_lost_a_gpu_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, local_rank: int, given: int
+) -> None:
+    assert not show(monkeypatch, num_gpus, visible)
+    with pytest.raises(BadNodeError, match=f"torch finds {num_gpus} of the {given} GPUs that Slurm gave it"):
+        choose_device("cuda", local_rank, gpus_expected=True)
+
+
+def test_more_ranks_than_gpus_are_the_users_mistake_where_nobody_gave_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    show(monkeypatch, 7, None)
+    with pytest.raises(BadFileError, match="local rank 7 has no GPU of its own, this node shows 7"):
+        choose_device("cuda", 7, gpus_expected=False)
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_no_node_is_at_fault_for_a_variable_that_hides_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    show(monkeypatch, 0, visible)
+    with pytest.raises(BadFileError, match="needs a GPU"):
+        choose_device("auto", 0, gpus_expected=True)
+
+
+def test_no_node_is_at_fault_for_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, 0, EIGHT)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(BadFileError, match="needs a GPU"):
+        choose_device("auto", 0, gpus_expected=True)
+
+
+def test_cudas_own_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, 0, EIGHT)
+    error = "CUDA initialization: Error 802: system not yet initialized\n(Triggered internally"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(warnings.warn(error, stacklevel=1)))
+    with pytest.raises(BadNodeError, match=r"gave it; CUDA initialization: .* not yet initialized$"):
+        choose_device("auto", 0, gpus_expected=True)
+
+
+@pytest.mark.fault(50)
+def test_a_gpu_that_can_not_be_used_is_the_nodes_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCompile with")
+
+    show(monkeypatch, 2, "0,1")
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    words = "device: cuda:1 can't be used: CUDA error: .* busy or unavailable$"
+    with pytest.raises(BadNodeError, match=words):
+        choose_device("cuda", 1, gpus_expected=True)
+    with pytest.raises(BadFileError, match=words):
+        choose_device("cuda", 1, gpus_expected=False)
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible in ("3", None):
+        taken = show(monkeypatch, 1, visible)
+        assert choose_device("auto", 2, gpus_expected=True) == torch.device("cuda", 0)
+        assert taken == [torch.device("cuda", 0)]
+
+
+@pytest.mark.fault(52)
+def test_each_rank_takes_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process the first of them alone, whatever is listed."""
+    for local_rank, name in enumerate(["MIG-a", "MIG-b"]):
+        show(monkeypatch, 1, "MIG-a,MIG-b")
+        assert choose_device("auto", local_rank, gpus_expected=True) == torch.device("cuda", 0)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == name
+    show(monkeypatch, 1, "MIG-a,MIG-b")
+    with pytest.raises(BadFileError, match="local rank 2 has no MIG device of its own"):
+        choose_device("auto", 2, gpus_expected=True)
 
 
 @no_gpu

@@ -227,7 +227,7 @@ def failing(text: str) -> Any:
     return fail
 
 
-@pytest.mark.fault(50)
+@pytest.mark.fault(53)
 @pytest.mark.parametrize("when", ["init_process_group", "all_reduce"])
 def test_before_the_ranks_are_connected_the_interface_is_named(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

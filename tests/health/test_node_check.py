@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.config.schema import Experiment
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.health import node_check
 from hpc_train.health.node_check import check
 from hpc_train.paths import AttemptPaths
+from tests.programs import answering, put_program
 from tests.ranks import run_ranks
+from tests.run.runs import small_experiment
 
 CPU = torch.device("cpu")
 
@@ -131,16 +136,52 @@ def test_a_node_without_memory_is_refused(attempt: AttemptPaths, monkeypatch: py
         check(RankFacts(), CPU, attempt, "n1")
 
 
-def test_a_gpu_that_others_have_filled_is_refused_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 2**30, 80 * 2**30))
+TAKEN = r"70.0 of 80.0 GiB of cuda:0 are used by other processes \(process 41, python, 69000 MiB\)"
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """A GPU with the free bytes of each look at it; the last ones stay."""
+    free = [8 * 2**30]
+
+    def look(device: torch.device) -> tuple[int, int]:
+        return free.pop(0) if len(free) > 1 else free[0], 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
-    monkeypatch.setattr(node_check, "_holders", lambda device: " (process 41, python, 69000 MiB)")
-    with pytest.raises(
-        HpcTrainError, match=r"70.0 of 80.0 GiB of cuda:0 are used by other processes \(process 41"
-    ):
-        node_check._check_memory(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
-    node_check._check_memory(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="8f"))
+    monkeypatch.setattr(node_check, "_PAUSE_S", 0.0)
+    put_program(tmp_path, "nvidia-smi", answering({"compute-apps": "41, python, 69000 MiB"}), monkeypatch)
+    return free
+
+
+def check_gpu_memory(experiment: Experiment | None = None, *, owns_gpu: bool) -> None:
+    node_check._check_memory(RankFacts(), torch.device("cuda", 0), experiment, owns_gpu)
+
+
+def test_a_gpu_that_others_have_filled_is_refused_with_their_names(
+    filled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_check, "_FREED_AFTER_S", 0.0)
+    with pytest.raises(HpcTrainError, match=TAKEN):
+        check_gpu_memory(owns_gpu=True)
+
+
+def test_the_memory_of_a_process_that_was_just_killed_is_waited_for(filled: list[int]) -> None:
+    filled[1:] = [8 * 2**30, 79 * 2**30]
+    check_gpu_memory(owns_gpu=True)
+    assert filled == [79 * 2**30]
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_a_shared_gpu_is_refused_only_where_the_run_can_not_fit(
+    filled: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_gpu_memory(small_experiment(), owns_gpu=False)
+    assert re.search(rf"{TAKEN}; 8.0 GiB are free", caplog.text)
+    filled[:] = [2**10]
+    with pytest.raises(HpcTrainError, match=r"78.0 of 80.0 GiB .*, and a step takes \d+.\d+ GB"):
+        check_gpu_memory(small_experiment(), owns_gpu=False)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -154,7 +195,10 @@ def test_the_check_is_short(attempt: AttemptPaths, monkeypatch: pytest.MonkeyPat
 
 
 def _check_with_faults(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Two nodes of one rank each: a product wrong on the second, then a sum there, then a sum on both."""
+    """Two nodes of one rank each: a product wrong on the second, then a sum there, then a sum on both.
+
+    At last rank 1 computes slowly.
+    """
     facts = RankFacts(rank, world_size, 0, 1, rank, world_size)
     matmul, all_reduce = torch.matmul, dist.all_reduce
     found = []
@@ -166,6 +210,9 @@ def _check_with_faults(rank: int, world_size: int, folder: Path) -> list[str]:
         except HpcTrainError as error:
             found.append(f"{type(error).__name__}: {error}")
     torch.matmul, dist.all_reduce = matmul, all_reduce  # type: ignore[assignment]
+    node_check._log.warning = lambda words, *values: found.append(words % values)  # type: ignore[method-assign]
+    for slow_s in (1.0, 4.0):
+        node_check._name_slow_ranks(slow_s if rank == 1 else 1.0, facts, f"n{rank + 1}", None)
     return found
 
 
@@ -191,6 +238,8 @@ def test_the_bad_node_names_itself_and_the_others_lose_a_peer(tmp_path: Path) ->
     assert good[:2] == [lost, lost]
     assert bad[0].startswith("BadNodeError: node n2 failed its check of a product")
     assert bad[1].startswith("BadNodeError: node n2 failed its check of an all-reduce over 2 ranks: 1 of 256")
-    # A sum that is wrong everywhere says nothing of any node.
+    # Whether that says anything of a node is for who judges the attempt.
     for both in (good[2], bad[2]):
-        assert both.startswith("HpcTrainError: all nodes fail alike, so no single node is the cause")
+        assert both.startswith("BadNodeError: node n")
+    assert good[3:] == ["slower than the median of all ranks: rank 1; see their logs"]
+    assert bad[3:] == ["node n2: a product takes 1.60 times as long on rank 1 as on the median rank"]

@@ -283,7 +283,7 @@ def test_a_disk_that_answers_no_more_keeps_nobody_from_ending(
     assert watched.codes == [ExitCode.HUNG]
 
 
-@pytest.mark.fault(50)
+@pytest.mark.fault(53)
 def test_the_interface_of_the_library_that_connects_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from hpc_train.run import resource_limits
 from hpc_train.run.code.snapshot import link
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests import aborts
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
 from tests.run.code.trees import take, work_tree
 from tests.waiting import HANG_LIMIT_S
@@ -428,6 +429,20 @@ def test_an_abort_before_completion_is_a_failure(tmp_path: Path) -> None:
     script = "write_status(run, RunStatus('completed', 10, 10, 1.0, 7)); os.abort()"
     assert launch(request, script) == ExitCode.FAILED
     assert read_status(request.paths).reason == "rank 0: killed by SIGABRT"
+
+
+@pytest.mark.fault(51)
+def test_a_device_error_before_an_abort_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_FAILURE_GRACE_S", HANG_LIMIT_S)  # a rank may be slow to start
+    request = new_request(tmp_path)
+    script = """
+from tests import aborts
+aborts.abort_as(aborts.DEVICE if rank == 1 else aborts.PEER)
+"""
+    assert launch(request, script) == ExitCode.FAILED
+    assert read_status(request.paths).reason == f"rank 1: killed by SIGABRT: {aborts.DEVICE_LINE}"
 
 
 def test_a_peers_abort_does_not_hide_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from hpc_train.recovery.bad_nodes import excluded, exclusion_words, is_device_error
+from hpc_train.recovery.bad_nodes import abort_line, excluded, exclusion_words, is_device_error
 from hpc_train.run.attempts import AttemptRecord
+from tests import aborts
 
 pytestmark = pytest.mark.fault(14)
 
@@ -67,7 +68,25 @@ def test_words() -> None:
         ("torch.OutOfMemoryError: CUDA out of memory", False),
         ("RuntimeError: CUDA error: invalid device ordinal", False),
         ("ValueError: maxid 3", False),
+        ("committed xid 7 of the database", False),
+        ("RuntimeError: CUDA error: GPU is lost", True),
+        ("CUDA initialization: Error 802: system not yet initialized", True),
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", True),
+        ("Failed to initialize NVML: Driver/library version mismatch", True),
+        ("CUDA error: misaligned address", False),
+        ("CUDA error: an illegal memory access was encountered", False),
     ],
 )
 def test_errors_of_a_device_are_distinguished_from_a_programs(text: str, is_one: bool) -> None:
     assert is_device_error(f"Traceback\n  …\n{text}\n") is is_one
+
+
+@pytest.mark.fault(51)
+def test_the_message_of_an_abort_is_found_in_front_of_its_frames() -> None:
+    said = f"step 3\n{aborts.DEVICE}"
+    assert abort_line(said) == aborts.DEVICE_LINE
+    assert abort_line(f"{aborts.TIMEOUT}{said}") == aborts.DEVICE_LINE, "the device's counts most"
+    assert abort_line(aborts.TIMEOUT) == aborts.TIMEOUT_LINE
+    assert abort_line(aborts.PEER) == aborts.PEER_LINE
+    assert abort_line(f"{aborts.TIMEOUT}{aborts.PROGRAM}") == aborts.PROGRAM_LINE
+    assert abort_line("step 3\nbye\n") is None

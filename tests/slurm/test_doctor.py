@@ -138,6 +138,21 @@ def test_planted_faults_are_found(
     cluster.wait(lambda: not cluster.run("squeue", "--noheader"), "the end of all jobs")
 
 
+def test_each_pair_of_nodes_is_measured(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By names, and by a number of nodes that Slurm chooses."""
+    monkeypatch.setattr(machine_checks, "this_machine", lambda **_: [])
+    runs_root().mkdir(exist_ok=True)
+    for nodes, pairs in (("n2,n[3-4]", ["n2-n3", "n2-n4", "n3-n4"]), ("2", ["n1-n2"])):
+        done = hpc_train("doctor", "--json", "--nodes", nodes)
+        found = {each["check"]: each for each in json.loads(done.out)["findings"]}["slurm.bandwidth"]
+        assert found["level"] in {"ok", "warning"}, done.out  # the pairs share this machine with others
+        assert "gloo" in found["what"]
+        named = re.findall(r"(n\d-n\d) [\d.e+-]+", found["what"])
+        assert named == pairs or (found["level"] == "warning" and set(named) < set(pairs))
+    assert not list(runs_root().iterdir()), "the folders of the checks are gone"
+    assert not commands.own_jobs()
+
+
 def test_init_validate_and_plan_are_one_session(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "exp.yaml"
     done = hpc_train("init", "-o", file)

@@ -76,7 +76,7 @@ def started(
             rank.communicate()
 
 
-@pytest.mark.fault(50)
+@pytest.mark.fault(53)
 @pytest.mark.parametrize("call", PHASES)
 def test_ranks_that_can_not_connect_end_and_name_the_interface(call: str, tmp_path: Path) -> None:
     paths = small_run(tmp_path, recovery={"hang_after_min": 0.1})

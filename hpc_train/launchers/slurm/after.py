@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +21,7 @@ from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm import gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
-from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
+from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported_ranks
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
@@ -87,6 +87,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     """Read what the attempt has left behind."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
     status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
+    output = _output(job, record.attempt)
     return Facts(
         srun_code=srun_code,
         is_completed=status.state == "completed",
@@ -94,11 +95,13 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
         errors=_errors(attempt),
         codes={rank: end.code for rank, end in ends.items()},
         nodes={rank: end.node for rank, end in ends.items() if end.node is not None},
+        hosts=record.hosts,
+        is_first_attempt=record.attempt == 1,
         signal=signal,
         is_early=signal == "SIGUSR2" and _is_early(paths, record),
         step=status.step,
-        output=_output(job, record.attempt),
-        logs=_telling_lines(attempt),
+        output=output,
+        logs=_telling_lines(attempt, reported_ranks(output)),
         limits=resource_limits.current(),
     )
 
@@ -132,15 +135,14 @@ def _errors(attempt: AttemptPaths) -> dict[int, str]:
     return {rank: text for _, rank, text in sorted(found)}
 
 
-def _telling_lines(attempt: AttemptPaths) -> dict[int, str]:
-    """Return by rank the line of its log that says why it ended, of at most 64 ranks.
+def _telling_lines(attempt: AttemptPaths, reported: Sequence[int]) -> dict[int, str]:
+    """Return by rank the line of its log that says why it ended; thousands of logs are not read.
 
-    Only for the ranks that srun names are they needed, so thousands of logs are not read.
+    That is of 64 ranks: those first whose end srun reports.
     """
-    found: dict[int, str] = {}
-    for rank, path in attempt.files_of_ranks(".log").items():
-        found[rank] = telling_line(path) if len(found) < 64 else ""
-    return found
+    logs = attempt.files_of_ranks(".log")
+    read = [rank for rank in dict.fromkeys([*reported, *logs]) if rank in logs][:64]
+    return {rank: telling_line(path) if rank in read else "" for rank, path in logs.items()}
 
 
 def _output(job: BatchJob, number: int) -> str:

@@ -1,12 +1,16 @@
-"""The jobs of ``doctor --submit``: a batch script without srun in which a node reports on itself.
+"""The jobs of ``doctor --submit``: a batch script in which a node reports on itself, without srun.
 
-What a node found arrives as a file in the folder of runs; from one that can't write there, as an exit code.
+With several nodes one more job measures the all-reduces of their pairs (``health.pair_bandwidth``). What a
+node found arrives as a file in the folder of runs; from one that can't write there, as an exit code.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -33,12 +37,16 @@ from hpc_train.launchers.machine_checks import (
 from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import commands, profiles, queue, sbatch, sbatch_errors, script
 from hpc_train.launchers.slurm.profiles import Profile
+from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import runs_root
 
 _SOURCE = "sbatch"
 _TIME_MIN = 5
 _PAUSE_MAX_S = 5.0
 _MAX_NODES = 64
+#: Assumed: a pair of nodes is slow below this part of the median of all pairs, where there are several.
+_SLOW_PAIR = 0.5
+_PAIR_SCRIPT = Path(PACKAGE_PARENT, "hpc_train", "health", "pair_bandwidth.py")
 _KEYS = ("partition", "account", "qos", "constraint", "reservation")
 #: Not for a job of one node and a few seconds, or set here.
 _OMITTED = {"hold", "nodes", "ntasks", "ntasks-per-node", "time", "dependency", "begin", "exclusive"}
@@ -46,10 +54,11 @@ _OMITTED = {"hold", "nodes", "ntasks", "ntasks-per-node", "time", "dependency", 
 
 @dataclass
 class CheckJob:
-    """One job and the node that it is for; empty: any."""
+    """One job and the node, or list of nodes, that it is for; empty: any."""
 
     node: str
     report: Path
+    num_nodes: int = 1
     job: str = ""
     state: str = ""
     reason: str = ""
@@ -79,16 +88,24 @@ class CheckJob:
 def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: float) -> list[Finding]:
     """Run a job on each node, or on any one, and return what they found.
 
+    With several, or a number of nodes in place of names, another job measures their pairs.
     Raises NoSchedulerError, UsageError where ``nodes`` are not names, OSError where this machine can't write
     the folder of runs.
     """
     slurm = (experiment.slurm if experiment is not None else None) or SlurmConfig()
     profile = profiles.find(slurm.profile)
-    names = _hostnames(nodes) if nodes else [""]
+    count = int(nodes[0]) if len(nodes) == 1 and nodes[0].isdecimal() else None
+    names = _hostnames(nodes) if nodes and count is None else [""]
+    num_nodes = count or len(names)
+    if num_nodes > _MAX_NODES:
+        raise UsageError(f"--nodes: {num_nodes} nodes; write at most {_MAX_NODES}")
     runs = runs_root()
     with check_folder(runs) as folder:
         (folder / "marker").touch()
         jobs = [CheckJob(name, folder / f"report-{number}.json") for number, name in enumerate(names)]
+        if num_nodes > 1:
+            shutil.copy(_PAIR_SCRIPT, folder)
+            jobs.append(CheckJob(",".join(filter(None, names)), folder / "pairs", num_nodes))
         try:
             for job in jobs:
                 job.job = _submit(job, experiment, slurm, profile, folder)
@@ -110,8 +127,6 @@ def _hostnames(nodes: Sequence[str]) -> list[str]:
         names = commands.run(["scontrol", "show", "hostnames", ",".join(words)]).split()
     except commands.RefusedError as error:
         raise UsageError(f"--nodes: {error.words}; write a list like n1,n[3-5]") from None
-    if len(names) > _MAX_NODES:
-        raise UsageError(f"--nodes: {len(names)} nodes; write at most {_MAX_NODES}")
     return names
 
 
@@ -130,18 +145,21 @@ def _submit(
         "modules": experiment.environment.modules if experiment is not None else [],
         "variables": profile.variables(),
         "site": script.site(slurm, profile),
+        "num_nodes": job.num_nodes,
+        "pair_script": folder / _PAIR_SCRIPT.name,
+        "srun_args": profile.srun_args,
     }
     text = "\n".join(script.rendered("check.sh.j2", values)) + "\n"
     parameters = {key: getattr(slurm, key) for key in _KEYS} | {"additional_parameters": dict(slurm.extra)}
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "check.sh")
         path.write_text(text, encoding="utf-8")
-        options = ["--parsable", *_options(job.node, slurm, profile)]
+        options = ["--parsable", *_options(job, slurm, profile)]
         return sbatch.submitted_number([*options, str(path)], script.job_environment(parameters, os.environ))
 
 
-def _options(node: str, slurm: SlurmConfig, profile: Profile) -> list[str]:
-    """Return the options of sbatch: the file's, for one task that needs little."""
+def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
+    """Return the options of sbatch: the file's, for one task per node that needs little."""
     given = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
     more = {
         key.replace("_", "-"): value for each in (profile.sbatch, slurm.extra) for key, value in each.items()
@@ -154,13 +172,13 @@ def _options(node: str, slurm: SlurmConfig, profile: Profile) -> list[str]:
         given |= {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus-per-node": request}
     fixed = {
         "job-name": "hpc-train-doctor",
-        "nodes": 1,
-        "ntasks": 1,
+        "nodes": job.num_nodes,
+        "ntasks": job.num_nodes,
         "time": _TIME_MIN,
         "output": "/dev/null",
         "chdir": "/",
         "requeue": True,
-        "nodelist": node or None,
+        "nodelist": job.node or None,
     }
     return [
         f"--{key}" if value is True else f"--{key}={value}"
@@ -207,9 +225,11 @@ def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Fin
 def _judged(
     job: CheckJob, experiment: Experiment | None, runs: Path, clock_lead_s: float, limit_s: float
 ) -> list[Finding]:
-    where = f"node {job.host or job.node or '?'}"
+    where = f"node {job.host or job.node or '?'}" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
     if not job.has_ended:
         return [_not_ended(job, where, limit_s)]
+    if job.num_nodes > 1:
+        return [_bandwidth(job)]
     found = [_may_requeue(job)] if job.requeue else []
     try:
         facts = parsed(job.report.read_text(encoding="utf-8", errors="replace"))
@@ -220,6 +240,28 @@ def _judged(
     prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
     machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched, experiment)
     return [*found, *judged(machine)]
+
+
+def _bandwidth(job: CheckJob) -> Finding:
+    """Return how fast the pairs of nodes add up tensors, and which pairs are slow."""
+    source = f"job {job.job}"
+    results = [json.loads(path.read_text(encoding="ascii")) for path in job.report.parent.glob("pair-*.json")]
+    pairs = {f"{each['node']}-{other}": rate for each in results for other, rate in each["pairs"].items()}
+    if len(results) < job.num_nodes or not pairs:
+        said = last_line(job.report.with_name(f"{job.report.name}.err")) or f"{job.state} {job.exit_code}"
+        why = "ranks on these nodes can't exchange gradients"
+        remedy = "check the nodes' interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+        return Finding(Level.ERROR, "slurm.bandwidth", f"no all-reduce: {said}", source, why, remedy)
+    median = statistics.median(pairs.values())
+    slow = {pair: rate for pair, rate in sorted(pairs.items()) if rate < _SLOW_PAIR * median}
+    rates = ", ".join(f"{pair} {rate:.2g}" for pair, rate in (slow or dict(sorted(pairs.items()))).items())
+    backend = results[0]["backend"]
+    what = f"all-reduce between nodes, {backend}, one rank each, GB/s: {rates}; median {median:.2g}"
+    if not slow:
+        return Finding(Level.OK, "slurm.bandwidth", what, source)
+    why = "every step waits for the slowest pair"
+    remedy = "exclude a node that is in several of them (slurm.exclude), and tell the administrators"
+    return Finding(Level.WARNING, "slurm.bandwidth", what, source, why, remedy)
 
 
 def _not_ended(job: CheckJob, where: str, limit_s: float) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode
@@ -16,6 +16,7 @@ from hpc_train.recovery.diagnosis import (
     Stop,
     diagnose,
     exit_code_of_user_error,
+    first_cause,
     one_line,
 )
 
@@ -46,6 +47,9 @@ class Facts:
     #: Exit codes that ranks left, and the nodes that they were on.
     codes: dict[int, int] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
+    #: All nodes of the attempt, and whether it is the run's first one.
+    hosts: Sequence[str] = ()
+    is_first_attempt: bool = False
     #: Which signal asked rank 0 to stop.
     signal: str | None = None
     #: It came long before the time limit.
@@ -102,7 +106,7 @@ def judge(facts: Facts) -> Diagnosis:
 
 def _with_codes_of_full_disks(facts: Facts) -> Facts:
     """Add what srun reports of ranks whose disk had no room for their exit code."""
-    ends = [_task_end(match, facts.output) for match in _TASK_END.finditer(facts.output)]
+    ends = _task_ends(facts.output)
     found = {end.rank: int(ExitCode.IO) for end in ends if end.exit_code == ExitCode.IO}
     return replace(facts, codes=found | facts.codes)
 
@@ -118,6 +122,8 @@ def evidence(facts: Facts) -> Evidence:
         errors=facts.errors,
         codes=facts.codes,
         nodes=facts.nodes,
+        hosts=facts.hosts,
+        is_first_attempt=facts.is_first_attempt,
         logs=facts.logs,
         limits=facts.limits,
         step=facts.step,
@@ -153,14 +159,28 @@ def _agreed_to_stop(facts: Facts) -> bool:
 
 def _silent_end(facts: Facts) -> SilentEnd | None:
     """Return srun's report of a task that wrote no error itself: killed, for example."""
-    ends = [_task_end(match, facts.output) for match in _TASK_END.finditer(facts.output)]
+    reported = _task_ends(facts.output)
+    # One that lost a peer may be seen to end before the peer is.
+    ends = [
+        own
+        for end in reported
+        if end.exit_code != ExitCode.PEER_LOST
+        if (own := end.without_followers(facts.logs)) is not None
+    ]
     silent = [end for end in ends if end.signal not in _STOP_SIGNALS and end.exit_code not in FOLLOWED]
     # Once ranks leave because they were asked to, srun kills those that are slow to.
-    if not silent:
+    if _agreed_to_stop(facts) and silent and silent[0] is not ends[0]:
         return None
-    # One that lost a peer may be seen to end before the peer is.
-    first = next((end for end in ends if end.exit_code != ExitCode.PEER_LOST), ends[0])
-    return None if _agreed_to_stop(facts) and silent[0] is not first else silent[0]
+    return first_cause(silent, facts.logs)
+
+
+def reported_ranks(output: str) -> list[int]:
+    """Return the ranks of which srun reports the end, the first one first."""
+    return [rank for end in _task_ends(output) for rank in end.all_ranks]
+
+
+def _task_ends(output: str) -> list[SilentEnd]:
+    return [_task_end(match, output) for match in _TASK_END.finditer(output)]
 
 
 def _task_end(match: re.Match[str], output: str) -> SilentEnd:

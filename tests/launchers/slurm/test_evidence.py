@@ -8,6 +8,7 @@ import pytest
 
 from hpc_train.launchers.slurm.evidence import Facts, judge
 from hpc_train.recovery.budgets import Decision
+from tests import aborts
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot"
 CRASHED = Facts(srun_code=1, errors={1: TRACEBACK}, codes={0: 76, 1: 1}, logs={0: "", 1: ""}, step=7)
@@ -184,6 +185,53 @@ def test_a_node_that_failed_its_check_is_named(error: str) -> None:
     assert judge(facts).bad_nodes == {"n2": how}
 
 
+@pytest.mark.fault(51)
+def test_a_device_error_behind_an_abort_is_blamed_on_its_node() -> None:
+    """Those that NCCL aborted over their peer may be reported first, with others in one line."""
+    output = "srun: error: n1: tasks 0-1: Aborted (core dumped)\nsrun: error: n2: tasks 2-3: Aborted\n"
+    lost, broken = aborts.PEER_LINE, aborts.DEVICE_LINE
+    facts = Facts(134, output=output, logs={0: lost, 1: lost, 2: lost, 3: broken})
+    assert told(facts) == ("crash", "requeue 75", f"rank 3 on n2: killed by SIGABRT: {broken}")
+    assert judge(facts).bad_nodes == {"n2": f"rank 3: {broken}"}
+    programs = replace(facts, logs={**facts.logs, 3: aborts.PROGRAM_LINE})
+    assert told(programs)[2] == f"rank 3 on n2: killed by SIGABRT: {aborts.PROGRAM_LINE}"
+    assert judge(programs).bad_nodes == {}
+    output = f"{output.replace('2-3', '2')}srun: error: n2: task 3: Killed\n"
+    killed = Facts(137, output=output, logs={0: lost, 1: lost, 2: lost, 3: ""})
+    assert (told(killed)[2] or "").startswith("rank 3 on n2: killed by SIGKILL")
+
+
+@pytest.mark.fault(51)
+def test_ranks_that_nccl_aborted_over_each_other_are_nobodys_fault() -> None:
+    output = "srun: error: n1: tasks 0-1: Aborted (core dumped)\n"
+    facts = Facts(134, output=output, logs={0: aborts.TIMEOUT_LINE, 1: aborts.TIMEOUT_LINE})
+    cause, follows, reason = told(facts)
+    assert (cause, follows, judge(facts).bad_nodes) == ("crash", "requeue 75", {})
+    assert reason == f"no rank said why it ended (srun: exit code 134); rank 0: {aborts.TIMEOUT_LINE}"
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_where_all_nodes_fail_alike_none_is_at_fault(is_first: bool) -> None:
+    """At a run's first start that would happen again; later they have worked before."""
+    lacks = "torch finds 0 of the 8 GPUs that Slurm gave it"
+    facts = Facts(
+        78,
+        errors={2: lacks, 0: lacks},
+        codes={0: 78, 1: 76, 2: 78},
+        nodes={0: "n1", 1: "n1", 2: "n2"},
+        hosts=["n1", "n2"],
+        is_first_attempt=is_first,
+    )
+    reason = f"all 2 nodes fail alike, so no single node is the cause: {lacks}"
+    expected = ("user error", "stop 1", reason) if is_first else ("crash", "requeue 75", reason)
+    assert told(facts) == expected
+    assert judge(facts).bad_nodes == {}
+    one = replace(facts, codes={0: 76, 2: 78}, errors={2: lacks})
+    assert judge(one).bad_nodes == {"n2": f"failed its check: {lacks}"}
+    assert judge(replace(facts, hosts=["n1"])).cause == "bad node", "it may be that node"
+
+
 def test_a_rank_that_hung_is_named_however_it_ended() -> None:
     """Another rank has left the word for it; srun kills it at last."""
     text = "HangError: rank 3 on n2 made no progress for 300 s in step 57"
@@ -210,6 +258,7 @@ def test_a_signal_tells_against_a_node_unless_memory_ran_out(how: str, suspect: 
     assert not judge(replace(facts, output=f"{facts.output}slurmstepd: oom_kill event\n")).bad_nodes
 
 
+@pytest.mark.fault(51)
 @pytest.mark.parametrize(
     ("error", "is_suspect"),
     [

@@ -1,0 +1,129 @@
+"""What the driver counts of a GPU's health: for the node check.
+
+Read by NVML (package nvidia-ml-py) if it is installed, else by nvidia-smi. What neither tells is taken for
+sound.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+_LIMIT_S = 10.0
+#: NVML's bits of a slowdown by hardware: of any kind, by temperature, by the power supply.
+_HW_SLOWDOWN = 0x08 | 0x40 | 0x80
+#: Drivers differ in how they print a flag.
+_YES = {"1", "Yes"}
+#: Lines of the kernel's log that are shown.
+_MOST_XID_LINES = 3
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU's counters."""
+
+    #: Uncorrectable memory errors since the driver was loaded.
+    ecc_errors: int = 0
+    #: A row of memory waits for a reset of the GPU to be replaced; there was no spare row left.
+    remap_pending: bool = False
+    remap_failed: bool = False
+    is_slowed: bool = False
+    links_up: int = 0
+    links_down: int = 0
+
+    @property
+    def fault(self) -> str | None:
+        """What excludes the node: no load and no later measurement changes it, only a reset or a repair."""
+        if self.remap_failed:
+            return "a broken row of its memory could not be replaced; the GPU must be repaired"
+        return "a broken row of its memory waits for a reset of the GPU" if self.remap_pending else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What may be momentary, or of no effect on this run."""
+        found = []
+        if self.ecc_errors:
+            found.append(f"{self.ecc_errors} uncorrectable ECC errors since its driver was loaded")
+        if self.is_slowed:
+            found.append("its hardware slows its clocks down: temperature or power")
+        if self.links_up and self.links_down:
+            found.append(f"{self.links_down} of its {self.links_up + self.links_down} NVLinks are inactive")
+        return found
+
+
+def read_state(uuid: str) -> GpuState:
+    """Return the state of the GPU with this UUID, as ``GPU-8f…``."""
+    return _by_nvml(uuid) or _by_smi(uuid)
+
+
+def smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+        return done.stdout
+    return ""
+
+
+def xid_lines(address: str) -> list[str]:
+    """Return the last errors of the GPU at this PCI address (``0000:41:00``) in the kernel's log.
+
+    Empty where users may not read it.
+    """
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+        found = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]
+        return found[-_MOST_XID_LINES:]
+    return []
+
+
+def _by_nvml(uuid: str) -> GpuState | None:
+    try:
+        nvml = import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # not installed, or no driver
+        return None
+
+    def ask(name: str, *arguments: int, default: Any = 0) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except Exception:  # this GPU, or this driver, does not tell
+            return default
+
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    *_, pending, failed = ask("nvmlDeviceGetRemappedRows", default=(0, 0, 0, 0))
+    links = [ask("nvmlDeviceGetNvLinkState", n, default=None) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    return GpuState(
+        ecc_errors=ask("nvmlDeviceGetTotalEccErrors", *kinds),
+        remap_pending=bool(pending),
+        remap_failed=bool(failed),
+        is_slowed=bool(ask("nvmlDeviceGetCurrentClocksThrottleReasons") & _HW_SLOWDOWN),
+        links_up=links.count(1),
+        links_down=links.count(0),
+    )
+
+
+def _by_smi(uuid: str) -> GpuState:
+    ecc = "ecc.errors.uncorrected.volatile.total"
+    errors, slowed = _row(uuid, "gpu", ecc, "clocks_throttle_reasons.hw_slowdown")
+    pending, failed = _row(uuid, "remapped-rows", "remapped_rows.pending", "remapped_rows.failure")
+    links = smi("nvlink", "--status", "-i", uuid)
+    return GpuState(
+        ecc_errors=int(errors) if errors.isdecimal() else 0,
+        remap_pending=pending in _YES,
+        remap_failed=failed in _YES,
+        is_slowed=slowed == "Active",
+        links_up=len(re.findall(r"Link \d+: [\d.]+ GB/s", links)),
+        links_down=len(re.findall(r"Link \d+: <inactive>", links)),
+    )
+
+
+def _row(uuid: str, query: str, *columns: str) -> list[str]:
+    said = smi(f"--id={uuid}", f"--query-{query}={','.join(columns)}", "--format=csv,noheader")
+    values = [value.strip() for value in said.strip().split(",")]
+    return values if len(values) == len(columns) else [""] * len(columns)
