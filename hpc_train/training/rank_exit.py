@@ -74,6 +74,8 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         return ExitCode.TRY_AGAIN
     if not isinstance(cause, HpcTrainError) and flag.has_nothing_to_lose and (limited := refusal(error)):
         cause = EnvironmentRefusesError(limited)
+        if "`ulimit -u`" in limited:  # counts the user's other processes on the node, which may end
+            cause.exit_code = ExitCode.FAILED
     is_plain = isinstance(cause, _WITHOUT_TRACEBACK)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where

@@ -187,8 +187,9 @@ def test_processes_that_can_not_be_started_name_their_limit(
 ) -> None:
     monkeypatch.setattr(resource_limits.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))
-    _, text = end(paths, RuntimeError("can't start new thread"))
-    assert text is not None
+    code, text = end(paths, RuntimeError("can't start new thread"))
+    assert code == ExitCode.FAILED, "the user's other processes may end"
+    assert text is not None and "Traceback" not in text
     limit = "the number of the user's processes and threads is limited to 200 (`ulimit -u`)"
     assert f"can't start new thread; {limit}" in text
 
