@@ -18,7 +18,6 @@ from hpc_train.errors import (
     BadNodeError,
     ExitCode,
     HpcTrainError,
-    NetworkFaultError,
     NonFiniteError,
     StorageError,
     TryAgainError,
@@ -44,17 +43,6 @@ class MicroBatchError(HpcTrainError):
     """A micro-batch does not fit, though one did before or others may fill the device: as any crash."""
 
 
-#: Their message says all.
-_WITHOUT_TRACEBACK = (
-    UserError,
-    BadNodeError,
-    NetworkFaultError,
-    NonFiniteError,
-    MicroBatchError,
-    TrialError,
-)
-
-
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
     """Write down why this rank ends, and choose its exit code."""
     cause = _cause(error, paths, attempt, flag)
@@ -70,7 +58,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
-    is_plain = isinstance(cause, _WITHOUT_TRACEBACK)
+    is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
     if not isinstance(cause, StorageError):  # which has them
