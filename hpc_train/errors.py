@@ -110,7 +110,7 @@ class BadNodeError(HpcTrainError):
     exit_code = ExitCode.BAD_NODE
 
 
-class NetworkFaultError(HpcTrainError):
+class NetworkFaultError(UserError):
     """This rank could not connect to the others, over the interface that the message names."""
 
 

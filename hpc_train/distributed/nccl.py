@@ -74,11 +74,6 @@ def fault_in(text: str) -> Fault | None:
     return places[min(places)] if places else None
 
 
-def choose_class(environ: MutableMapping[str, str]) -> None:
-    """Use ProcessGroupNCCL in all versions, unless the user chose. Called before a group is made."""
-    environ.setdefault(CLASS_VARIABLE, "0")
-
-
 def uses_nccl2() -> bool:
     """Return True if torch makes a ProcessGroupNCCL2 for ``nccl``."""
     from torch.distributed import distributed_c10d
@@ -86,18 +81,16 @@ def uses_nccl2() -> bool:
     return hasattr(distributed_c10d, "ProcessGroupNCCL2") and os.environ.get(CLASS_VARIABLE) != "0"
 
 
-def group_arguments(device: torch.device) -> dict[str, torch.device]:
-    """Return the arguments of ``init_process_group`` that depend on the class.
+def prepare(device: torch.device, environ: MutableMapping[str, str]) -> dict[str, torch.device]:
+    """Choose the class and record collectives, unless the user set their variables. Before a group is made.
 
-    ProcessGroupNCCL connects at its first collective, on that tensor's device. With ``device_id`` it would
-    connect at once, and groups of a mesh would be made by splitting, as with ProcessGroupNCCL2.
+    Returns the arguments of ``init_process_group`` that depend on the class. ProcessGroupNCCL connects at its
+    first collective, on that tensor's device. With ``device_id`` it would connect at once, and groups of a
+    mesh would be made by splitting, as with ProcessGroupNCCL2.
     """
-    return {"device_id": device} if uses_nccl2() else {}
-
-
-def record_collectives(environ: MutableMapping[str, str]) -> None:
-    """Have torch keep the last collectives, for the watchdog to save. Before a group is made."""
+    environ.setdefault(CLASS_VARIABLE, "0")
     environ.setdefault(_RECORDER_VARIABLE, _RECORDED_COLLECTIVES)
+    return {"device_id": device} if uses_nccl2() else {}
 
 
 def recorded_collectives() -> bytes | None:

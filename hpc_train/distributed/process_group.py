@@ -223,9 +223,7 @@ def make_group(
     has_own_gloo = device.type == "cuda"
     arguments: dict[str, Any] = {}
     if has_own_gloo:
-        nccl.choose_class(os.environ)
-        nccl.record_collectives(os.environ)
-        arguments = nccl.group_arguments(device)
+        arguments = nccl.prepare(device, os.environ)
     make = partial(
         dist.init_process_group,
         "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
@@ -255,7 +253,7 @@ def peer_lost(error: BaseException | None) -> bool:
     NCCL reports a peer that is gone as a failed system call too. Before the ranks are connected, such a call
     is this node's own fault: see ``Group.connect``.
     """
-    while error is not None and not isinstance(error, UserError | NetworkFaultError):  # with their own cause
+    while error is not None and not isinstance(error, UserError):  # which names a cause of its own
         if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
             return True
         fault = _nccl_fault(error)

@@ -19,7 +19,6 @@ from hpc_train.errors import (
     EnvironmentRefusesError,
     ExitCode,
     HpcTrainError,
-    NetworkFaultError,
     NonFiniteError,
     StorageError,
     TryAgainError,
@@ -46,17 +45,6 @@ class MicroBatchError(HpcTrainError):
     """A micro-batch does not fit, though one did before or others may fill the device: as any crash."""
 
 
-#: Their message says all.
-_WITHOUT_TRACEBACK = (
-    UserError,
-    BadNodeError,
-    NetworkFaultError,
-    NonFiniteError,
-    MicroBatchError,
-    TrialError,
-)
-
-
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
     """Write down why this rank ends, and choose its exit code."""
     cause = _cause(error, paths, attempt, flag)
@@ -76,7 +64,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         cause = EnvironmentRefusesError(limited)
         if "`ulimit -u`" in limited:  # counts the user's other processes on the node, which may end
             cause.exit_code = ExitCode.FAILED
-    is_plain = isinstance(cause, _WITHOUT_TRACEBACK)
+    is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
     if not isinstance(cause, StorageError | EnvironmentRefusesError):  # which have them

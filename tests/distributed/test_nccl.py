@@ -169,7 +169,7 @@ def test_torch_registers_the_class_that_was_chosen(
     creators: list[Any] = []
     monkeypatch.setattr(dist.Backend, "register_backend", lambda name, creator, **_: creators.append(creator))
     monkeypatch.setattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    nccl.choose_class(os.environ)
+    nccl.prepare(torch.device("cuda:0"), os.environ)
     distributed_c10d._register_builtin_nccl_backend()
     is_second = creators == [distributed_c10d._create_nccl2_process_group]
     assert nccl.uses_nccl2() is is_second is (chosen == "1")
@@ -212,7 +212,7 @@ def test_nccl2_uses_the_device_on_which_a_rank_trains(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for facts in ranks:
         device = torch.device("cuda", facts.local_rank)
-        bound = nccl.group_arguments(device).get("device_id")
+        bound = nccl.prepare(device, os.environ).get("device_id")
         options: Any = SimpleNamespace(
             enable_reconfigure=False, group_rank=facts.rank, global_ranks_in_group=[],
             process_group=SimpleNamespace(bound_device_id=bound),
