@@ -67,6 +67,8 @@ _OWN_GLOO = (
 )
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+#: ``groups``: the timeout of the groups of the process, once there is a default group.
+_limits: dict[str, timedelta] = {}
 #: How often a rank that is inside torch checks whether it was asked to stop.
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
@@ -235,7 +237,7 @@ def make_group(
     )
     with _connection_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
         _in_thread(make, device, timeouts.join_s, must_stop)
-    timeout = timedelta(seconds=timeouts.silence_s)
+    timeout = _limits["groups"] = timedelta(seconds=timeouts.silence_s)
     _set_timeout(timeout, None)
     with _connection_faults_named(), _connecting_at_first_use():
         control = dist.group.WORLD if has_own_gloo else dist.new_group(backend="gloo", timeout=timeout)
@@ -550,6 +552,15 @@ def _leave_store(store: Store, facts: RankFacts) -> None:
         for _ in network.polls(_READ_LIMIT_S):
             if store.add(_READ, 0) >= store.add(_ARRIVED, 0):
                 break
+
+
+def limit_group(group: dist.ProcessGroup) -> None:
+    """Give a group that torch made the timeout of the default group.
+
+    Torch's own, 10 min for NCCL, is shorter than a rank may take for its first step.
+    """
+    if "groups" in _limits:
+        _set_timeout(_limits["groups"], group)
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:

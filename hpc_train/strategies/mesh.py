@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpc_train.distributed.process_group import limit_group
 from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import AXES
 
@@ -48,7 +49,10 @@ def new_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) ->
     these.
     """
     with unset_fake_temporarily():
-        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+        for group in mesh.get_all_groups():
+            limit_group(group)
+        return mesh
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

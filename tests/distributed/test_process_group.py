@@ -30,6 +30,7 @@ import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from hpc_train.distributed.process_group import Timeouts, join, peer_lost
+from hpc_train.strategies.mesh import new_mesh
 from hpc_train.distributed.env import RankFacts
 facts = RankFacts.from_environment(os.environ)
 rendezvous = Path(sys.argv[1])
@@ -167,6 +168,8 @@ total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
 dist.all_reduce(total, group=group.control)
 print(total.item())
+of_mesh = new_mesh("cpu", (2, 1), ("replicate", "shard")).get_group("shard")
+print(of_mesh._get_backend(torch.device("cpu")).options._timeout.seconds)
 done = rendezvous.with_name("done")
 if facts.rank == 0:
     for each in (dist.group.WORLD, group.control):
@@ -185,8 +188,8 @@ os._exit(0)
     )
     first, second = run_script(script, 2, str(rendezvous))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert first.stdout.split() == ["6", "True", "True"]
-    assert second.stdout.split() == ["6"]
+    assert first.stdout.split() == ["6", "5", "True", "True"]
+    assert second.stdout.split() == ["6", "5"]
     assert json.loads(rendezvous.read_text())["token"] == "token"
 
 
