@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 PHASES = (
     "joining", "checking", "building", "staging data", "loading", "first step", "training",
-    "waiting for data", "evaluating", "sampling text", "saving", "leaving",
+    "waiting for the device", "waiting for data", "evaluating", "sampling text", "saving", "leaving",
 )  # fmt: skip
 #: What a rank waits for on its own, in the middle of collective work.
 _NOTES = frozenset({"waiting for data"})
@@ -80,7 +80,7 @@ class Progress:
 
     def has_stepped(self) -> None:
         """Report that a step is done: the next phases of training are quick."""
-        self._known |= {"first step", "training"}
+        self._known |= {"first step", "training", "waiting for the device"}
         if self._standing.phase in self._known:
             self._standing = self._standing._replace(may_take_long=False)
 

@@ -50,6 +50,7 @@ from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.peak_flops import peak_tflops
 from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
+from hpc_train.training.run_ahead import RunAhead
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_times import StepTimes
 from hpc_train.training.text_samples import TextSamples
@@ -225,6 +226,7 @@ def _trainer(
         step=start.position.step,
         selection=selection,
         profiler=_profiler(run, meters, stack),
+        run_ahead=_run_ahead(rank),
         on_first_batch=on_first_batch,
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
@@ -277,6 +279,13 @@ def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
     stack.callback(profiler.close)
     return profiler
+
+
+def _run_ahead(rank: Rank) -> RunAhead | None:
+    if rank.device.type == "cpu":
+        return None
+    flags = rank.group.shared_flags  # across nodes a lost peer is the launcher's and the watchdog's to find
+    return RunAhead(rank.progress, flags.check_alive if flags is not None else lambda: None)
 
 
 def _saves(
