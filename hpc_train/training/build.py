@@ -36,6 +36,7 @@ from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.evaluator import make_validation
@@ -52,7 +53,7 @@ from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.run_ahead import RunAhead
 from hpc_train.training.saving import Saves
-from hpc_train.training.step_times import StepTimes
+from hpc_train.training.step_times import FirstStep, StepTimes
 from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
@@ -194,9 +195,17 @@ def _trainer(
         target_spec(task),
     )
     stack.callback(training.close)
-    on_first_batch = _count_flops(run, train_state, task, start.position.step, stack)
+    count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
     meters = _meters(run)
+    status = _status_writer(run, start.position) if rank.is_first else None
+    compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
+    first_step = FirstStep(meters.times, compilation)
+
+    def begin_first_step(batch: Batch) -> None:
+        count_flops(batch)
+        first_step.begin()
+
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     guard = Guard(
@@ -212,7 +221,7 @@ def _trainer(
         agreement=agreement,
         progress=rank.progress,
         meters=meters,
-        status=_status_writer(run, start.position) if rank.is_first else None,
+        status=status,
         cadence=Cadence.of(
             config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
         ),
@@ -221,13 +230,13 @@ def _trainer(
         bad_samples=_bad_sample_count(run, agreement),
         to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
         saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
-        on_first_step=rank.has_stepped,
+        on_first_step=lambda: rank.has_stepped(first_step.parts()),
         on_event=rank.note,
         step=start.position.step,
         selection=selection,
         profiler=_profiler(run, meters, stack),
         run_ahead=_run_ahead(rank),
-        on_first_batch=on_first_batch,
+        on_first_batch=begin_first_step,
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
         pictures=Pictures.of(config, run.source, task, rank.group.control),
@@ -279,6 +288,15 @@ def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
     stack.callback(profiler.close)
     return profiler
+
+
+def _on_compilation(rank: Rank, status: StatusWriter | None) -> Callable[[int, float], None]:
+    def on_change(graph: int, earlier_s: float) -> None:
+        rank.progress.compiles(graph)
+        if status is not None:
+            status.compiles(graph, earlier_s)
+
+    return on_change
 
 
 def _run_ahead(rank: Rank) -> RunAhead | None:

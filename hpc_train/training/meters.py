@@ -11,9 +11,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -256,6 +258,8 @@ class StatusWriter:
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._written_at = -math.inf
+        self._step = 0
+        self._compiling: dict[str, Any] | None = None
         #: ``errno`` of the errors that the log has.
         self._logged: set[int | None] = set()
 
@@ -264,13 +268,23 @@ class StatusWriter:
         if time.monotonic() - self._written_at >= STATUS_EVERY_S:
             self.write("running", step)
 
+    def compiles(self, graph: int, earlier_s: float) -> None:
+        """Show that torch compiles graph number ``graph``, after ``earlier_s`` in earlier ones; 0: none.
+
+        Any thread, while the others of this class's methods are not called.
+        """
+        since = datetime.now(UTC) - timedelta(seconds=earlier_s)
+        self._compiling = {"graph": graph, "since": since.isoformat(timespec="seconds")} if graph else None
+        with suppress(SupersededError):  # the next step raises it outside of the compiler
+            self.write("running", self._step)
+
     def write(self, state: str, step: int, reason: str | None = None) -> None:
         """Write the run's status. Raises SupersededError where it is another attempt's.
 
         A status that can't be written ends nothing: the next one replaces it. Only ``completed`` has none
         after it, so that it is tried again and raises StorageError or TransientStorageError.
         """
-        self._written_at = time.monotonic()
+        self._written_at, self._step = time.monotonic(), step
         is_last = state == "completed"
         try:
             self._write(state, step, reason, write_status if is_last else try_status)
@@ -297,5 +311,6 @@ class StatusWriter:
             epoch=round(step / self._steps_per_epoch, 4),
             attempt=self._attempt,
             reason=reason,
+            compiling=self._compiling,
         )
         put(self._paths, status)

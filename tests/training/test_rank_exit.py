@@ -33,9 +33,11 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-def end(paths: RunPaths, error: BaseException, *, has_stepped: bool = False) -> tuple[ExitCode, str | None]:
+def end(
+    paths: RunPaths, error: BaseException, *, has_stepped: bool = False, signals: int = 0
+) -> tuple[ExitCode, str | None]:
     """Return the exit code of rank 0, and what it leaves as its error."""
-    flag = StopFlag(has_nothing_to_lose=not has_stepped)
+    flag = StopFlag(count=signals, has_nothing_to_lose=not has_stepped)
     try:
         raise error
     except BaseException as caught:
@@ -199,3 +201,11 @@ def test_a_node_that_fails_its_check_is_named_without_a_traceback(
     words = "node n1 failed its check of shared memory: /dev/shm can't be used"
     assert end(paths, BadNodeError(words)) == (ExitCode.BAD_NODE, f"{words}\n")
     assert capsys.readouterr().err == f"{words}\n"
+
+
+def test_a_compiler_that_a_stop_signal_ended_is_no_error(paths: RunPaths) -> None:
+    """Slurm sends its signal to all processes of a job, those that compile among them."""
+    broken = torch._dynamo.exc.BackendCompilerFailed(print, RuntimeError("a child process ended"), None)
+    assert end(paths, broken)[0] == ExitCode.BAD_FILE
+    paths.attempt(1).error(0).unlink()
+    assert end(paths, broken, signals=1) == (ExitCode.TRY_AGAIN, None)

@@ -42,8 +42,8 @@ class Column:
 
 def _note(run: LiveRun) -> str:
     """Return why the run is as it is, else its newest metric."""
-    if run.status.reason:
-        return run.status.reason
+    if words := run.status.reason or run.status.activity:
+        return words
     if run.metric is None:
         return ""
     name, value = run.metric
