@@ -111,6 +111,7 @@ class RunRow:
         values = facts.get("values")
         # Only a run that trains needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
+        slow = [now.slow_words] if now.state == "running" else []
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
         details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
@@ -120,7 +121,7 @@ class RunRow:
             step=now.step,
             total_steps=now.total_steps,
             attempt=now.attempt,
-            reason="; ".join(filter(None, (now.reason, now.activity, *recovery.words))) or None,
+            reason="; ".join(filter(None, (now.reason, now.activity, *slow, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
             job=jobs[-1] if jobs else None,
             budget=recovery.budget,

@@ -28,8 +28,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "attempt": (int,),
     "reason": (str, type(None)),
 }
+#: What ranks are slow at, with the number; and how many of them are named.
+_SLOW = {"forward": "forward {:.2f} × the median", "data_wait": "waits {:.0%} of a step longer for data"}
+_MAX_SLOW = 4
 #: Keys that the file has only while they say something.
-_OPTIONAL: dict[str, tuple[type, ...]] = {"compiling": (dict, type(None))}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "compiling": (dict, type(None)),
+    "slow_ranks": (dict, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,9 @@ class RunStatus:
     #: While rank 0 compiles: ``graph``, from 1, and ``since``, from when the seconds of all its graphs count
     #: (UTC, ISO 8601).
     compiling: dict[str, Any] | None = None
+    #: Of slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
+    #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
+    slow_ranks: dict[str, dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         assert self.state in STATES, self.state
@@ -67,6 +76,16 @@ class RunStatus:
             since = datetime.fromisoformat(str(self.compiling.get("since")))
             words += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
         return words
+
+    @property
+    def slow_words(self) -> str:
+        """Which ranks are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
+        found = []
+        for rank, ratios in (self.slow_ranks or {}).items():
+            for name, words in _SLOW.items():
+                if isinstance(ratios, dict) and isinstance(ratio := ratios.get(name), float):
+                    found.append(f"rank {rank}: {words.format(ratio)}")
+        return "; ".join([*found[:_MAX_SLOW], *(["…"] if len(found) > _MAX_SLOW else [])])
 
 
 def read_status(paths: RunPaths) -> RunStatus:

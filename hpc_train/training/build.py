@@ -198,7 +198,7 @@ def _trainer(
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
     meters = _meters(run)
-    status = _status_writer(run, start.position) if rank.is_first else None
+    status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
     first_step = FirstStep(meters.times, compilation)
 
@@ -256,6 +256,7 @@ def _meters(run: _Run) -> Meters:
             run.source.info.sequence_length,
             rates=run.flops.row if run.flops else None,
         ),
+        run.rank.device,
     )
 
 
@@ -351,9 +352,11 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     return BadSampleCount(lambda: bad.count, check)
 
 
-def _status_writer(run: _Run, position: Position) -> StatusWriter:
-    rank = run.rank
-    writer = StatusWriter(rank.paths, rank.attempt, run.batches.total_steps, run.batches.steps_per_epoch)
+def _status_writer(run: _Run, position: Position, meters: Meters) -> StatusWriter:
+    rank, batches = run.rank, run.batches
+    writer = StatusWriter(
+        rank.paths, rank.attempt, batches.total_steps, batches.steps_per_epoch, meters.stragglers
+    )
     writer.write("running", position.step)
     return writer
 

@@ -102,24 +102,28 @@ class Compilation:
     """What torch has compiled in this process so far, or read from its caches."""
 
     on_change: Callable[[int, float], None]
-    graphs: int = 0
+    #: Compilations that torch has begun: a graph's backward may be one of its own.
+    begun: int = 0
     seconds: float = 0.0
     _began: float = 0.0
 
     def begin(self, *args: object) -> None:
         """Called by torch before a graph is compiled, from the thread that does it."""
-        self.graphs, self._began = self.graphs + 1, time.monotonic()
-        self.on_change(self.graphs, self.seconds)
+        self.begun, self._began = self.begun + 1, time.monotonic()
+        self.on_change(self.begun, self.seconds)
 
     def end(self, *args: object) -> None:
         """Called by torch after it."""
         self.seconds += time.monotonic() - self._began
         self.on_change(0, self.seconds)
 
-    @property
-    def cached_graphs(self) -> int:
-        """Graphs whose code was in the caches, forward and backward together."""
-        return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]) if self.graphs else 0
+    def counts(self) -> dict[str, int]:
+        """Return the number of ``graphs``, each with its backward, and of ``cached_graphs`` among them."""
+        if not self.begun:
+            return {"graphs": 0, "cached_graphs": 0}
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        hit, miss, bypass = (counters[f"autograd_cache_{how}"] for how in ("hit", "miss", "bypass"))
+        return {"graphs": hit + miss + bypass, "cached_graphs": hit}
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class Trainer:
             self.device,
             self.to_input,
             on_begin=self._begin_slot,
+            on_end=self._end_slot,
         )
         self._evaluator = Evaluator(
             self.state, self.task, self._forward, self.device, self.agreement, self.progress, self.pictures
@@ -242,6 +243,12 @@ class Trainer:
         if self.run_ahead is not None and self._slot > 1:
             self.run_ahead.begin(batch.step, self._slot)
         self.progress.at(self._training, batch.step, part=self._slot)
+        if self._slot == 1:
+            self.meters.forward_time.begin()
+
+    def _end_slot(self) -> None:
+        if self._slot == 1:
+            self.meters.forward_time.end()
 
     def _evaluate(self) -> bool:
         """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""

@@ -121,8 +121,7 @@ class FirstStep:
             "compile_s": compile_s,
             "run_s": time.monotonic() - self._began - compile_s,
         }
-        counts = {"graphs": self._compilation.graphs, "cached_graphs": self._compilation.cached_graphs}
-        return {key: round(value, 3) for key, value in found.items()} | counts
+        return {key: round(value, 3) for key, value in found.items()} | self._compilation.counts()
 
 
 def _rounded(value: float) -> float:

@@ -115,7 +115,7 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
     assert first.first_step.keys() == {"data_s", "compile_s", "run_s", "graphs", "cached_graphs"}
     assert first.first_step["compile_s"] > 0
     assert first.first_step["cached_graphs"] < first.first_step["graphs"]
-    assert last.first_step["cached_graphs"] == last.first_step["graphs"] > 0
+    assert last.first_step["cached_graphs"] == last.first_step["graphs"] > 0, (first, last)
 
 
 @pytest.mark.fault(6)

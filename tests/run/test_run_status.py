@@ -56,5 +56,16 @@ def test_a_run_that_compiles_says_so_until_it_trains_or_ends(run: RunPaths) -> N
     assert read_status(run).state == "unknown"
 
 
+def test_slow_ranks_are_named_with_the_number_up_to_four(run: RunPaths) -> None:
+    slow = {str(rank): {"forward": 1.25} for rank in range(6)} | {"0": {"data_wait": 0.3}}
+    status = replace(RUNNING, slow_ranks=slow)
+    write_status(run, status)
+    assert read_status(run) == status
+    words = status.slow_words.split("; ")
+    assert words[:2] == ["rank 0: waits 30% of a step longer for data", "rank 1: forward 1.25 × the median"]
+    assert len(words) == 5 and words[-1] == "…"
+    assert replace(RUNNING, slow_ranks={"1": {"forward": "fast"}}).slow_words == ""  # type: ignore[dict-item]
+
+
 def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
     assert read_status(RunPaths(tmp_path)).state == "unknown"

@@ -103,7 +103,7 @@ def test_each_graph_is_reported_while_it_is_compiled() -> None:
     compile_model(target, find_blocks(target), config, CPU)
     with watched(config, lambda graph, seconds: seen.append(graph)) as compilation:
         target(torch.ones(1, 2))
-        assert (seen, compilation.graphs) == ([1, 0], 1)
+        assert (seen, compilation.begun) == ([1, 0], 1)
         assert compilation.seconds > 0
         target(torch.ones(1, 2))  # compiled already
         target(torch.ones(3, 2, dtype=torch.float32)[:, :])
@@ -116,7 +116,7 @@ def test_each_graph_is_reported_while_it_is_compiled() -> None:
 def test_without_compilation_nothing_is_watched() -> None:
     with watched(CompileConfig(enabled=False), lambda graph, seconds: None) as compilation:
         assert not torch._dynamo.callback.callback_handler.start_callbacks
-    assert (compilation.graphs, compilation.cached_graphs) == (0, 0)
+    assert compilation.counts() == {"graphs": 0, "cached_graphs": 0}
 
 
 def test_names_of_parameters_stay() -> None:
