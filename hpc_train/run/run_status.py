@@ -71,7 +71,8 @@ class RunStatus:
         """What a running run does if that is not training, such as ``compiling graph 3, 40 s so far``."""
         if self.state != "running" or not self.compiling:
             return ""
-        words = f"compiling graph {self.compiling.get('graph')}"
+        graph = self.compiling.get("graph")
+        words = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
         with suppress(ValueError, TypeError, OverflowError):
             since = datetime.fromisoformat(str(self.compiling.get("since")))
             words += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
@@ -83,8 +84,8 @@ class RunStatus:
         found = []
         for rank, ratios in (self.slow_ranks or {}).items():
             for name, words in _SLOW.items():
-                if isinstance(ratios, dict) and isinstance(ratio := ratios.get(name), float):
-                    found.append(f"rank {rank}: {words.format(ratio)}")
+                if rank.isdecimal() and isinstance(ratios, dict) and isinstance(ratios.get(name), float):
+                    found.append(f"rank {rank}: {words.format(ratios[name])}")
         return "; ".join([*found[:_MAX_SLOW], *(["…"] if len(found) > _MAX_SLOW else [])])
 
 
