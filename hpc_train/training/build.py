@@ -301,7 +301,7 @@ def _on_compilation(rank: Rank, status: StatusWriter | None) -> Callable[[int, f
 
 
 def _run_ahead(rank: Rank) -> RunAhead | None:
-    if rank.device.type == "cpu":
+    if rank.device.type != "cuda":
         return None
     flags = rank.group.shared_flags  # across nodes a lost peer is the launcher's and the watchdog's to find
     return RunAhead(rank.progress, flags.check_alive if flags is not None else lambda: None)

@@ -24,7 +24,7 @@ class ForwardTime:
     """Mean seconds of a step's first forward pass on this rank's device, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_host = device.type == "cpu"
+        self._is_host = device.type != "cuda"
         self._sum_s, self._count, self._began = 0.0, 0, 0.0
         #: Begin and end of forward passes that the device may still compute, the oldest first.
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
