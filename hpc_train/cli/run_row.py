@@ -18,7 +18,14 @@ from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
+from hpc_train.report.run_times import (
+    Restart,
+    elapsed_s,
+    first_step_words,
+    newest_restart,
+    remaining_s,
+    short_duration,
+)
 from hpc_train.report.step_layout import layout_of, ranks_of
 from hpc_train.report.usage import MAX_BYTES, Usage
 from hpc_train.run.attempts import job_ids
@@ -77,6 +84,9 @@ class RunRow:
     #: and of a single run, by accounting: ``peak_memory_gib`` and ``requested_memory_gib`` per node,
     #: ``memory_efficiency``, ``cpu_efficiency``. None before the first attempt.
     usage: dict[str, Any] | None = None
+    #: Of the newest attempt's first step: ``data_s``, ``compile_s`` and ``run_s``, and ``graphs``, of which
+    #: ``cached_graphs`` were compiled before. None before its end.
+    first_step: dict[str, float] | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -101,6 +111,7 @@ class RunRow:
         values = facts.get("values")
         # Only a run that trains needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
+        slow = [now.slow_words] if now.state == "running" else []
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
         details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
@@ -110,7 +121,7 @@ class RunRow:
             step=now.step,
             total_steps=now.total_steps,
             attempt=now.attempt,
-            reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
+            reason="; ".join(filter(None, (now.reason, now.activity, *slow, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
             job=jobs[-1] if jobs else None,
             budget=recovery.budget,
@@ -172,6 +183,7 @@ class RunRow:
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
             ),
+            ("first step", first_step_words(self.first_step or {})),
             *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values or {})),
             ("code", self._code_words()),
@@ -232,6 +244,7 @@ def _details(
         "goodput": None if useful is None else round(useful, 4),
         "best": None if best is None else best.to_json(),
         "usage": None if used is None else used.to_json(),
+        "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
     }
 
 

@@ -122,6 +122,12 @@ class SharedFlags:
         mask = (1 << NUM_BITS) - 1
         return [word & mask for word in words]
 
+    def check_alive(self) -> None:
+        """Raise PeerLostError if a rank has ended."""
+        for rank in range(self.world_size):
+            if rank != self.rank and not self._is_alive(rank):
+                raise PeerLostError(f"rank {rank} has ended")
+
     def _waited_for(self, slot: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         began = time.monotonic()
         check_at_s = _CHECK_EVERY_S

@@ -1,6 +1,9 @@
 """Signals that ask a rank to stop: recorded in a flag, handled at the end of a step.
 
 A launcher blocks them between fork and exec, so that none is lost or kills a rank while Python imports.
+Python calls handlers in the main thread, which may be in a library's code for minutes: on a GPU, autograd
+compiles the backward graph in a thread of its own while the main thread waits for it in C++. Where a signal
+acts at once, another thread does so in its place.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from hpc_train.run.attempts import now_ms
 
 #: Ctrl-C, scancel or preemption, Slurm's warning of the time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+#: How long the main thread has to act on a signal before another thread does (assumed).
+_MAIN_THREAD_S = 3.0
 
 
 @dataclass
@@ -38,6 +43,8 @@ class StopFlag:
     act: Callable[[], None] | None = None
     #: Until the first step: a rank that is asked to stop may leave, and so may those that it leaves behind.
     has_nothing_to_lose: bool = True
+    #: Where the interpreter writes the number of each signal while ``act`` is set.
+    wakeup: int | None = None
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -57,12 +64,37 @@ class StopFlag:
             self.act()
 
     def act_at_once(self, act: Callable[[], None] | None) -> None:
-        """Let signals, including one that has already come, call ``act``; None: only record them."""
+        """Let signals, including one that has already come, call ``act``; None: only record them.
+
+        Main thread only. ``act`` may be called by another thread.
+        """
         self.act = act
-        if act is not None and self:
+        if self.wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self.wakeup)  # which ends the thread
+            self.wakeup = None
+        if act is None:
+            return
+        if self:
             act()
+        reader, self.wakeup = os.pipe()
+        os.set_blocking(self.wakeup, False)
+        signal.set_wakeup_fd(self.wakeup, warn_on_full_buffer=False)
+        with blocked():
+            threading.Thread(target=self._stand_in, args=(reader,), name="signals", daemon=True).start()
+
+    def _stand_in(self, reader: int) -> None:
+        """Act on signals that the main thread does not handle in time."""
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in STOP_SIGNALS:
+                    time.sleep(_MAIN_THREAD_S)
+                    if self.act is not None and not self:
+                        self.note(number[0])
 
 
+# A forked child's signals are not its parent's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 #: What ``terminate`` of a child process does before ``install`` replaces it.
 _send_sigterm = popen_fork.Popen.terminate
 #: By process: a forked child inherits its parent's flag.

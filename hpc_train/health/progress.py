@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 PHASES = (
     "joining", "connecting", "checking", "connecting devices", "building", "staging data", "loading",
-    "first step", "training", "waiting for data", "evaluating", "sampling text", "saving", "leaving",
+    "first step", "training", "waiting for the device", "waiting for data", "evaluating", "sampling text",
+    "saving", "leaving",
 )  # fmt: skip
 #: In which the ranks connect inside torch, over gloo and then over NCCL: they have a limit of their own.
 CONNECTING = ("connecting", "connecting devices")
@@ -40,9 +41,16 @@ class Standing(NamedTuple):
     since: float
     #: Whether this phase may compile, read cold data, or wait for a slow disk.
     may_take_long: bool
+    #: The graph that torch compiles, from 1; 0: none.
+    graph: int = 0
+
+    @property
+    def doing(self) -> str:
+        """The phase, with what is compiled in it."""
+        return f"{self.phase}, compiling graph {self.graph}" if self.graph else self.phase
 
     def __str__(self) -> str:
-        doing = self.phase if self.note is None else f"{self.phase}, {self.note}"
+        doing = self.doing if self.note is None else f"{self.doing}, {self.note}"
         return doing if self.step is None else f"step {self.step} ({doing})"
 
 
@@ -80,9 +88,13 @@ class Progress:
                 last.times + 1, phase, step, part, None, False, time.monotonic(), may_take_long
             )
 
+    def compiles(self, graph: int) -> None:
+        """Report that torch compiles its ``graph``-th graph, 0: none any more; counts as no progress."""
+        self._standing = self._standing._replace(graph=graph)
+
     def has_stepped(self) -> None:
         """Report that a step is done: the next phases of training are quick."""
-        self._known |= {"first step", "training"}
+        self._known |= {"first step", "training", "waiting for the device"}
         if self._standing.phase in self._known:
             self._standing = self._standing._replace(may_take_long=False)
 

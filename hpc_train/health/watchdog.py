@@ -191,7 +191,7 @@ class Watchdog:
             self._facts.node,
             self._process,
             standing.times,
-            standing.phase,
+            standing.doing,
             standing.step,
             standing.note,
             round(self._age_s(), 1),

@@ -50,14 +50,18 @@ class Words:
     judged: str = ""
     #: If training waits for data for more than a tenth of its time.
     wait: str = ""
+    #: What the run does instead of training.
+    activity: str = ""
 
     def all(self) -> str:
         """Return all parts; ``judged`` is within ``validation``."""
-        return self.joined({self.rate, self.left, self.loss, self.validation, self.wait})
+        return self.joined({self.activity, self.rate, self.left, self.loss, self.validation, self.wait})
 
     def joined(self, parts: Set[str]) -> str:
         """Return those of the parts in the order in which they are shown."""
-        order = (self.rate, self.left, self.loss, self.validation, self.judged, self.wait)
+        order = (
+            self.activity, self.rate, self.left, self.loss, self.validation, self.judged, self.wait,
+        )  # fmt: skip
         return ", ".join(part for part in dict.fromkeys(order) if part and part in parts)
 
 
@@ -131,7 +135,7 @@ class Progress:
 
     def _words(self, status: RunStatus) -> Words:
         rate, left = self._pace.words(status)
-        parts = (rate, left, self._loss, self._validation, self._judged, self._wait)
+        parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
         return Words(*map(one_line, parts))
 
 
@@ -193,7 +197,7 @@ class _Lines:
     def show(self, now: RunStatus, words: Words) -> None:
         if time.monotonic() - self._said_at >= LINE_EVERY_S:
             total = "" if now.total_steps is None else f"/{now.total_steps}"
-            self.note(f"step {now.step}{total} {words.all()}".rstrip())
+            self.note(now.activity or f"step {now.step}{total} {words.all()}".rstrip())
 
     def note(self, words: str) -> None:
         say(f"{self._name}: {words}")
@@ -242,7 +246,7 @@ def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]
     The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the
     rate, the wait for data and the validation, of which the judged metric stays longer, are dropped.
     """
-    kept_parts = {words.left, words.loss}
+    kept_parts = {words.activity, words.left, words.loss}
     room = width - 1 - len(steps) - 3 * len(_GAP)
     for choice in ((words.validation, words.judged), (words.wait,), (words.rate,)):
         longer = (kept_parts | {part} for part in choice if part)

@@ -27,6 +27,8 @@ CAUSES = (
 #: run up. ``requeue``: Slurm was asked to requeue the job.
 EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
 
+#: Keys of rank 0's file of events that belong to the attempt's record, too.
+_MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
 #: The key of ``job`` in the file: its name since 0.1.
 _JOB_KEY = "slurm_job"
 
@@ -70,6 +72,9 @@ class AttemptRecord:
     save_s: float | None = None
     #: Total time that training waited for saves, in seconds.
     checkpoint_stall_s: float | None = None
+    #: Where rank 0's first step spent its time: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
+    #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
+    first_step: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
     #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged the
@@ -197,7 +202,7 @@ def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRe
     noted = (read_json(attempt.events) if with_events else None) or {}
     data |= {"attempt": attempt.number}
     data |= {"events": {**(data.get("events") or {}), **(noted.get("events") or {})}}
-    data |= {key: noted[key] for key in ("save_s", "checkpoint_stall_s") if noted.get(key) is not None}
+    data |= {key: noted[key] for key in _MEASURED if noted.get(key) is not None}
     try:
         return AttemptRecord.from_json(data)
     except TypeError:

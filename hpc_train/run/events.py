@@ -17,6 +17,8 @@ class EventLog:
     """Rank 0's record of one attempt. Errors in writing an event are ignored."""
 
     attempt: AttemptPaths
+    #: Where the time of the first step went, see ``AttemptRecord``; written with the next event.
+    first_step: dict[str, float] = field(default_factory=dict)
     _events: dict[str, str] = field(default_factory=dict)
     _save_s: float | None = None
     _stall_s: float = 0.0
@@ -52,7 +54,8 @@ class EventLog:
         with suppress(OSError):
             facts = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
             stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
-            write_json(self.attempt.events, {"version": 1} | facts | stall)
+            first = {"first_step": self.first_step} if self.first_step else {}
+            write_json(self.attempt.events, {"version": 1} | facts | stall | first)
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:

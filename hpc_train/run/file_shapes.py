@@ -67,6 +67,7 @@ _ATTEMPT = {
     "events": dict[str, str],
     "save_s": float | None,
     "checkpoint_stall_s": float | None,
+    "first_step": dict[str, float],
     "bad_nodes": dict[str, str],
     "saved_step": int | None,
 }
@@ -75,6 +76,7 @@ _EVENTS = {
     "save_s": float | None,
     "signal": str | None,
     "checkpoint_stall_s": float | None,
+    "first_step": dict[str, float],
 }
 _SUBMISSION = {
     "token": str,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from hpc_train.paths import RunPaths
@@ -26,6 +28,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "attempt": (int,),
     "reason": (str, type(None)),
 }
+#: What ranks are slow at, with the number; and how many of them are named.
+_SLOW = {"forward": "forward {:.2f} × the median", "data_wait": "waits {:.0%} of a step longer for data"}
+_MAX_SLOW = 4
+#: Keys that the file has only while they say something.
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "compiling": (dict, type(None)),
+    "slow_ranks": (dict, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -41,19 +51,48 @@ class RunStatus:
     #: From 1; 0 before the first.
     attempt: int = 0
     reason: str | None = None
+    #: While rank 0 compiles: ``graph``, from 1, and ``since``, from when the seconds of all its graphs count
+    #: (UTC, ISO 8601).
+    compiling: dict[str, Any] | None = None
+    #: Of slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
+    #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
+    slow_ranks: dict[str, dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         assert self.state in STATES, self.state
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``status.json``."""
-        return {"version": 1} | asdict(self)
+        data = {"version": 1} | asdict(self)
+        return {key: value for key, value in data.items() if key not in _OPTIONAL or value}
+
+    @property
+    def activity(self) -> str:
+        """What a running run does if that is not training, such as ``compiling graph 3, 40 s so far``."""
+        if self.state != "running" or not self.compiling:
+            return ""
+        graph = self.compiling.get("graph")
+        words = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
+        with suppress(ValueError, TypeError, OverflowError):
+            since = datetime.fromisoformat(str(self.compiling.get("since")))
+            words += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
+        return words
+
+    @property
+    def slow_words(self) -> str:
+        """Which ranks are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
+        found = []
+        for rank, ratios in (self.slow_ranks or {}).items():
+            for name, words in _SLOW.items():
+                if rank.isdecimal() and isinstance(ratios, dict) and isinstance(ratios.get(name), float):
+                    found.append(f"rank {rank}: {words.format(ratios[name])}")
+        return "; ".join([*found[:_MAX_SLOW], *(["…"] if len(found) > _MAX_SLOW else [])])
 
 
 def read_status(paths: RunPaths) -> RunStatus:
     """Return the content of ``status.json``; state ``unknown`` if it is missing or invalid."""
     data = read_json(paths.status) or {}
-    status: dict[str, Any] = {key: data.get(key) for key in ("state", *_KINDS)}
+    status: dict[str, Any] = {key: data.get(key) for key in ("state", *_KINDS, *_OPTIONAL)}
     if not _is_valid(status):
         return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
     if (status["state"], status["reason"]) == ("failed", INTERRUPTED):  # as written by hpc-train 0.1
@@ -62,7 +101,8 @@ def read_status(paths: RunPaths) -> RunStatus:
 
 
 def _is_valid(status: dict[str, Any]) -> bool:
-    return status["state"] in STATES and all(type(status[key]) in kinds for key, kinds in _KINDS.items())
+    kinds_by_key = (_KINDS | _OPTIONAL).items()
+    return status["state"] in STATES and all(type(status[key]) in kinds for key, kinds in kinds_by_key)
 
 
 def write_status(paths: RunPaths, status: RunStatus) -> None:

@@ -37,6 +37,7 @@ from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.evaluator import make_validation
@@ -50,8 +51,9 @@ from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluat
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
+from hpc_train.training.run_ahead import RunAhead
 from hpc_train.training.saving import Saves
-from hpc_train.training.step_times import StepTimes
+from hpc_train.training.step_times import FirstStep, StepTimes
 from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
@@ -193,9 +195,17 @@ def _trainer(
         target_spec(task),
     )
     stack.callback(training.close)
-    on_first_batch = _count_flops(run, train_state, task, start.position.step, stack)
+    count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
     meters = _meters(run)
+    status = _status_writer(run, start.position, meters) if rank.is_first else None
+    compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
+    first_step = FirstStep(meters.times, compilation)
+
+    def begin_first_step(batch: Batch) -> None:
+        count_flops(batch)
+        first_step.begin()
+
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     guard = Guard(
@@ -211,7 +221,7 @@ def _trainer(
         agreement=agreement,
         progress=rank.progress,
         meters=meters,
-        status=_status_writer(run, start.position) if rank.is_first else None,
+        status=status,
         cadence=Cadence.of(
             config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
         ),
@@ -220,12 +230,13 @@ def _trainer(
         bad_samples=_bad_sample_count(run, agreement),
         to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
         saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
-        on_first_step=rank.has_stepped,
+        on_first_step=lambda: rank.has_stepped(first_step.parts()),
         on_event=rank.note,
         step=start.position.step,
         selection=selection,
         profiler=_profiler(run, meters, stack),
-        on_first_batch=on_first_batch,
+        run_ahead=_run_ahead(rank),
+        on_first_batch=begin_first_step,
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
         pictures=Pictures.of(config, run.source, task, rank.group.control),
@@ -245,6 +256,7 @@ def _meters(run: _Run) -> Meters:
             run.source.info.sequence_length,
             rates=run.flops.row if run.flops else None,
         ),
+        run.rank.device,
     )
 
 
@@ -277,6 +289,22 @@ def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
     stack.callback(profiler.close)
     return profiler
+
+
+def _on_compilation(rank: Rank, status: StatusWriter | None) -> Callable[[int, float], None]:
+    def on_change(graph: int, earlier_s: float) -> None:
+        rank.progress.compiles(graph)
+        if status is not None:
+            status.compiles(graph, earlier_s)
+
+    return on_change
+
+
+def _run_ahead(rank: Rank) -> RunAhead | None:
+    if rank.device.type != "cuda":
+        return None
+    flags = rank.group.shared_flags  # across nodes a lost peer is the launcher's and the watchdog's to find
+    return RunAhead(rank.progress, flags.check_alive if flags is not None else lambda: None)
 
 
 def _saves(
@@ -324,9 +352,11 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     return BadSampleCount(lambda: bad.count, check)
 
 
-def _status_writer(run: _Run, position: Position) -> StatusWriter:
-    rank = run.rank
-    writer = StatusWriter(rank.paths, rank.attempt, run.batches.total_steps, run.batches.steps_per_epoch)
+def _status_writer(run: _Run, position: Position, meters: Meters) -> StatusWriter:
+    rank, batches = run.rank, run.batches
+    writer = StatusWriter(
+        rank.paths, rank.attempt, batches.total_steps, batches.steps_per_epoch, meters.stragglers
+    )
     writer.write("running", position.step)
     return writer
 

@@ -10,9 +10,12 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,6 +95,58 @@ def first_step(config: CompileConfig) -> Iterator[None]:
     finally:
         if is_paused:
             gc.enable()
+
+
+@dataclass
+class Compilation:
+    """What torch has compiled in this process so far, or read from its caches."""
+
+    on_change: Callable[[int, float], None]
+    #: Compilations that torch has begun: a graph's backward may be one of its own.
+    begun: int = 0
+    seconds: float = 0.0
+    _began: float = 0.0
+
+    def begin(self, *args: object) -> None:
+        """Called by torch before a graph is compiled, from the thread that does it."""
+        self.begun, self._began = self.begun + 1, time.monotonic()
+        self.on_change(self.begun, self.seconds)
+
+    def end(self, *args: object) -> None:
+        """Called by torch after it."""
+        self.seconds += time.monotonic() - self._began
+        self.on_change(0, self.seconds)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of ``graphs``, each with its backward, and of ``cached_graphs`` among them."""
+        if not self.begun:
+            return {"graphs": 0, "cached_graphs": 0}
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        hit, miss, bypass = (counters[f"autograd_cache_{how}"] for how in ("hit", "miss", "bypass"))
+        return {"graphs": hit + miss + bypass, "cached_graphs": hit}
+
+
+@contextmanager
+def watched(config: CompileConfig, on_change: Callable[[int, float], None]) -> Iterator[Compilation]:
+    """Call ``on_change`` with the number of each graph that torch compiles, from 1, and with 0 after it; and
+    with the seconds that all before have taken.
+    """
+    compilation = Compilation(on_change)
+    with ExitStack() as stack:
+        if config.enabled:
+            handler = torch._dynamo.callback.callback_handler
+            for call, calls in (
+                (compilation.begin, handler.start_callbacks),
+                (compilation.end, handler.end_callbacks),
+            ):
+                calls.append(call)
+                stack.callback(_without, calls, call)
+        yield compilation
+
+
+def _without(calls: list[Any], call: Callable[..., None]) -> None:
+    with suppress(ValueError):  # torch._dynamo.reset removes all
+        calls.remove(call)
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:

@@ -45,6 +45,8 @@ class TrainingForward:
     #: Called with each batch that runs whole: stages of a pipeline begin theirs in orders of their own, by
     #: which the watchdog can't compare them.
     on_begin: Callable[[Batch], None] = lambda batch: None
+    #: Called after its forward.
+    on_end: Callable[[], None] = lambda: None
     mixing: Mixing | None = None
     training_sums: TrainingSums = field(default_factory=TrainingSums)
 
@@ -58,6 +60,7 @@ class TrainingForward:
         device: torch.device,
         to_device: Callable[[Batch], Batch],
         on_begin: Callable[[Batch], None] = lambda batch: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> TrainingForward:
         """Return the forward of the file's parts, with autocast where the strategy needs it."""
 
@@ -73,6 +76,7 @@ class TrainingForward:
             to_device,
             state.optimization.scale,
             on_begin,
+            on_end,
             Mixing.of(experiment, task),
             TrainingSums.of(task, device),
         )
@@ -115,6 +119,7 @@ class TrainingForward:
             outputs = self.task.forward(model, moved)
             loss = mean_loss(self.task, outputs, moved)  # which checks the outputs
             self.training_sums.add(outputs, moved)
+            self.on_end()
             return _weighted(loss, batch)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:

@@ -30,6 +30,7 @@ from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.training.pictures import Pictures
+from hpc_train.training.run_ahead import RunAhead
 from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
 from hpc_train.training.text_samples import TextSamples
@@ -90,6 +91,8 @@ class Trainer:
     #: What follows from the evaluations; nothing if None.
     selection: ModelSelection | None = None
     profiler: Profiler | None = None
+    #: None on the CPU, where the host computes.
+    run_ahead: RunAhead | None = None
     #: On rank 0 alone.
     evaluation_files: EvaluationFiles | None = None
     text_samples: TextSamples | None = None
@@ -112,6 +115,7 @@ class Trainer:
             self.device,
             self.to_input,
             on_begin=self._begin_slot,
+            on_end=self._end_slot,
         )
         self._evaluator = Evaluator(
             self.state, self.task, self._forward, self.device, self.agreement, self.progress, self.pictures
@@ -159,6 +163,8 @@ class Trainer:
         if not self._has_stepped:
             self.on_first_batch(batches[0])
         self._slot = 0
+        if self.run_ahead is not None:
+            self.run_ahead.begin(step)
         self.progress.at(self._training, step)
         self.agreement.begin(self._own_flags())
         with nullcontext() if self._has_stepped else first_step(self.experiment.compile):
@@ -234,7 +240,15 @@ class Trainer:
 
     def _begin_slot(self, batch: Batch) -> None:
         self._slot += 1
+        if self.run_ahead is not None and self._slot > 1:
+            self.run_ahead.begin(batch.step, self._slot)
         self.progress.at(self._training, batch.step, part=self._slot)
+        if self._slot == 1:
+            self.meters.forward_time.begin()
+
+    def _end_slot(self) -> None:
+        if self._slot == 1:
+            self.meters.forward_time.end()
 
     def _evaluate(self) -> bool:
         """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""

@@ -11,9 +11,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread, call_all
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.step_times import StepTimes
+from hpc_train.training.stragglers import ForwardTime, Stragglers
 
 _log = logging.getLogger(__name__)
 _CONTINUES = "training continues, metrics.jsonl has every row"
@@ -47,16 +50,18 @@ class _PendingRow:
 
     row: Row
     names: list[str]
+    #: After those of the names those of the single ranks.
     values: Tensor
     copied: torch.cuda.Event | None
 
     def is_ready(self) -> bool:
         return self.copied is None or self.copied.query()
 
-    def finished(self) -> Row:
+    def finished(self) -> tuple[Row, list[float]]:
         if self.copied is not None:
             self.copied.synchronize()
-        return self.row | dict(zip(self.names, self.values.tolist(), strict=True))
+        values, num_own = self.values.tolist(), len(self.names)
+        return self.row | dict(zip(self.names, values[:num_own], strict=True)), values[num_own:]
 
 
 class MetricsWriter:
@@ -149,8 +154,11 @@ class Meters:
         every_steps: int,
         metrics_writer: MetricsWriter | None,
         times: StepTimes | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.times = times or StepTimes(global_batch_size)
+        self.forward_time = ForwardTime(device or torch.device("cpu"))
+        self.stragglers = Stragglers()
         self._attempt = attempt
         self._global_batch_size = global_batch_size
         self._steps_per_epoch = steps_per_epoch
@@ -171,20 +179,35 @@ class Meters:
         sums: dict[str, Tensor] | None = None,
     ) -> None:
         """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks, and
-        ``sums`` over the rank's samples, of which the row has the means.
+        ``sums`` over the rank's samples, of which the row has the means. The same sum gathers the ranks' own
+        times.
         """
+        times = self.times.row(step)
         names = ["loss", *(sums or {})]
         totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
+        of_ranks = self._own_times(times, totals)
+        totals = torch.cat([totals, of_ranks])
         dist.all_reduce(totals)
         if self._metrics_writer is None:
             return
+        totals, of_ranks = totals[: len(names)], totals[len(names) :]
         totals[1:] /= self._global_batch_size
         values = list(totals)
         if grad_norm is not None:
             names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
-        row = self._head("train", step) | {"lr": lr} | self.times.row(step) | peak_memory(loss.device)
-        self._pending.append(_to_host(row, names, torch.stack(values)))
+        row = self._head("train", step) | {"lr": lr} | times | peak_memory(loss.device)
+        self._pending.append(_to_host(row, names, torch.cat([torch.stack(values), of_ranks])))
         self.drain(wait=False)
+
+    def _own_times(self, times: Row, like: Tensor) -> Tensor:
+        """Return the forward times of all ranks, then their waits for data, with only this rank's set."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        forward_s = self.forward_time.take()
+        if world_size == 1:
+            return like.new_empty(0)
+        found = torch.zeros(2, world_size, dtype=like.dtype, pin_memory=like.is_cuda)
+        found[0, rank], found[1, rank] = forward_s, float(times.get("data_wait_s") or 0.0)
+        return found.flatten().to(like.device, non_blocking=True)
 
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""
@@ -200,7 +223,11 @@ class Meters:
         """Write the rows whose numbers have arrived, or wait for all of them."""
         while self._pending and (wait or self._pending[0].is_ready()):
             assert self._metrics_writer is not None
-            self._metrics_writer.write(self._pending.popleft().finished())
+            row, of_ranks = self._pending.popleft().finished()
+            self._metrics_writer.write(row)
+            if of_ranks and isinstance(step_s := row.get("step_s"), float):
+                middle = len(of_ranks) // 2
+                self.stragglers.add(of_ranks[:middle], of_ranks[middle:], step_s)
 
     def sync(self) -> None:
         """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
@@ -250,12 +277,21 @@ def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
 class StatusWriter:
     """Keeps ``status.json`` at most half a second or one step behind. Rank 0 of the owning attempt only."""
 
-    def __init__(self, paths: RunPaths, attempt: int, total_steps: int, steps_per_epoch: int) -> None:
-        self._paths = paths
+    def __init__(
+        self,
+        paths: RunPaths,
+        attempt: int,
+        total_steps: int,
+        steps_per_epoch: int,
+        stragglers: Stragglers | None = None,
+    ) -> None:
+        self._paths, self._stragglers = paths, stragglers or Stragglers()
         self._attempt = attempt
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._written_at = -math.inf
+        self._step = 0
+        self._compiling: dict[str, Any] | None = None
         #: ``errno`` of the errors that the log has.
         self._logged: set[int | None] = set()
 
@@ -264,13 +300,23 @@ class StatusWriter:
         if time.monotonic() - self._written_at >= STATUS_EVERY_S:
             self.write("running", step)
 
+    def compiles(self, graph: int, earlier_s: float) -> None:
+        """Show that torch compiles graph number ``graph``, after ``earlier_s`` in earlier ones; 0: none.
+
+        Any thread, while the others of this class's methods are not called.
+        """
+        since = datetime.now(UTC) - timedelta(seconds=earlier_s)
+        self._compiling = {"graph": graph, "since": since.isoformat(timespec="seconds")} if graph else None
+        with suppress(SupersededError):  # the next step raises it outside of the compiler
+            self.write("running", self._step)
+
     def write(self, state: str, step: int, reason: str | None = None) -> None:
         """Write the run's status. Raises SupersededError where it is another attempt's.
 
         A status that can't be written ends nothing: the next one replaces it. Only ``completed`` has none
         after it, so that it is tried again and raises StorageError or TransientStorageError.
         """
-        self._written_at = time.monotonic()
+        self._written_at, self._step = time.monotonic(), step
         is_last = state == "completed"
         try:
             self._write(state, step, reason, write_status if is_last else try_status)
@@ -297,5 +343,7 @@ class StatusWriter:
             epoch=round(step / self._steps_per_epoch, 4),
             attempt=self._attempt,
             reason=reason,
+            compiling=self._compiling,
+            slow_ranks=self._stragglers.slow(),
         )
         put(self._paths, status)

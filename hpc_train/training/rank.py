@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -80,11 +80,16 @@ class Rank:
         """Write down which signal has come, if one has."""
         _note_signal(self.events, self.flag)
 
-    def has_stepped(self) -> None:
-        """Called after the first step: from now on there is something to lose, and less reason to wait."""
+    def has_stepped(self, parts: Mapping[str, float]) -> None:
+        """Called after the first step: from now on there is something to lose, and less reason to wait.
+
+        ``parts``: see ``step_times.FirstStep``.
+        """
         self.flag.act_at_once(None)
         self.flag.has_nothing_to_lose = False
         self.watchdog.has_stepped()
+        if self.events is not None:
+            self.events.first_step = dict(parts)
         self.note("first_step")
 
     def rebuilds(self) -> None:

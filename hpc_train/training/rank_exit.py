@@ -57,7 +57,8 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         if words := nccl_words(error):
             _tell(paths.attempt(attempt), facts.rank, words)
         return ExitCode.PEER_LOST
-    if isinstance(error, TryAgainError):
+    # A signal to all processes of a job ends the compiler's, too.
+    if isinstance(error, TryAgainError) or (flag and compile_error(error) is not None):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
     if not isinstance(cause, HpcTrainError) and flag.has_nothing_to_lose and (limited := refusal(error)):

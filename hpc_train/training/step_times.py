@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from hpc_train.loggers.base import Row
+from hpc_train.training.compiling import Compilation
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ class StepTimes:
         self._rates = rates
         self._global_batch_size = global_batch_size
         self._sequence_length = sequence_length
-        self._data_wait_s = 0.0
+        #: Since the row before.
+        self.data_wait_s = 0.0
         self._paused_s = 0.0
         self._annotation: Callable[[], AbstractContextManager[object]] = nullcontext
         #: Step and time of the row before, whose numbers later ones are counted from.
@@ -48,7 +50,7 @@ class StepTimes:
                     step = next(iterator)
             except StopIteration:
                 return
-            self._data_wait_s += time.monotonic() - began
+            self.data_wait_s += time.monotonic() - began
             yield step
 
     def annotate_waits(self, annotation: Callable[[], AbstractContextManager[object]] | None) -> None:
@@ -63,7 +65,7 @@ class StepTimes:
             with self._annotation():
                 yield
         finally:
-            self._data_wait_s += time.monotonic() - began
+            self.data_wait_s += time.monotonic() - began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -82,7 +84,7 @@ class StepTimes:
         """
         now = time.monotonic()
         before, self._last = self._last, (step, now)
-        data_wait_s, self._data_wait_s = self._data_wait_s, 0.0
+        data_wait_s, self.data_wait_s = self.data_wait_s, 0.0
         paused_s, self._paused_s = self._paused_s, 0.0
         if before is None:
             return {}
@@ -97,6 +99,29 @@ class StepTimes:
         if self._sequence_length is not None:
             found["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
         return found if self._rates is None else found | self._rates(samples_per_s)
+
+
+class FirstStep:
+    """Where the time of an attempt's first step goes, as this rank's host sees it."""
+
+    def __init__(self, times: StepTimes, compilation: Compilation) -> None:
+        self._times, self._compilation = times, compilation
+        self._began = self._data_s = self._compiled_s = 0.0
+
+    def begin(self) -> None:
+        """Called once the step's data are there."""
+        self._data_s, self._compiled_s = self._times.data_wait_s, self._compilation.seconds
+        self._began = time.monotonic()
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds, and the number of graphs compiled, of which caches had the code of some."""
+        compile_s = self._compilation.seconds - self._compiled_s
+        found = {
+            "data_s": self._data_s,
+            "compile_s": compile_s,
+            "run_s": time.monotonic() - self._began - compile_s,
+        }
+        return {key: round(value, 3) for key, value in found.items()} | self._compilation.counts()
 
 
 def _rounded(value: float) -> float:

@@ -61,6 +61,7 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "goodput": None,
                 "best": None,
                 "usage": None,
+                "first_step": None,
             }
         ],
     }

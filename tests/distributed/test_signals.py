@@ -122,3 +122,44 @@ def test_preemption_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     flag = signals.install(no_warning_before=60.0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert flag.first == signal.SIGTERM
+
+
+#: Waits in C for a lock that is never released: a handler has no turn in the main thread.
+_BLOCKED_IN_C = """
+import ctypes, os, signal, sys
+from hpc_train.distributed import signals
+signals._MAIN_THREAD_S = 0.1
+flag = signals.install()
+def act():
+    print(flag.first.name, flush=True)
+    os._exit(0)
+flag.act_at_once(act)
+if {is_over}:
+    flag.act_at_once(None)
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGINT)  # its own, which its parent does not act on
+    os._exit(0)
+os.waitpid(child, 0)
+print("ready", flush=True)
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_main_thread_that_waits_in_c_is_stood_in_for_until_the_first_step(is_over: bool) -> None:
+    script = _BLOCKED_IN_C.replace("{is_over}", str(is_over))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            if is_over:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(1.0)
+            else:
+                assert process.wait(HANG_LIMIT_S) == 0
+                assert process.stdout.read() == "SIGTERM\n"
+        finally:
+            process.kill()

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, memory, open_files, performance_page, pipeline, preemption
+from benchmarks import (
+    checkpoint,
+    compile_start,
+    memory,
+    open_files,
+    performance_page,
+    pipeline,
+    preemption,
+)
 from benchmarks import input as input_benchmark
 from benchmarks.measuring import RESULTS
 from tests.docs.pages import PAGES, REPOSITORY
@@ -108,6 +116,7 @@ def _said() -> list[tuple[str, str]]:
         *(("preemption.md", said) for said in _of_preemption()),
         *(("parallelism.md", said) for said in _of_bubbles()),
         *(("parallelism.md", said) for said in _of_memory()),
+        *(("parallelism.md", said) for said in _of_compilation()),
         *(("architecture.md", said) for said in _of_open_files()),
         *(("watch.md", said) for said in _of_watching()),
     ]
@@ -173,6 +182,14 @@ def _of_memory() -> Iterator[str]:
         measured, formula = (rows[f"{strategy}, {kind}"] for kind in ("measured", "formula"))
         cells = [f"{measured[part]:.1f} / {formula[part]:.1f}" for part in measured]
         yield f"` {'(2 × 2) ' * (strategy == 'hsdp')}| {' | '.join(cells)} |"
+
+
+def _of_compilation() -> Iterator[str]:
+    for row, title in (("`true`: 12 equal blocks", "blocks"), ("`{scope: model}`: 4 blocks", "model")):
+        found = _result("compile_start")["comparisons"]
+        (arms,) = (each["arms"] for each in found if each["title"] == compile_start.TITLES[title])
+        cold_s, warm_s = (arms[arm]["median"] for arm in (compile_start.COLD, compile_start.WARM))
+        yield f"| {row} | {cold_s:.1f} s | {warm_s:.1f} s |"
 
 
 def _of_open_files() -> Iterator[str]:

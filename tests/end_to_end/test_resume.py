@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import read_record
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     OWN_TASK,
@@ -109,6 +110,12 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
     killed = submit_with_kills(tmp_path / "killed", [24], *overrides, devices=1)
     assert_equal_to_the_bit(quiet, killed)
     assert any((killed.cache / "inductor").rglob("*.so"))
+    first, last = (read_record(killed.attempt(number)) for number in (1, 2))
+    assert first is not None and last is not None
+    assert first.first_step.keys() == {"data_s", "compile_s", "run_s", "graphs", "cached_graphs"}
+    assert first.first_step["compile_s"] > 0
+    assert first.first_step["cached_graphs"] < first.first_step["graphs"]
+    assert last.first_step["cached_graphs"] == last.first_step["graphs"] > 0, (first, last)
 
 
 @pytest.mark.fault(6)

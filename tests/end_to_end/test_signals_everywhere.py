@@ -111,6 +111,8 @@ def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(
     record = read_record(paths.attempt(1))
     assert record is not None and "first_step" not in record.events
     assert len(record.rank_processes) == 2
+    words = hpc_train("status", paths.folder).out
+    assert "compiling graph 1, " in words and " s so far" in words
     for rank in record.rank_processes:
         os.kill(rank.pid, signal.SIGUSR2)
     process.communicate(timeout=SOON_S)

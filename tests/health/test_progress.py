@@ -112,3 +112,14 @@ def test_what_is_built_again_may_take_long_again() -> None:
     for phase in ("building", "first step"):
         progress.at(phase, 2)
         assert progress.standing.may_take_long
+
+
+def test_what_is_compiled_is_shown_and_counts_as_no_progress() -> None:
+    progress = Progress()
+    progress.at("first step", 0)
+    before = progress.standing
+    progress.compiles(3)
+    assert (progress.standing.times, progress.standing.since) == (before.times, before.since)
+    assert str(progress.standing) == "step 0 (first step, compiling graph 3)"
+    progress.compiles(0)
+    assert progress.standing == before

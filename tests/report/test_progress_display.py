@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,17 @@ def test_a_file_that_a_resume_rewrote_is_read_from_its_start(run: RunPaths, tmp_
     shorter.write_text('{"step": 1}\n')
     shorter.rename(run.metrics)
     assert list(reader.new_rows()) == [{"step": 1}]
+
+
+def test_a_run_that_compiles_has_a_line_that_says_so(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(run, attempt=2)
+    clock.now_s += 11
+    since = datetime.now(UTC).isoformat()
+    write_status(run, RunStatus("running", attempt=2, compiling={"graph": 2, "since": since}))
+    progress.update()
+    assert "abc: compiling graph 2, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,29 @@ def test_an_invalid_status_is_unknown(run: RunPaths, text: str) -> None:
 def test_an_interrupted_run_of_0_1_is_interrupted_not_failed(run: RunPaths) -> None:
     run.status.write_text(json.dumps(RUNNING.to_json() | {"state": "failed", "reason": "interrupted"}))
     assert read_status(run) == replace(RUNNING, state="interrupted", reason=None)
+
+
+def test_a_run_that_compiles_says_so_until_it_trains_or_ends(run: RunPaths) -> None:
+    since = (datetime.now(UTC) - timedelta(seconds=40)).isoformat(timespec="seconds")
+    compiling = replace(RUNNING, compiling={"graph": 3, "since": since})
+    write_status(run, compiling)
+    assert read_status(run) == compiling
+    assert re.fullmatch(r"compiling graph 3, [4-9]\d s so far", read_status(run).activity)
+    assert RUNNING.activity == replace(compiling, state="requeued").activity == ""
+    assert replace(RUNNING, compiling={"graph": 3, "since": "?"}).activity == "compiling graph 3"
+    run.status.write_text(json.dumps(compiling.to_json() | {"compiling": 3}))
+    assert read_status(run).state == "unknown"
+
+
+def test_slow_ranks_are_named_with_the_number_up_to_four(run: RunPaths) -> None:
+    slow = {str(rank): {"forward": 1.25} for rank in range(6)} | {"0": {"data_wait": 0.3}}
+    status = replace(RUNNING, slow_ranks=slow)
+    write_status(run, status)
+    assert read_status(run) == status
+    words = status.slow_words.split("; ")
+    assert words[:2] == ["rank 0: waits 30% of a step longer for data", "rank 1: forward 1.25 × the median"]
+    assert len(words) == 5 and words[-1] == "…"
+    assert replace(RUNNING, slow_ranks={"1": {"forward": "fast"}}).slow_words == ""  # type: ignore[dict-item]
 
 
 def test_a_missing_status_is_unknown(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.models.blocks import find_blocks
 from hpc_train.run.processes import FOLDER_VARIABLE
 from hpc_train.run.trust import UntrustedError
-from hpc_train.training.compiling import begin_forward, compile_error, compile_model, first_step
+from hpc_train.training.compiling import begin_forward, compile_error, compile_model, first_step, watched
 from tests import warm
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
@@ -95,6 +95,28 @@ def test_the_whole_model_is_one_graph() -> None:
     target(torch.ones(1, 2))
     assert compiled_graphs() == 1
     assert target._compiled_call_impl is not None
+
+
+def test_each_graph_is_reported_while_it_is_compiled() -> None:
+    target, seen = model(), list[int]()
+    config = CompileConfig(scope="model")
+    compile_model(target, find_blocks(target), config, CPU)
+    with watched(config, lambda graph, seconds: seen.append(graph)) as compilation:
+        target(torch.ones(1, 2))
+        assert (seen, compilation.begun) == ([1, 0], 1)
+        assert compilation.seconds > 0
+        target(torch.ones(1, 2))  # compiled already
+        target(torch.ones(3, 2, dtype=torch.float32)[:, :])
+        assert seen == [1, 0, 2, 0]
+    torch._dynamo.reset()
+    target(torch.ones(1, 2))
+    assert seen == [1, 0, 2, 0], "nobody watches any more"
+
+
+def test_without_compilation_nothing_is_watched() -> None:
+    with watched(CompileConfig(enabled=False), lambda graph, seconds: None) as compilation:
+        assert not torch._dynamo.callback.callback_handler.start_callbacks
+    assert compilation.counts() == {"graphs": 0, "cached_graphs": 0}
 
 
 def test_names_of_parameters_stay() -> None:

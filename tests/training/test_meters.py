@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +280,18 @@ def test_status_is_written_no_more_often_than_somebody_could_read_it(
         "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 2,
         "reason": None,
     }  # fmt: skip
+
+
+def test_a_status_says_what_is_compiled_and_keeps_the_step(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    writer.write("running", 7)
+    writer.compiles(2, earlier_s=30.0)
+    seen = read_status(paths)
+    assert seen.step == 7 and seen.compiling is not None and seen.compiling["graph"] == 2
+    assert int(seen.activity.split()[3]) >= 30
+    writer.compiles(0, earlier_s=31.0)
+    assert read_status(paths) == replace(seen, compiling=None)
 
 
 def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:

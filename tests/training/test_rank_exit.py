@@ -33,9 +33,11 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-def end(paths: RunPaths, error: BaseException, *, has_stepped: bool = False) -> tuple[ExitCode, str | None]:
+def end(
+    paths: RunPaths, error: BaseException, *, has_stepped: bool = False, signals: int = 0
+) -> tuple[ExitCode, str | None]:
     """Return the exit code of rank 0, and what it leaves as its error."""
-    flag = StopFlag(has_nothing_to_lose=not has_stepped)
+    flag = StopFlag(count=signals, has_nothing_to_lose=not has_stepped)
     try:
         raise error
     except BaseException as caught:
@@ -214,3 +216,11 @@ def test_a_limit_reached_before_the_first_step_refuses_the_run_without_a_traceba
     assert text.count("the number of open files is limited to 64 (`ulimit -n`)") == 1
     code, text = end(paths, error, has_stepped=True)
     assert code == ExitCode.FAILED and text is not None and text.startswith("Traceback")
+
+
+def test_a_compiler_that_a_stop_signal_ended_is_no_error(paths: RunPaths) -> None:
+    """Slurm sends its signal to all processes of a job, those that compile among them."""
+    broken = torch._dynamo.exc.BackendCompilerFailed(print, RuntimeError("a child process ended"), None)
+    assert end(paths, broken)[0] == ExitCode.BAD_FILE
+    paths.attempt(1).error(0).unlink()
+    assert end(paths, broken, signals=1) == (ExitCode.TRY_AGAIN, None)

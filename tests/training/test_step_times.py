@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_train.training.step_times import StepTimes
+from hpc_train.training.compiling import Compilation
+from hpc_train.training.step_times import FirstStep, StepTimes
 
 
 class Clock:
@@ -78,3 +79,15 @@ def test_other_rates_follow_the_samples_per_second(clock: Clock) -> None:
     assert times.row(0) == {}
     clock.now_s += 1
     assert times.row(1)["tflops_per_s"] == 2.0
+
+
+def test_the_first_step_is_split_into_data_compilation_and_the_rest(clock: Clock) -> None:
+    times, compilation = StepTimes(global_batch_size=8), Compilation(lambda graph, seconds: None)
+    first = FirstStep(times, compilation)
+    compilation.seconds = 5.0  # in an evaluation before it
+    for _ in times.reading(slow_data(clock, wait_s=0.5)):
+        first.begin()
+        clock.now_s += 12.0
+        compilation.seconds += 9.0
+        break
+    assert first.parts() == {"data_s": 0.5, "compile_s": 9.0, "run_s": 3.0, "graphs": 0, "cached_graphs": 0}

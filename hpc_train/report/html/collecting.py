@@ -23,7 +23,7 @@ from hpc_train.report.html.limits import (
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import sampled_rows
 from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, elapsed_s, timestamp
+from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words, timestamp
 from hpc_train.report.step_layout import ranks_of
 from hpc_train.report.time_use import attempt_cause, time_use
 from hpc_train.run.find import run_names
@@ -45,6 +45,8 @@ class Attempt:
     span: tuple[float, float] | None
     #: When its first step was done.
     first_step: float | None
+    #: Where that step spent its time; empty if unknown.
+    first_step_words: str
     #: The last step of its rows; None if it has none.
     last_step: int | None
 
@@ -194,6 +196,7 @@ def _attempts(run: RunFiles, status: RunStatus, last_steps: Mapping[int, int]) -
                 ranks=ranks_of(run.facts, record),
                 span=attempt_span(attempt, record, is_running=is_running),
                 first_step=timestamp(record.events.get("first_step")),
+                first_step_words=first_step_words(record.first_step),
                 last_step=last_steps.get(attempt.number, record.saved_step),
             )
         )

@@ -349,6 +349,7 @@ def _facts(run: RunData, code: Any, source: Any) -> list[tuple[str, str]]:
     return [
         ("state", run.status.state),
         ("reason", run.status.reason or ""),
+        ("slow ranks", run.status.slow_words),
         ("created", str(run.facts.get("created") or "")),
         ("file", str(source.get("file") or "")),
         ("overrides", " ".join(map(str, overrides)) if isinstance(overrides, list) else ""),

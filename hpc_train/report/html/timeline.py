@@ -157,6 +157,8 @@ def _row(node: str, entries: Sequence[tuple[RunData, Attempt, tuple[float, float
 
 def _text(run: RunData, attempt: Attempt, seconds: float) -> str:
     words = f"{run.name}, attempt {attempt.number}: {attempt.cause} after {short_duration(seconds)}"
+    if attempt.first_step_words:
+        words += f"; first step: {attempt.first_step_words}"
     return words if attempt.reason is None else f"{words} ({attempt.reason})"
 
 

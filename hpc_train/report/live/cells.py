@@ -42,12 +42,12 @@ class Column:
 
 def _note(run: LiveRun) -> str:
     """Return why the run is as it is, else its newest metric."""
-    if run.status.reason:
-        return run.status.reason
-    if run.metric is None:
-        return ""
-    name, value = run.metric
-    return f"{name} {'nan' if value is None else format(value, '.4g')}"
+    if words := run.status.reason or run.status.activity:
+        return words
+    name, value = run.metric or ("", None)
+    metric = f"{name} {'nan' if value is None else format(value, '.4g')}" if name else ""
+    slow = run.status.slow_words if run.state == "running" else ""
+    return "; ".join(filter(None, (metric, slow)))
 
 
 def _loss(run: LiveRun) -> str:

@@ -1,0 +1,66 @@
+"""Bounds how far the host runs ahead of the device: to the end of the micro-batch before the last one.
+
+Training waits for the device nowhere else, so the host would fill the device's launch queue. A launch into a
+full queue blocks, in compiled code without releasing the GIL: a device that hangs would stop the watchdog as
+well, and progress would be that of the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from hpc_train.health.progress import Progress
+
+#: A host that waits yields its core for this long, then sleeps for this long at a time (assumed).
+_YIELDING_S, _PAUSE_S = 0.2e-3, 0.2e-3
+#: How often a host that waits checks whether the other ranks are alive (assumed).
+_CHECK_EVERY_S = 0.1
+
+
+class Event(Protocol):
+    """A place in the device's queue, such as ``torch.cuda.Event``."""
+
+    def record(self) -> None:
+        """Move it to the end of what is enqueued now."""
+
+    def query(self) -> bool:
+        """Return True if the device has reached it."""
+
+
+class RunAhead:
+    """Every rank calls ``begin`` at the same places. Costs some microseconds if the host is behind."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        check_peers: Callable[[], None],
+        make_event: Callable[[], Event] = torch.cuda.Event,
+    ) -> None:
+        """``check_peers`` raises PeerLostError if a rank has ended."""
+        self._progress, self._check_peers = progress, check_peers
+        self._event = make_event()
+        #: Step and micro-batch: the one being enqueued, and the one whose end ``_event`` marks.
+        self._current: tuple[int, int] | None = None
+        self._marked: tuple[int, int] | None = None
+
+    def begin(self, step: int, part: int = 1) -> None:
+        """Before micro-batch ``part`` of ``step``, wait until the device has done the one before the last."""
+        if self._marked is not None:
+            self._progress.at("waiting for the device", *self._marked)
+            self._wait()
+        if self._current is not None:
+            self._event.record()
+        self._marked, self._current = self._current, (step, part)
+
+    def _wait(self) -> None:
+        began, check_at_s = time.monotonic(), _CHECK_EVERY_S
+        while not self._event.query():
+            waited_s = time.monotonic() - began
+            if waited_s >= check_at_s:
+                self._check_peers()
+                check_at_s = waited_s + _CHECK_EVERY_S
+            time.sleep(0 if waited_s < _YIELDING_S else _PAUSE_S)
