@@ -54,6 +54,8 @@ _OWN_GLOO = (
     "find interface",
     "find address",
 )
+#: For tests with several ranks on one GPU, which NCCL refuses: ``gloo``.
+_TEST_CUDA_BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: NCCL errors of this rank itself: they are its own reason, not a peer's.
@@ -156,7 +158,7 @@ def join(
     has_own_gloo = device.type == "cuda"
     with _own_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
+            f"cpu:gloo,cuda:{os.environ.get(_TEST_CUDA_BACKEND, 'nccl')}" if has_own_gloo else "gloo",
             store=store,
             rank=facts.rank,
             world_size=facts.world_size,
