@@ -30,7 +30,8 @@ REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = HANG_LIMIT_S
 #: Modules that experiments of tests name.
 _OWN_PARTS = (
-    "end_to_end/parts", "end_to_end/paced", "end_to_end/holding", "cli/launchers", "models/factories",
+    "end_to_end/parts", "end_to_end/paced", "end_to_end/holding", "cli/launchers", "gpu/parts",
+    "models/factories",
     "search/methods", "slurm/bad_node", "slurm/crashing", "slurm/stuck", "tasks/detectors",
     "training/hungry", "waiting", "datasets/sources/stand_in_datasets",
 )  # fmt: skip

@@ -3,7 +3,7 @@
 ``runtime.cpp`` replaces the CUDA runtime by LD_PRELOAD, ``operators.cpp`` the kernels of torch's CUDA
 operators. Everything between them is torch's own: caching allocator, streams, events, pinned memory,
 autocast, DDP, FSDP2, ``is_cuda``, the device ``cuda:0``. Not there: NCCL (ranks use gloo), cuDNN, fused
-attention, CUDA graphs, Triton and so ``torch.compile``, and all that is a matter of time.
+attention, CUDA graphs, Triton and so ``torch.compile``, profiles of the device, and all that takes time.
 
     python -m tests.fake_cuda COMMAND …    runs a command, such as python -m pytest tests/gpu, with one device
 

@@ -280,8 +280,9 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return *device = ordinal, CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult, const char **text) { return *text = "fake_cuda", CUDA_SUCCESS; }
 CUresult fake_cuda_not_supported() { return CUDA_ERROR_NOT_SUPPORTED; }
+int cuptiGetResultString(int, const char **text) { return *text = "fake_cuda", 0; }
 }
-// What libcaffe2_nvrtc.so links to besides.
+// What else libcaffe2_nvrtc.so and torch's profiler link to; without CUPTI it records the CPU alone.
 #define NOT_SUPPORTED(name) asm(".globl " #name "\n.set " #name ", fake_cuda_not_supported");
 NOT_SUPPORTED(cuCtxGetCurrent)
 NOT_SUPPORTED(cuCtxSetCurrent)
@@ -303,3 +304,23 @@ NOT_SUPPORTED(cuModuleUnload)
 NOT_SUPPORTED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 NOT_SUPPORTED(cuPointerGetAttribute)
 NOT_SUPPORTED(cuTensorMapEncodeTiled)
+NOT_SUPPORTED(cuptiActivityDisable)
+NOT_SUPPORTED(cuptiActivityEnable)
+NOT_SUPPORTED(cuptiActivityEnableCudaEventDeviceTimestamps)
+NOT_SUPPORTED(cuptiActivityEnableDriverApi)
+NOT_SUPPORTED(cuptiActivityEnableRuntimeApi)
+NOT_SUPPORTED(cuptiActivityFlushAll)
+NOT_SUPPORTED(cuptiActivityGetNextRecord)
+NOT_SUPPORTED(cuptiActivityGetNumDroppedRecords)
+NOT_SUPPORTED(cuptiActivityPopExternalCorrelationId)
+NOT_SUPPORTED(cuptiActivityPushExternalCorrelationId)
+NOT_SUPPORTED(cuptiActivityRegisterCallbacks)
+NOT_SUPPORTED(cuptiActivityRegisterTimestampCallback)
+NOT_SUPPORTED(cuptiActivitySetAttribute)
+NOT_SUPPORTED(cuptiEnableCallback)
+NOT_SUPPORTED(cuptiEnableDomain)
+NOT_SUPPORTED(cuptiFinalize)
+NOT_SUPPORTED(cuptiGetCallbackName)
+NOT_SUPPORTED(cuptiGetVersion)
+NOT_SUPPORTED(cuptiSubscribe)
+NOT_SUPPORTED(cuptiUnsubscribe)

@@ -620,6 +620,7 @@ def test_activations_computed_again_change_nothing(
 
 
 @on_gpu
+@pytest.mark.alone
 def test_the_largest_micro_batch_that_fits_is_found(tmp_path: Path) -> None:
     """Half of the batch takes four fifths of the memory there is, all of it more than that."""
     free, _ = torch.cuda.mem_get_info()
