@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from benchmarks.gpu_throughput import measured
+from benchmarks.gpu_throughput import IS_STAND_IN, measured
 from benchmarks.measuring import RESULTS, ROOT, cannot_run, conditions, parser, report, table
 from benchmarks.memory_prediction import GPT, MODELS, experiment_of
 from hpc_train.config.schema import Experiment
@@ -45,8 +45,6 @@ from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import build
 
-#: Set where tests' stand-in is the device, which has neither NCCL nor Triton.
-IS_STAND_IN = "HPC_TRAIN_TEST_CUDA_BACKEND" in os.environ
 RECIPES = (
     (GPT, "ddp", "bf16"),
     (GPT, "fsdp", "bf16"),
@@ -173,7 +171,7 @@ def _cifar(arguments: argparse.Namespace) -> Rows:
     trained, evaluated = ([row for row in rows if row["split"] == split] for split in ("train", "val"))
     steps = [row["step"] for row in trained]
     counts = [after - before for before, after in itertools.pairwise([0, *steps])]
-    waits = [count * row["data_wait_s"] for count, row in zip(counts, trained, strict=True)]
+    waits = [count * row.get("data_wait_s", 0.0) for count, row in zip(counts, trained, strict=True)]
     first_s, training_s = trained[0]["time"] - began, trained[-1]["time"] - trained[0]["time"]
     return {
         "accuracy": {"value": evaluated[-1]["accuracy"]},
@@ -195,18 +193,25 @@ def _few_images(root: Path) -> Path:
 
 
 def _memory(arguments: argparse.Namespace) -> Rows:
+    recipes = {
+        f"{name}, {strategy}, {precision}": (
+            name,
+            experiment_of(MODELS[name], strategy, "off").model_copy(update={"precision": precision}),
+        )
+        for name, strategy, precision in RECIPES[: 1 if arguments.quick else None]
+    }
+    predicted = {title: predicted_peak(*recipe) for title, recipe in recipes.items()}  # in a group of its own
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    backend = "gloo" if IS_STAND_IN else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo" if IS_STAND_IN else "nccl", store=store, rank=0, world_size=1)
     rows: Rows = {}
-    for name, strategy, precision in RECIPES[: 1 if arguments.quick else None]:
-        config = experiment_of(MODELS[name], strategy, "off").model_copy(update={"precision": precision})
-        predicted, peak = predicted_peak(name, config), measured_peak(name, config, device)
-        rows[f"{name}, {strategy}, {precision}"] = {
-            "predicted, MB": predicted / 1e6,
+    for title, recipe in recipes.items():
+        peak = measured_peak(*recipe, device)
+        rows[title] = {
+            "predicted, MB": predicted[title] / 1e6,
             "measured, MB": peak / 1e6,
-            "error, %": 100 * (predicted / peak - 1),
+            "error, %": 100 * (predicted[title] / peak - 1),
         }
         gc.collect()
         torch.cuda.empty_cache()

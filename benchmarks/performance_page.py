@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),
-    "GPU": ("gpu", "gpu_parts", "gpu_throughput"),
+    "GPU": ("gpu", "gpu_parts", "gpu_throughput", "gpu_cluster"),
 }
 #: Not part of ``make bench``.
 NEEDS_CUDA = SECTIONS["GPU"]
