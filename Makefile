@@ -3,6 +3,7 @@ VENV := .venv
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
 BIN := $(VENV)/bin
+ANY_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 STAMP := $(VENV)/.installed
 # On two cores: of five workers two or three wait for Slurm most of the time.
 TEST_WORKERS ?= 5
@@ -50,7 +51,7 @@ INSTALL_ALL = $(MAKE) --no-print-directory -j2 install test-packages
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
-.PHONY: test-fast coverage durations bench bench-gpu bench-peers
+.PHONY: test-fast coverage durations bench bench-gpu bench-peers gpu-day gpu-cluster
 test-fast: install ## run the tests that start no ranks and no Slurm: under two minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
@@ -103,8 +104,15 @@ bench: $(PEERS)/.installed ## run all benchmarks that need no GPU and write docs
 	@$(BIN)/python -m benchmarks --peers $(PEERS) $(if $(QUICK),--quick)
 
 bench-gpu: $(PEERS)/.installed ## measure throughput and memory on one GPU: ten minutes; writes docs/performance.md
-	@$(BIN)/python -m benchmarks.gpu_throughput --peers $(PEERS) $(if $(QUICK),--quick)
-	@$(BIN)/python -m benchmarks.performance_page
+	@$(BIN)/python -m benchmarks.gpu --only speed --peers $(PEERS) $(if $(QUICK),--quick)
+
+# Installs nothing: packages are those of .venv, of PYTHON, of PYTHONPATH, or wheels in the folder WHEELS.
+gpu-day: ## all that one GPU shows in 12 minutes: whole path, probes, tests, speed, memory; WHEELS=FOLDER for packages
+	@$(ANY_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(if $(wildcard $(PEERS)),--peers $(PEERS))
+
+gpu-cluster: ## SLURM_FILE=slurm.yaml: measure every strategy on two nodes with eight GPUs each by jobs of Slurm
+	@test -n "$(SLURM_FILE)" || { echo "name a file with your slurm: section: make gpu-cluster SLURM_FILE=slurm.yaml" >&2; exit 1; }
+	@$(ANY_PYTHON) -m benchmarks.gpu_cluster $(SLURM_FILE)
 
 bench-peers: $(PEERS)/.installed ## install what benchmarks compare with into .bench/peers
 
@@ -119,7 +127,7 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt | install
 	@touch $@
 
 test-gpu: install ## run the tests that need a CUDA device and write benchmarks/results/gpu.json
-	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/python -m benchmarks.gpu --only all-tests --minutes 60
 
 cluster: install ## start a real Slurm of four nodes on this machine (root, Debian)
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh

@@ -2,53 +2,74 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from hpc_train.plan.gpu_models import peak_tflops
 
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
-IMAGE_SIZE, SEQUENCE_LENGTH, NUM_TOKENS = 224, 1024, 256
-#: GPT-2's smallest.
-GPT_ARGS = {"num_layers": 12, "num_heads": 12, "dim": 768}
+PRECISIONS = ("bf16", "fp8")
+#: How a model is run, and as what ``compile:`` of a file.
+MODES = {
+    "eager": "false",
+    "compiled": "{scope: model}",
+    "blocks compiled": "{scope: blocks}",
+}
+NUM_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model with settings that suit it; ``batch_size`` in images or sequences."""
+    """A model with settings that suit it.
 
+    ``batch_size`` in images or sequences, ``size`` in pixels or tokens. ``args``: of the package's GPT; if
+    None, timm has the model.
+    """
+
+    name: str
     batch_size: int
-    optimizer: str
+    size: int
+    optimizer: str = "adamw"
     channels_last: bool = False
-    has_linear_blocks: bool = True
+    args: dict[str, int] | None = None
+
+    @property
+    def has_linear_blocks(self) -> bool:
+        return "resnet" not in self.name
 
 
-#: The first three are timm's, ``gpt`` is ours.
+#: ``gpt`` has GPT-2's smallest shape.
 MODELS = {
-    "resnet50": Model(256, "sgd", channels_last=True, has_linear_blocks=False),
-    "vit_base_patch16_224": Model(128, "adamw"),
-    "convnext_base": Model(64, "adamw", channels_last=True),
-    "gpt": Model(16, "adamw"),
+    "gpt": Model("gpt", 16, 1024, args={"num_layers": 12, "num_heads": 12, "dim": 768}),
+    "resnet50": Model("resnet50", 256, 224, "sgd", channels_last=True),
+    "vit_base_patch16_224": Model("vit_base_patch16_224", 128, 224),
+}
+#: The same for a trial of seconds on a CPU.
+TINY = {
+    "gpt": Model("gpt", 2, 32, args={"num_layers": 2, "num_heads": 2, "dim": 32}),
+    "resnet50": Model("test_resnet", 2, 32, "sgd", channels_last=True),
+    "vit_base_patch16_224": Model("test_vit", 2, 160),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
+    """A model at a precision: all arms in all modes train at the same time and take turns."""
 
     model: str
     precision: str
-    is_compiled: bool
 
-    @property
-    def title(self) -> str:
-        return f"{self.model}, {self.precision}, {'compiled' if self.is_compiled else 'eager'}, one GPU"
+    def modes(self) -> list[str]:
+        """Return the modes; blocks are compiled only where a model has repeated ones."""
+        return [mode for mode in MODES if mode != "blocks compiled" or MODELS[self.model].has_linear_blocks]
+
+    def title(self, mode: str) -> str:
+        return f"{self.model}, {self.precision}, {mode}, one GPU"
 
 
 #: By importance: a run stops when its time is used up. fp8 needs linear layers in the model's blocks.
 CASES = [
-    Case(model, precision, is_compiled)
-    for precision, is_compiled, model in itertools.product(PRECISIONS, (False, True), MODELS)
+    Case(model, precision)
+    for precision in PRECISIONS
+    for model in MODELS
     if precision != "fp8" or MODELS[model].has_linear_blocks
 ]
 

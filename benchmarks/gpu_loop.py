@@ -1,34 +1,39 @@
-"""The bare PyTorch loop of benchmarks/gpu_throughput.py, and the models and data that all its arms share.
+"""The training loops that benchmarks/gpu_throughput.py compares hpc-train with, and the data that all share.
 
-    python -m benchmarks.gpu_loop MODEL PRECISION [--compile] [--device cuda] --windows N --window STEPS
+    python -m benchmarks.gpu_loop LOOP MODEL PRECISION MODE [--device cuda] [--tiny] [--trace FILE]
 
-Prints the time at which each window began as JSON. Images are uint8 in memory, copied and normalized on the
-device, as hpc-train does.
+Trains until it is ended and prints a line of JSON per window of steps: the peak memory in GiB. Before the
+windows that count, some steps are profiled into ``--trace``. Images are uint8 in memory, copied and
+normalized on the device, as hpc-train does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu_cases import GPT_ARGS, IMAGE_SIZE, MODELS, NUM_TOKENS, PRECISIONS, SEQUENCE_LENGTH
+from benchmarks.gpu_cases import MODELS, MODES, NUM_TOKENS, PRECISIONS, TINY, Model
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.types import DataInfo
+from hpc_train.models.blocks import find_blocks
 
+LOOPS = ("bare loop", "Fabric", "Accelerate")
 NUM_IMAGES, NUM_CLASSES = 1024, 1000
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+#: Steps per window; windows before those that count; profiled steps at the beginning of the second window.
+WINDOW, TINY_WINDOW, WARM_UP, PROFILED = 10, 2, 3, 2
 
 
-def images(size: int = IMAGE_SIZE) -> DataSource:
+def images(size: int = 224) -> DataSource:
     """Return random images; hpc-train reads them by ``data.name: benchmarks.gpu_loop:images``."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (NUM_IMAGES, 3, size, size), dtype=torch.uint8, generator=generator)
@@ -36,89 +41,103 @@ def images(size: int = IMAGE_SIZE) -> DataSource:
     return DataSource(TensorSplit(pixels, torch.arange(NUM_IMAGES) % NUM_CLASSES), None, info)
 
 
-def build(name: str) -> nn.Module:
-    """Return a model of ``gpu_cases.MODELS``, on torch's default device."""
-    if name != "gpt":
+def build(settings: Model) -> nn.Module:
+    """Return the model, on torch's default device."""
+    if settings.args is None:
         from timm import create_model
 
-        model: nn.Module = create_model(name, num_classes=NUM_CLASSES)
+        model: nn.Module = create_model(settings.name, num_classes=NUM_CLASSES)
         return model
     from hpc_train.models.gpt import GPT, GPTArgs
 
-    return GPT(NUM_TOKENS, SEQUENCE_LENGTH, GPTArgs(**GPT_ARGS))
+    return GPT(NUM_TOKENS, settings.size, GPTArgs(**settings.args))
 
 
-def flops_per_sample(name: str) -> int:
+def flops_per_sample(settings: Model) -> int:
     """Return the floating-point operations of forward and backward (twice the forward's) of one sample."""
-    shape = (1, SEQUENCE_LENGTH) if name == "gpt" else (1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    is_text = settings.args is not None
+    shape = (1, settings.size) if is_text else (1, 3, settings.size, settings.size)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        model = build(name)
-        model(torch.zeros(shape, dtype=torch.int64 if name == "gpt" else torch.float32))
+        model = build(settings)
+        model(torch.zeros(shape, dtype=torch.int64 if is_text else torch.float32))
     return 3 * int(counter.get_total_flops())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("loop", choices=LOOPS)
     parser.add_argument("model", choices=[*MODELS])
     parser.add_argument("precision", choices=PRECISIONS)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("mode", choices=[*MODES])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--windows", type=int, required=True)
-    parser.add_argument("--window", type=int, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--trace", type=Path)
     arguments = parser.parse_args()
-    loop = Loop(arguments.model, arguments.precision, arguments.batch_size, torch.device(arguments.device))
-    if arguments.compile:
-        loop.model.compile()
-    print(json.dumps(loop.train(arguments.windows, arguments.window)), flush=True)
+    settings = (TINY if arguments.tiny else MODELS)[arguments.model]
+    loop = Loop(arguments.loop, settings, arguments.precision, arguments.mode, torch.device(arguments.device))
+    loop.train(TINY_WINDOW if arguments.tiny else WINDOW, arguments.trace)
 
 
 class Loop:
     """A model that trains on one device."""
 
-    def __init__(self, name: str, precision: str, batch_size: int, device: torch.device) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    def __init__(self, kind: str, settings: Model, precision: str, mode: str, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = True
-        self.precision, self.device = precision, device
-        self.is_text = name == "gpt"
-        settings = MODELS[name]
+        self.device, self.is_text, self.size = device, settings.args is not None, settings.size
         self.format = torch.channels_last if settings.channels_last else torch.preserve_format
-        self.model = build(name).to(device, memory_format=self.format)  # type: ignore[call-overload]
+        model = build(settings).to(device, memory_format=self.format)  # type: ignore[call-overload]
         if precision == "fp8":
-            _use_float8(self.model)
-        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[settings.optimizer]
-        self.optimizer = kind(self.model.parameters(), lr=1e-3)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+            _use_float8(model)
+        if mode == "compiled":
+            model.compile()
+        elif mode == "blocks compiled":
+            for block in find_blocks(model):
+                block.compile()
+        made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[settings.optimizer]
+        optimizer = made(model.parameters(), lr=1e-3, fused=True)
+        self.model, self.optimizer, self.backward = _prepared(kind, model, optimizer, device)
+        self.casts: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if kind == "bare loop":
+            self.casts = lambda: torch.autocast(device.type, torch.bfloat16)
+        batch_size = settings.batch_size
         self.batches = self._sequences(batch_size) if self.is_text else self._images(batch_size)
 
-    def train(self, windows: int, window: int) -> list[float]:
-        """Return when each window began, and when the last one ended."""
-        times = []
-        for step in range(windows * window + 1):
-            if step % window == 0:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.time())
-            self._step(*next(self.batches))
-        return times
+    def train(self, window: int, trace: Path | None) -> None:
+        """Train; print a line at the end of each window, once the device has come so far."""
+        step = 0
+        while True:
+            if trace is not None and step == window:
+                self._profile(trace)
+            for _ in range(window):
+                self._step(*next(self.batches))
+                step += 1
+            peak_gib = 0.0
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                peak_gib = torch.cuda.max_memory_allocated() / 2**30
+            print(json.dumps({"step": step, "peak_gib": peak_gib}), flush=True)
+
+    def _profile(self, trace: Path) -> None:
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        with profile(activities=kinds, acc_events=True) as profiler:
+            for _ in range(PROFILED):
+                self._step(*next(self.batches))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(trace))
 
     def _step(self, inputs: Tensor, targets: Tensor) -> None:
         inputs, targets = (each.to(self.device, non_blocking=True) for each in (inputs, targets))
         if not self.is_text:
             inputs = (inputs.to(memory_format=self.format).float() / 255 - 0.5) / 0.5
-        with self._autocast():
+        with self.casts():
             loss = cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.backward(loss)
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
     def _images(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        split: Any = images().train
+        split: Any = images(self.size).train
         while True:
             for chosen in torch.randperm(NUM_IMAGES).split(batch_size):
                 if len(chosen) == batch_size:
@@ -126,11 +145,27 @@ class Loop:
 
     def _sequences(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            tokens = torch.randint(NUM_TOKENS, (batch_size, SEQUENCE_LENGTH + 1))
+            tokens = torch.randint(NUM_TOKENS, (batch_size, self.size + 1))
             yield self._pinned(tokens[:, :-1].contiguous()), self._pinned(tokens[:, 1:].contiguous())
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
+
+
+def _prepared(kind: str, model: nn.Module, optimizer: Any, device: torch.device) -> tuple[Any, Any, Any]:
+    """Return model, optimizer and what calls backward, as ``kind`` wraps them for autocast to bf16."""
+    if kind == "Fabric":
+        from lightning_fabric import Fabric
+
+        fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+        fabric.launch()
+        return *fabric.setup(model, optimizer), fabric.backward
+    if kind == "Accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16")
+        return *accelerator.prepare(model, optimizer), accelerator.backward
+    return model, optimizer, Tensor.backward
 
 
 def _use_float8(model: nn.Module) -> None:

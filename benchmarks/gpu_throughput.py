@@ -2,64 +2,67 @@
 
     python -m benchmarks.gpu_throughput [--minutes 9] [--models …] [--precisions …] [--peers FOLDER] [--quick]
 
-ResNet-50, ViT-B/16 and ConvNeXt-B of timm at 224 × 224, and a GPT of GPT-2's smallest shape; bf16, fp16,
-tf32, fp32 and fp8; eager and compiled. Arms: a bare PyTorch loop; timm's train.py with --channels-last, --amp
-and --torchcompile, which reads small image files with 8 loader processes (bf16 and fp16); and ``hpc-train
-submit --local``. Each arm of a round is a process of its own. Memory is what ``nvidia-smi`` reports, less
-what was used before; MFU needs the device's peak (``plan.gpu_models``).
+A GPT of GPT-2's smallest shape, timm's ResNet-50 and ViT-B/16 at 224 × 224; bf16 and fp8; eager, compiled as
+a whole and by blocks. Arms: a bare PyTorch loop, Lightning Fabric and Accelerate around it (eager), timm's
+train.py, which reads small image files with 8 loader processes, and ``hpc-train submit --local``. All arms of
+a model in a precision start at once, in processes of their own, so that they compile at the same time. Then
+they take turns, in random order: one trains for some windows of steps while the others are stopped, once per
+round. MFU needs the device's peak (``plan.gpu_models``). Where hpc-train takes longer than the bare loop
+by more than 2 %, the kernels of both are compared by name, from a profile of two steps each.
 
-Cases are measured one by one, with seven rounds each, until ``--minutes`` are used up; results of earlier
-calls stay, so several calls cover all. Writes benchmarks/results/gpu_throughput.json.
+Cases are measured by importance until ``--minutes`` are used up, those already measured with this device and
+these versions are skipped. Writes benchmarks/results/gpu_throughput.json. ``--quick``: tiny models.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import gzip
 import json
+import os
 import random
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 
-from benchmarks.arms import TIMM_SCRIPT, environment, line_times, printed, row_times
-from benchmarks.gpu_cases import (
-    CASES,
-    GPT_ARGS,
-    IMAGE_SIZE,
-    MODELS,
-    PRECISIONS,
-    SEQUENCE_LENGTH,
-    Case,
-    utilization,
-)
-from benchmarks.gpu_loop import flops_per_sample
+from benchmarks.arms import TIMM_SCRIPT, environment
+from benchmarks.gpu_cases import CASES, MODELS, MODES, PRECISIONS, TINY, Case, Model, utilization
+from benchmarks.gpu_loop import LOOPS, PROFILED, TINY_WINDOW, WARM_UP, WINDOW, flops_per_sample
 from benchmarks.measuring import (
+    RESULTS,
+    ROOT,
     cannot_run,
     comparison,
     conditions,
-    interleaved,
     parser,
     report,
-    rounds_of,
     table,
 )
+from benchmarks.turns import send
 
+#: Set where tests' stand-in is the device, which has neither NCCL nor Triton.
+IS_STAND_IN = "HPC_TRAIN_TEST_CUDA_BACKEND" in os.environ
 BARE, TIMM, OURS = "bare loop", "timm train.py", "hpc-train"
-#: Steps per window; windows before the ones that count; windows that count.
-WINDOW, WARM_UP, COUNTED = 10, 2, 4
-QUICK_WINDOW = 1
-#: What one arm reports, by name.
-Parts = Mapping[str, float]
+_PACKAGE = {"Fabric": "lightning_fabric", "Accelerate": "accelerate"}
+ROUNDS, WINDOWS = 3, 2
+#: Until all arms have trained their first windows, compilation included.
+_START_LIMIT_S = 150.0
+_TURN_LIMIT_S = 60.0
+#: By which a slower hpc-train has its kernels listed.
+_SLOWER = 1.02
+_NUM_KERNELS = 12
 
 EXPERIMENT = """\
 name: gpu
@@ -68,8 +71,9 @@ model: {model}
 data: {data}
 precision: {precision}
 compile: {compile}
+profile: {{after_steps: {window}, steps: {profiled}}}
 optimization:
-  steps: {steps}
+  steps: 1000000
   global_batch_size: {batch}
   micro_batch_size: {batch}
   optimizer: {{name: {optimizer}, lr: 0.001}}
@@ -86,29 +90,34 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     options.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS])
     options.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: tries the program itself
+    options.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         cannot_run("there is no CUDA device; run make bench-gpu where torch.cuda.is_available() is true")
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else None
-    packages = ("timm", "torchao", "triton")
-    measured_with = conditions(packages, device=device) | {"cuda": str(torch.version.cuda)}
-    cases = [
+    packages = ("timm", "torchao", "triton", "lightning-fabric", "accelerate")
+    here = conditions(packages, arguments.peers, device) | {"cuda": str(torch.version.cuda)}
+    wanted = [
         each for each in CASES if each.model in arguments.models and each.precision in arguments.precisions
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        for case in within(arguments.minutes, cases[:1] if arguments.quick else cases):
-            arms = _Arms(case, arguments, Path(folder))
-            values = interleaved(arms.all(), rounds_of(arguments))
-            times = {arm: [parts["seconds"] for parts in rounds] for arm, rounds in values.items()}
-            compared = comparison(case.title, "seconds per step", times, BARE, arms.missing())
-            here = measured_with | {"batch size": arms.batch_size}
-            measured = table(
-                f"{case.title}: throughput and memory",
-                "",
-                {arm: arms.row(rounds, device or "") for arm, rounds in values.items()},
-                remark="Medians of the rounds above",
-            )
-            report("gpu_throughput", arguments, here, [compared], [measured])
+    file = (arguments.results or RESULTS) / "gpu_throughput.json"
+    known = set() if arguments.quick and arguments.results is None else measured(file, here)
+    for case in within(arguments.minutes, [each for each in wanted if each.title("eager") not in known]):
+        compared, tables, batch_size = _measure(case, arguments, device or "")
+        found = here | {"batch size": batch_size}
+        report("gpu_throughput", arguments, found, compared, tables, arguments.results)
+        if not compared:
+            sys.exit(f"{case.model}, {case.precision}: nothing was measured")
+
+
+def measured(file: Path, here: Mapping[str, Any]) -> set[str]:
+    """Return the titles that the results file has of this device and these versions."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {
+        each["title"]
+        for each in [*found.get("comparisons", []), *found.get("tables", [])]
+        if all(each["conditions"].get(key) == here[key] for key in ("device", "versions"))
+    }
 
 
 def within(minutes: float, cases: list[Case]) -> Iterator[Case]:
@@ -117,81 +126,259 @@ def within(minutes: float, cases: list[Case]) -> Iterator[Case]:
     for number, case in enumerate(cases):
         began = time.monotonic()
         if began + longest > deadline:
-            print(f"no time for {len(cases) - number} cases, from {case.title} on", file=sys.stderr)
+            print(f"no time for {len(cases) - number} cases, from {case.title('eager')} on", file=sys.stderr)
             return
         yield case
         longest = max(longest, time.monotonic() - began)
 
 
-class _Arms:
-    """What measures one case; each arm returns its seconds per step and peak memory."""
+class Arm:
+    """A program that trains until it is killed; the end of each window is a line of its output."""
 
-    def __init__(self, case: Case, arguments: argparse.Namespace, folder: Path) -> None:
-        self.case, self.folder, self.device = case, folder, arguments.device
-        self.settings = MODELS[case.model]
-        self.batch_size = 2 if arguments.quick else self.settings.batch_size
-        self.window = QUICK_WINDOW if arguments.quick else WINDOW
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path, line: str) -> None:
+        self.folder, self.peak_gib, self.output = folder, 0.0, [""]
+        self._times: list[float] = []
+        self._line = re.compile(line)
+        self.process = subprocess.Popen(
+            command,
+            env=dict(variables),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if self._line.search(line):
+                self._times.append(time.time())
+                if line.startswith("{"):
+                    self.peak_gib = json.loads(line)["peak_gib"]
+
+    def times(self) -> list[float]:
+        """Return when each window ended."""
+        return self._times
+
+    @property
+    def trace(self) -> Path | None:
+        return next(iter(self.folder.glob("*.json.gz")), None)
+
+    def wait_for(self, windows: int, limit_s: float) -> bool:
+        """Wait until so many windows have ended; False if it fails or takes too long."""
+        deadline = time.monotonic() + limit_s
+        while len(self.times()) < windows:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def pause(self) -> None:
+        send(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        send(self.process.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        send(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class OurArm(Arm):
+    """hpc-train, whose rows of metrics have the times."""
+
+    def times(self) -> list[float]:
+        return [row["time"] for row in self._rows()]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        found = next(iter(self.folder.glob("*/*/metrics.jsonl")), None)
+        lines = [] if found is None else found.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        self.peak_gib = max((row.get("peak_memory_gib", 0.0) for row in rows), default=0.0)
+        return [row for row in rows if row["split"] == "train"]
+
+    @property
+    def trace(self) -> Path | None:
+        return next(iter(self.folder.glob("*/*/**/profile.json.gz")), None)
+
+
+def take_turns(arms: Mapping[str, Arm], rounds: int, window: int) -> dict[str, list[float]]:
+    """Return the seconds per step of each arm by round; an arm that does not train is omitted."""
+    running = {name: arm for name, arm in arms.items() if arm.wait_for(WARM_UP, _START_LIMIT_S)}
+    for arm in arms.values():
+        arm.pause()
+    values: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name in random.sample(list(running), len(running)):
+            arm = running[name]
+            # The window in which it was stopped does not count.
+            begun = len(arm.times())
+            arm.resume()
+            trained = arm.wait_for(begun + 1 + WINDOWS, _TURN_LIMIT_S)
+            arm.pause()
+            if not trained:
+                del running[name], values[name]
+                continue
+            times = arm.times()
+            values[name].append((times[begun + WINDOWS] - times[begun]) / (WINDOWS * window))
+    return values
+
+
+def _measure(
+    case: Case, arguments: argparse.Namespace, device: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Return the comparisons and tables of a case, and its batch size."""
+    settings = (TINY if arguments.quick else MODELS)[case.model]
+    window = TINY_WINDOW if arguments.quick else WINDOW
+    compared, tables = [], []
+    arms: dict[str, Arm] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        starting = _Starting(case, settings, arguments, Path(folder))
+        try:
+            for mode in case.modes():
+                if IS_STAND_IN and mode != "eager":
+                    print(f"{case.title(mode)}: only a GPU shows it (no Triton here)", file=sys.stderr)
+                    continue
+                for name in starting.arms(mode):
+                    arms[f"{name}|{mode}"] = starting.start(name, mode)
+            values = take_turns(arms, ROUNDS, window)
+            for name in arms.keys() - values.keys():
+                print(
+                    f"{case.title(name)}: did not train\n{''.join(arms[name].output[-30:])}", file=sys.stderr
+                )
+            for mode in case.modes():
+                of_mode = {name: values[f"{name}|{mode}"] for name in _NAMES if f"{name}|{mode}" in values}
+                missing = [name for name in starting.expected(mode) if name not in of_mode]
+                title = case.title(mode)
+                if BARE not in of_mode:
+                    continue
+                compared.append(comparison(title, "seconds per step", of_mode, BARE, missing))
+                rows = {
+                    name: _row(settings, case.precision, device, of_arm, arms[f"{name}|{mode}"].peak_gib)
+                    for name, of_arm in of_mode.items()
+                }
+                remark = "Medians of the rounds above"
+                tables.append(table(f"{title}: throughput and memory", "", rows, remark=remark))
+                if OURS in compared[-1]["arms"] and compared[-1]["arms"][OURS]["ratio"]["median"] > _SLOWER:
+                    traces = [arms[f"{name}|{mode}"].trace for name in (BARE, OURS)]
+                    rows = kernel_difference(*traces)
+                    remark = f"Profiled once, {PROFILED} steps"
+                    tables.append(table(f"{title}: time by kernel", "ms per step", rows, remark=remark))
+        finally:
+            for arm in arms.values():
+                arm.end()
+    return compared, tables, settings.batch_size
+
+
+_NAMES = (*LOOPS, TIMM, OURS)
+
+
+def _row(
+    settings: Model, precision: str, device: str, rounds: Sequence[float], peak_gib: float
+) -> dict[str, float | None]:
+    per_s = settings.batch_size / statistics.median(rounds)
+    used = utilization(device, precision, per_s * flops_per_sample(settings))
+    return {
+        "samples/s": per_s,
+        "MFU, %": None if used is None else 100 * used,
+        "peak memory allocated, GiB": peak_gib or None,
+    }
+
+
+def kernel_difference(bare: Path | None, ours: Path | None) -> dict[str, dict[str, float | None]]:
+    """Return ms per step by kernel, those that differ most first, from two traces of torch's profiler."""
+    if bare is None or ours is None:
+        return {}
+    there, here = _kernel_ms(bare), _kernel_ms(ours)
+    names = sorted(there.keys() | here.keys(), key=lambda name: -abs(here[name] - there[name]))
+    rows: dict[str, dict[str, float | None]] = {"all kernels": {BARE: there.total(), OURS: here.total()}}
+    for name in names[:_NUM_KERNELS]:
+        rows[name[:80].replace("|", "/")] = {BARE: there[name], OURS: here[name]}
+    return rows
+
+
+def _kernel_ms(trace: Path) -> Counter[str]:
+    """Without a GPU: of operators."""
+    opened = gzip.open if trace.suffix == ".gz" else open
+    with opened(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    total: Counter[str] = Counter()
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
+    for event in events:
+        if event.get("cat") in kinds:
+            total[event["name"]] += event["dur"] / 1e3 / PROFILED
+    return total
+
+
+class _Starting:
+    """Starts the arms of a case."""
+
+    def __init__(self, case: Case, settings: Model, arguments: argparse.Namespace, folder: Path) -> None:
+        self.case, self.settings, self.folder = case, settings, folder
+        self.device, self.is_tiny = arguments.device, arguments.quick
+        self.window = TINY_WINDOW if arguments.quick else WINDOW
         self.script = (arguments.peers or Path()).absolute() / TIMM_SCRIPT
+        self.peers = arguments.peers
         self.variables = {
             name: value for name, value in environment(arguments.peers).items() if name != "OMP_NUM_THREADS"
-        }
+        } | ({"OMP_NUM_THREADS": "1"} if self.device == "cpu" else {})
 
-    def all(self) -> dict[str, Callable[[], Parts]]:
-        times = {BARE: self._bare, TIMM: self._timm, OURS: self._ours}
-        return {
-            arm: functools.partial(self._measured, run)
-            for arm, run in times.items()
-            if arm not in self.missing()
-        }
+    def expected(self, mode: str) -> list[str]:
+        """Return the arms that a mode has where all peers are installed."""
+        others = [*_PACKAGE] if mode == "eager" and self.case.precision == "bf16" else []
+        has_timm = mode != "blocks compiled" and self.case.model != "gpt" and self.case.precision == "bf16"
+        return [BARE, *others, *([TIMM] if has_timm else []), OURS]
 
-    def missing(self) -> list[str]:
-        """timm's script has no models of text, and no flags for tf32 and fp8."""
-        can_run = self.case.model != "gpt" and self.case.precision in ("bf16", "fp16")
-        return [] if can_run and self.script.exists() else [TIMM]
+    def arms(self, mode: str) -> list[str]:
+        """Return those that can start here."""
+        search = [*sys.path, *([] if self.peers is None else [str(self.peers)])]
 
-    def row(self, rounds: list[Parts], device: str) -> dict[str, float | None]:
-        """Return an arm's row of the table."""
-        per_s = self.batch_size / statistics.median(parts["seconds"] for parts in rounds)
-        used = utilization(device, self.case.precision, per_s * flops_per_sample(self.case.model))
-        return {
-            "samples/s": per_s,
-            "MFU, %": None if used is None else 100 * used,
-            "peak memory, GB": statistics.median(parts["peak GB"] for parts in rounds),
-        }
+        def is_here(name: str) -> bool:
+            if name == TIMM:
+                return self.script.exists()
+            package = _PACKAGE.get(name)
+            return package is None or any(Path(place, package).is_dir() for place in search)
 
-    def _measured(self, times: Callable[[], list[float]]) -> Parts:
-        with _peak_memory(self.device) as peak_gb:
-            found = times()
-        seconds = (found[-1] - found[WARM_UP]) / (self.window * (len(found) - 1 - WARM_UP))
-        return {"seconds": seconds, "peak GB": max(peak_gb) - peak_gb[0]}
+        return [name for name in self.expected(mode) if is_here(name)]
 
-    def _bare(self) -> list[float]:
-        words = ["-m", "benchmarks.gpu_loop", self.case.model, self.case.precision]
-        words += ["--device", self.device, "--batch-size", str(self.batch_size), "--window", str(self.window)]
-        words += ["--windows", str(WARM_UP + COUNTED), *(["--compile"] if self.case.is_compiled else [])]
-        found: list[float] = json.loads(printed([sys.executable, *words], self.variables).splitlines()[-1])
-        return found
+    def start(self, name: str, mode: str) -> Arm:
+        own = self.folder / f"{name} {mode}".replace(" ", "-")
+        own.mkdir()
+        if name == OURS:
+            file = own / "exp.yaml"
+            file.write_text(self._experiment(mode), encoding="utf-8")
+            words = ["-m", "hpc_train", "submit", str(file), "--local", "--devices", "1"]
+            words.append(f"device={self.device}")
+            variables = {**self.variables, "HPC_TRAIN_RUNS": str(own)}
+            return OurArm([sys.executable, *words], variables, own, "$^")
+        if name == TIMM:
+            return Arm([sys.executable, *self._timm(mode)], self.variables, own, r"^Train: ")
+        words = ["-m", "benchmarks.gpu_loop", name, self.case.model, self.case.precision, mode]
+        words += ["--device", self.device, "--trace", str(own / "trace.json.gz")]
+        words += ["--tiny"] if self.is_tiny else []
+        return Arm([sys.executable, *words], self.variables, own, r'^\{"step"')
 
-    def _ours(self) -> list[float]:
-        return row_times(self._experiment(), 1, self.variables, f"device={self.device}")
-
-    def _experiment(self) -> str:
-        is_text = self.case.model == "gpt"
-        timm = {"name": f"timm/{self.case.model}", "channels_last": self.settings.channels_last}
+    def _experiment(self, mode: str) -> str:
+        settings = self.settings
         text = {"name": "text", "root": str(self._text())}
-        arguments = {"sequence_length": SEQUENCE_LENGTH, "val_fraction": 0, "tokens": "bytes"}
+        arguments = {"sequence_length": settings.size, "val_fraction": 0, "tokens": "bytes"}
+        pixels = {"name": "benchmarks.gpu_loop:images", "args": {"size": settings.size}}
+        is_text = settings.args is not None
+        model = {"name": "gpt", "args": settings.args}
+        timm = {"name": f"timm/{settings.name}", "channels_last": settings.channels_last}
         return EXPERIMENT.format(
             task="causal_lm" if is_text else "classification",
-            model=json.dumps({"name": "gpt", "args": GPT_ARGS} if is_text else timm),
-            data=json.dumps(
-                text | {"args": arguments} if is_text else {"name": "benchmarks.gpu_loop:images"}
-            ),
+            model=json.dumps(model if is_text else timm),
+            data=json.dumps(text | {"args": arguments} if is_text else pixels),
             precision=self.case.precision,
-            compile=json.dumps(self.case.is_compiled),
-            steps=self.window * (WARM_UP + COUNTED + 1),
-            batch=self.batch_size,
-            optimizer=self.settings.optimizer,
+            compile=MODES[mode],
+            batch=settings.batch_size,
+            optimizer=settings.optimizer,
             window=self.window,
+            profiled=PROFILED,
         )
 
     def _text(self) -> Path:
@@ -200,25 +387,23 @@ class _Arms:
             file.write_bytes(random.Random(0).randbytes(4_000_000))
         return file
 
-    def _timm(self) -> list[float]:
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}[self.case.precision]
-        words = [
+    def _timm(self, mode: str) -> list[str]:
+        settings = self.settings
+        return [
             *(str(self.script), "--data-dir", str(_image_folder(self.folder)), "--num-classes", "1000"),
-            *("--model", self.case.model, "--img-size", str(IMAGE_SIZE), "--no-aug"),
-            *("--smoothing", "0", "--amp", "--amp-dtype", dtype),
-            *("--opt", self.settings.optimizer, "--lr", "0.001", "--sched", "step", "--decay-epochs", "99"),
-            *("--warmup-epochs", "0", "--epochs", "1", "--epoch-repeats", "20", "--workers", "8"),
-            *("--batch-size", str(self.batch_size), "--log-interval", str(self.window), "--pin-mem"),
-            *(["--channels-last"] if self.settings.channels_last else []),
-            *(["--torchcompile"] if self.case.is_compiled else []),
+            *("--model", settings.name, "--img-size", str(settings.size), "--no-aug"),
+            *("--smoothing", "0", "--amp", "--amp-dtype", "bfloat16"),
+            *("--opt", settings.optimizer, "--lr", "0.001", "--sched", "step", "--decay-epochs", "99"),
+            *("--warmup-epochs", "0", "--epochs", "1", "--epoch-repeats", "1000", "--workers", "8"),
+            *("--batch-size", str(settings.batch_size), "--log-interval", str(self.window), "--pin-mem"),
+            *(["--channels-last"] if settings.channels_last else []),
+            *(["--torchcompile"] if mode == "compiled" else []),
             *("--device", self.device, "--output", str(self.folder / "timm")),
         ]
-        count = WARM_UP + COUNTED + 1
-        return line_times([sys.executable, *words], r"^Train: ", count, self.variables)
 
 
 def _image_folder(folder: Path) -> Path:
-    """Write small images, of which timm makes 224 × 224; return the folder for ``--data-dir``."""
+    """Write small images, of which timm makes larger ones; return the folder for ``--data-dir``."""
     root = folder / "images"
     if root.exists():
         return root
@@ -228,33 +413,6 @@ def _image_folder(folder: Path) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.effect_noise((32, 32), 64).convert("RGB").save(file)
     return root
-
-
-@contextmanager
-def _peak_memory(device: str) -> Iterator[list[float]]:
-    """Sample the GPU's used memory; the list has GB, the first from before."""
-    samples = [_used_gb(device)]
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.2):
-            samples.append(_used_gb(device))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _used_gb(device: str) -> float:
-    if device != "cuda":
-        return 0.0
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout) * 2**20 / 1e9
 
 
 if __name__ == "__main__":

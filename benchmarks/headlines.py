@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu_cases import GPT_ARGS, SEQUENCE_LENGTH
+from benchmarks.gpu_cases import MODELS
 from benchmarks.measuring import ROOT, comparison, conditions, interleaved, parser, report, rounds_of, table
 
 QUICK_STEPS = 8
@@ -110,8 +110,8 @@ def samples_per_s(arm: Arm, devices: int, steps: int) -> float:
 
 def experiment(arm: Arm, devices: int, steps: int, text: Path) -> dict[str, Any]:
     """Return the experiment of an arm: a GPT on random characters."""
-    size = GPT_ARGS if devices else {"num_layers": 4, "num_heads": 4, "dim": 96}
-    length, batch = (SEQUENCE_LENGTH, 32) if devices else (128, 16)
+    size = MODELS["gpt"].args or {} if devices else {"num_layers": 4, "num_heads": 4, "dim": 96}
+    length, batch = (MODELS["gpt"].size, 32) if devices else (128, 16)
     return {
         "name": "headlines",
         "task": "causal_lm",

@@ -197,11 +197,12 @@ def report(
     conditions: Mapping[str, Any],
     comparisons: Sequence[Mapping[str, Any]] = (),
     tables: Sequence[Mapping[str, Any]] = (),
+    results: Path | None = None,
 ) -> None:
-    """Print the result; unless ``--quick`` was given, write it too."""
+    """Print the result; write it too, unless ``--quick`` was given without a folder ``results``."""
     print(json.dumps({**conditions, "comparisons": comparisons, "tables": tables}, indent=1), flush=True)
-    if not arguments.quick:
-        write(name, conditions, comparisons, tables)
+    if not arguments.quick or results is not None:
+        write(name, conditions, comparisons, tables, results)
 
 
 def write(
@@ -209,12 +210,15 @@ def write(
     conditions: Mapping[str, Any],
     comparisons: Sequence[Mapping[str, Any]] = (),
     tables: Sequence[Mapping[str, Any]] = (),
+    results: Path | None = None,
 ) -> None:
     """Write ``benchmarks/results/<name>.json``; comparisons and tables of other titles already in it stay.
 
     Each has the conditions of its own run, so a part of a benchmark can be run alone.
     """
-    file = RESULTS / f"{name}.json"
+    folder = results or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
     old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     merged = {
         "comparisons": _merged(old.get("comparisons", []), comparisons, conditions),

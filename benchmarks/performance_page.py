@@ -12,6 +12,7 @@ import argparse
 import ast
 import json
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),
-    "GPU": ("gpu_throughput",),
+    "GPU": ("gpu", "gpu_parts", "gpu_throughput", "gpu_cluster"),
 }
 #: Not part of ``make bench``.
-NEEDS_CUDA = ("gpu_throughput",)
+NEEDS_CUDA = SECTIONS["GPU"]
 #: Titles that a benchmark measures in several calls.
-EXPECTED = {"gpu_throughput": tuple(case.title for case in CASES)}
+EXPECTED = {"gpu_throughput": tuple(case.title(mode) for case in CASES for mode in case.modes())}
 #: What no benchmark of this repository measures.
 NO_BENCHMARK = (
     "training on several nodes, with NCCL over InfiniBand or Ethernet",
@@ -55,6 +56,7 @@ NO_BENCHMARK = (
     "shared file systems (Lustre, GPFS, NFS): checkpoints were written to a local disk",
     "a scheduler with a real queue: Slurm runs on the same machine, with no other users",
 )
+_OUTCOMES = ("passed", "failed", "skipped")
 EMPTY: dict[str, Any] = {"comparisons": [], "tables": []}
 HEAD = """\
 # Performance
@@ -71,7 +73,7 @@ faster. Dots and figures are medians over the rounds, whiskers and ranges are p1
 to similar machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each
 measurement, [Not measured](#not-measured) what is missing. No test asserts a time.
 
-`make bench` measures everything that needs no GPU and takes hours; `make bench-gpu` measures what needs one.
+`make bench` measures everything that needs no GPU and takes hours; `make gpu-day` measures what needs one.
 Each benchmark also runs alone, by the command given with it.
 """
 
@@ -119,7 +121,7 @@ class _Page:
 
     def __init__(self, results: Path) -> None:
         self.results = {
-            name: EMPTY | json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+            name: EMPTY | _read_results(results / f"{name}.json")
             for names in SECTIONS.values()
             for name in names
             if (results / f"{name}.json").exists()
@@ -215,6 +217,26 @@ class _Page:
             ]
             yield f"{index}. {'; '.join(facts)}; {versions}."
         yield ""
+
+
+def _read_results(file: Path) -> dict[str, Any]:
+    """Return a results file; of the outcomes of GPU tests, a table of their numbers by test."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if "tests" not in found:
+        return found
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, test in found["tests"].items():
+        for row in ("all", f"`{name.partition('::')[2].partition('[')[0]}`"):
+            rows[row][test["outcome"]] += 1
+    here = {"date": found["date"], "device": found["device"], "driver": found["driver"]}
+    table = {
+        "title": "GPU tests",
+        "unit": "test",
+        "rows": {name: {key: rows[name][key] for key in _OUTCOMES} for name in rows},
+        "remark": found.get("remark", "Run once"),
+        "conditions": here | {"versions": found["versions"]},
+    }
+    return {"tables": [table]}
 
 
 def summary(name: str) -> str:

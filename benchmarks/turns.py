@@ -51,21 +51,21 @@ def by_turns(arms: Mapping[str, Callable[[], float]], turn_s: float = TURN_S) ->
             with sender, warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which an arm does not use
                 process.start()
-            _signal(process.pid, signal.SIGSTOP)
+            send(process.pid, signal.SIGSTOP)
             programs[arm] = (process, receiver)
         while programs:
             for arm in random.sample(list(programs), len(programs)):
                 process, receiver = programs[arm]
-                _signal(process.pid, signal.SIGCONT)
+                send(process.pid, signal.SIGCONT)
                 if not receiver.poll(turn_s):
-                    _signal(process.pid, signal.SIGSTOP)
+                    send(process.pid, signal.SIGSTOP)
                     continue
                 values[arm] = _received(arm, receiver)
                 process.join()
                 del programs[arm]
     finally:
         for process, _ in programs.values():
-            _signal(process.pid, signal.SIGKILL)
+            send(process.pid, signal.SIGKILL)
             process.join()
     return {arm: values[arm] for arm in arms}
 
@@ -87,7 +87,7 @@ def _received(arm: str, receiver: Connection) -> float:
     return float(value)
 
 
-def _signal(pid: int | None, number: signal.Signals) -> None:
+def send(pid: int | None, number: signal.Signals) -> None:
     """Send the signal to a process and all that come from it, whatever their session."""
     assert pid is not None
     reached: set[int] = set()

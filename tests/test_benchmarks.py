@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks, step, turns
-from benchmarks.gpu_cases import CASES, Case, utilization
+from benchmarks.gpu_cases import CASES, MODELS, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import (
     ROOT,
@@ -31,7 +31,7 @@ from benchmarks.measuring import (
 )
 
 #: Programs that measure nothing.
-_OTHERS = {"__main__", "gpu", "gpu_loop", "loops", "performance_page"}
+_OTHERS = {"__main__", "gpu_loop", "loops", "performance_page"}
 #: Scripts that submission.py and preemption.py start as an arm.
 _ARMS = {"bare_submission", "bare_training"}
 PROGRAMS = sorted(
@@ -93,7 +93,7 @@ def test_only_windows_with_a_turn_of_another_program_are_left_out() -> None:
     assert turns.undisturbed([0.1, 0.1, 0.2, 0.3], window=20) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"gpu"}))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_says_how_to_use_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch
     clock = itertools.count(0, 60)  # a minute per reading: each case takes one
     monkeypatch.setattr("benchmarks.gpu_throughput.time.monotonic", lambda: float(next(clock)))
     assert len(list(gpu_throughput.within(9, CASES))) == 4
-    assert CASES[0] == Case("resnet50", "bf16", is_compiled=False)
+    assert CASES[0] == Case("gpt", "bf16")
 
 
 def test_consensus_and_watchdog_request_no_more_of_many_nodes_than_of_one() -> None:
@@ -134,7 +134,7 @@ def test_consensus_and_watchdog_request_no_more_of_many_nodes_than_of_one() -> N
 @pytest.mark.slow
 def test_flops_and_utilization() -> None:
     """4.1 G multiply-accumulates forward (He et al. 2015), of which the backward pass has twice as many."""
-    flops = flops_per_sample("resnet50")
+    flops = flops_per_sample(MODELS["resnet50"])
     assert flops == pytest.approx(3 * 2 * 4.1e9, rel=0.01)
     assert utilization("NVIDIA H100 80GB HBM3", "bf16", 98.9e12) == pytest.approx(0.1)
     assert utilization("Some GPU", "bf16", 1e12) is None

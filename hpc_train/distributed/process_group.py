@@ -65,6 +65,8 @@ _OWN_GLOO = (
     "find interface",
     "find address",
 )
+#: For tests with several ranks on one GPU, which NCCL refuses: ``gloo``.
+_TEST_CUDA_BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: ``groups``: the timeout of the groups of the process, once there is a default group.
@@ -224,11 +226,12 @@ def make_group(
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.
     has_own_gloo = device.type == "cuda"
     arguments: dict[str, Any] = {}
-    if has_own_gloo:
+    backend = os.environ.get(_TEST_CUDA_BACKEND, "nccl")
+    if has_own_gloo and backend == "nccl":
         arguments = nccl.prepare(device, os.environ)
     make = partial(
         dist.init_process_group,
-        "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
+        f"cpu:gloo,cuda:{backend}" if has_own_gloo else "gloo",
         store=meeting.store,
         rank=facts.rank,
         world_size=facts.world_size,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -25,3 +28,31 @@ class Hungry(Net):
 
 def hungry(num_classes: int, sample_bytes: int) -> nn.Module:
     return Hungry(num_classes, sample_bytes)
+
+
+class OutOfRange(Net):
+    """Causes a device error in the third forward: an index that the device, or its stand-in, refuses."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, norm=False, dropout=0.0)
+        self.forwards = 0
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 3 and (fails := os.environ.get("FAKE_CUDA_FAILS")):
+            Path(fails).touch()
+        elif self.forwards == 3:
+            four = torch.zeros(4, device=images_BCHW.device)
+            images_BCHW = images_BCHW + four[torch.full((1,), 9, device=four.device)]
+        out: Tensor = super().forward(images_BCHW)
+        return out
+
+
+def out_of_range(num_classes: int) -> nn.Module:
+    return OutOfRange(num_classes)
+
+
+def not_deterministic(num_classes: int) -> nn.Module:
+    """The backward of adaptive pooling adds with atomics."""
+    pool = nn.AdaptiveAvgPool2d((3, 5))
+    return nn.Sequential(nn.Conv2d(1, 8, 3), pool, nn.Flatten(), nn.Linear(120, num_classes))

@@ -1,0 +1,109 @@
+"""Several ranks, on one GPU over gloo, on two over NCCL; memory, utilization, profile and errors in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import iter_rows
+from tests import fake_cuda
+from tests.end_to_end.runs import EXPERIMENT, final_tensors, hpc_train, only_run, submit, write_experiment
+from tests.gpu.test_gpu import (
+    CUDA,
+    EMA,
+    SGD,
+    SHORT,
+    VIT,
+    VIT_SHORT,
+    assert_losses_are_close,
+    needs_real_gpu,
+    on_gpu,
+    submit_on_gpu,
+    tensors_of,
+)
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def vit_on_two_cpus(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    folder = tmp_path_factory.mktemp("vit_on_two_cpus")
+    return submit(folder, "device=cpu", *VIT_SHORT, EMA, text=VIT)
+
+
+def _train_as_on_the_cpu(strategy: str, on_cpu: RunPaths, folder: Path) -> None:
+    overrides = (*VIT_SHORT, EMA, f"parallel.strategy={strategy}", "deterministic=true")
+    paths = submit(folder, CUDA, *overrides, text=VIT)
+    assert "on 2 × cuda:" in paths.attempt(1).log(0).read_text()
+    assert_losses_are_close(paths, on_cpu, 1e-3)
+    ours, theirs = final_tensors(paths), final_tensors(on_cpu)
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(tensors_of(ours), tensors_of(theirs), rtol=0, atol=1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_share_a_gpu_over_gloo(
+    strategy: str, vit_on_two_cpus: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fake_cuda.BACKEND, "gloo")
+    _train_as_on_the_cpu(strategy, vit_on_two_cpus, tmp_path)
+
+
+@on_gpu
+@two_gpus
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_train_over_nccl(strategy: str, vit_on_two_cpus: RunPaths, tmp_path: Path) -> None:
+    needs_real_gpu("NCCL")
+    _train_as_on_the_cpu(strategy, vit_on_two_cpus, tmp_path)
+
+
+@on_gpu
+def test_rows_have_memory_and_utilization_and_a_profile_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_NAME", "NVIDIA L4")
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, "profile={after_steps: 2, steps: 2}", "precision=bf16")
+    rows = [row for row in iter_rows(paths.metrics) if row["split"] == "train"]
+    assert all(row["peak_memory_gib"] > 0 for row in rows)
+    assert all(row["tflops_per_s"] > 0 and 0 < row["mfu"] < 1 for row in rows if "step_s" in row)
+    assert any("mfu" in row for row in rows)
+    assert "limited by" in paths.attempt(1).profile_table.read_text()
+    assert paths.attempt(1).profile_trace.exists()
+
+
+def _failed(folder: Path, *overrides: str) -> str:
+    """Submit a run that fails; return what the command and rank 0 printed."""
+    experiment = write_experiment(folder, EXPERIMENT)
+    words = (CUDA, *SHORT[:3], *overrides, "--local", "--devices", "1")
+    done = hpc_train("submit", experiment, *words, HPC_TRAIN_RUNS=str(folder / "runs"))
+    assert done.code != 0, done.err
+    return done.err + only_run(folder).attempt(1).log(0).read_text()
+
+
+@on_gpu
+@pytest.mark.alone
+def test_a_step_whose_memory_runs_out_names_the_remedy(tmp_path: Path) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    model = f'model={{name: "tests.gpu.parts:hungry", args: {{sample_bytes: {free // 8}}}}}'
+    told = _failed(tmp_path, model)
+    assert "optimization.micro_batch_size" in told and "cuda:0" in told
+
+
+@on_gpu
+def test_a_device_error_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fake_cuda.is_here():
+        monkeypatch.setenv("FAKE_CUDA_FAILS", str(tmp_path / "fails"))
+    told = _failed(tmp_path, 'model={name: "tests.gpu.parts:out_of_range"}')
+    assert "device-side assert" in told or "uncorrectable ECC error" in told
+
+
+@on_gpu
+def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:
+    needs_real_gpu("the CPU's kernels are deterministic")
+    told = _failed(tmp_path, 'model={name: "tests.gpu.parts:not_deterministic"}', "deterministic=true")
+    assert "does not have a deterministic implementation" in told
