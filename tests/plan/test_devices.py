@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.devices import gpu_memory_gib
+from hpc_train.plan.devices import Device, device_here, gpu_memory_gib
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,8 @@ def test_names_of_gpus_say_their_memory(name: str, gib: int | None) -> None:
 )
 def test_other_features_of_nodes_are_no_memory_of_a_gpu(name: str) -> None:
     assert gpu_memory_gib(name) is None
+
+
+def test_a_gpu_that_no_driver_describes_has_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert device_here("cuda", 2) == Device("GPU", is_gpu=True, memory_bytes=None)
