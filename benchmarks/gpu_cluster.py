@@ -25,7 +25,12 @@ import yaml
 from benchmarks.gpu_cases import MODELS, TINY
 from benchmarks.measuring import ROOT, conditions, parser, report, table
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline")
+#: Twelve blocks and heads can be shared by four ranks.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    **{name: {"strategy": name} for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")},
+    "tensor": {"strategy": "tensor", "tensor": 4},
+    "pipeline": {"strategy": "pipeline", "pipeline": 4},
+}
 TITLE = "GPT on several nodes, bf16, compiled"
 _ENDS = ("completed", "failed", "cancelled")
 _POLL_S = 10.0
@@ -57,7 +62,8 @@ def experiment_of(strategy: str, text: Path, *, is_quick: bool) -> dict[str, Any
     return {
         "name": f"gpu-cluster-{strategy}",
         "task": "causal_lm",
-        "model": {"name": "gpt", "args": model.args},
+        # A pipeline's first and last stage can't share weights.
+        "model": {"name": "gpt", "args": {**(model.args or {}), "tie_embeddings": False}},
         "data": {
             "name": "text",
             "root": str(text),
@@ -66,10 +72,11 @@ def experiment_of(strategy: str, text: Path, *, is_quick: bool) -> dict[str, Any
         "device": "auto" if is_quick else "cuda",
         "precision": "fp32" if is_quick else "bf16",
         "compile": not is_quick,
-        "parallel": {"strategy": strategy},
+        "parallel": STRATEGIES[strategy],
         "optimization": {
             "steps": steps,
             "global_batch_size": 16 * model.batch_size,
+            "micro_batch_size": model.batch_size,
             "optimizer": {"name": "adamw", "lr": 0.001},
             "schedule": {"name": "constant"},
         },

@@ -147,16 +147,18 @@ class Arm:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if self._line.search(line):
-                self._times.append(time.time())
-                if line.startswith("{"):
-                    self.peak_gib = json.loads(line)["peak_gib"]
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.output.append(line)
+                if self._line.search(line):
+                    self._times.append(time.time())
+                    if line.startswith("{"):
+                        self.peak_gib = json.loads(line)["peak_gib"]
 
     def times(self) -> list[float]:
         """Return when each window ended."""
@@ -184,6 +186,7 @@ class Arm:
     def end(self) -> None:
         send(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._reader.join()
 
 
 class OurArm(Arm):

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks, step, turns
+from benchmarks import gpu_cluster, gpu_throughput, measuring, performance_page, plot, ranks, step, turns
 from benchmarks.gpu_cases import CASES, MODELS, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import (
@@ -29,6 +29,7 @@ from benchmarks.measuring import (
     rounds_of,
     table,
 )
+from tests.end_to_end.runs import hpc_train, write_experiment
 
 #: Programs that measure nothing.
 _OTHERS = {"__main__", "gpu_loop", "loops", "performance_page"}
@@ -123,6 +124,20 @@ def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("benchmarks.gpu_throughput.time.monotonic", lambda: float(next(clock)))
     assert len(list(gpu_throughput.within(9, CASES))) == 4
     assert CASES[0] == Case("gpt", "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hsdp", "tensor", "pipeline"])
+def test_two_nodes_with_eight_gpus_can_train_each_strategy(strategy: str, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 2000)
+    slurm = {"slurm": {"nodes": 2, "gpus_per_node": 8, "time_limit": "30min"}}
+    file = write_experiment(
+        tmp_path, json.dumps(gpu_cluster.experiment_of(strategy, text, is_quick=False) | slurm)
+    )
+    done = hpc_train("plan", file, PATH=str(Path(sys.executable).parent))
+    assert done.code == 0, done.err
+    assert "16 " in done.out, "ranks"
 
 
 def test_consensus_and_watchdog_request_no_more_of_many_nodes_than_of_one() -> None:

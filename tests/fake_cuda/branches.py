@@ -1,6 +1,6 @@
 """Every place in hpc_train that depends on CUDA, and a test without a GPU that executes it.
 
-    python -m tests.fake_cuda.branches TESTS …    runs tests, and writes which places they executed
+    python -m tests.fake_cuda.branches [TESTS …]    runs tests, by default those of the list, and writes it
 
 A place is the smallest statement with ``torch.cuda``, ``is_cuda`` or a comparison with ``"cuda"``; of an
 ``if`` the branch for CUDA. ``branches.json`` has a test for each, or null. The tests run with the stand-in
@@ -116,7 +116,8 @@ def executed(tests: list[str]) -> dict[str, str]:
         variables = {LINES: str(wanted), NOTES: str(notes), "PYTHONPATH": search, warm.FRESH: "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         environment = os.environ | fake_cuda.environment() | variables
-        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+            raise SystemExit("the tests must pass with the fake device")
         first: dict[tuple[str, int], str] = {}
         for note in notes.read_text(encoding="utf-8").splitlines():
             test, file, line = note.split("\t")
@@ -125,8 +126,9 @@ def executed(tests: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    found = executed(sys.argv[1:])
     old = json.loads(LIST.read_text(encoding="utf-8")) if LIST.exists() else {}
+    named = sorted({test for test in old.values() if test is not None})
+    found = executed(sys.argv[1:] or named)
     table = {place.key: found.get(place.key) or old.get(place.key) for place in places()}
     LIST.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     missing = [key for key, test in table.items() if test is None]

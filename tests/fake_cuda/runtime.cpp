@@ -58,10 +58,12 @@ double now() {
 cudaError_t state() { return last = exists("FAKE_CUDA_FAILS") ? cudaErrorECCUncorrectable : cudaSuccess; }
 bool is_ready(double at) { return now() >= at && !exists("FAKE_CUDA_HANGS"); }
 cudaError_t wait(double at) {
+  has_context[current] = true;
   while (!is_ready(at)) usleep(1000);
   return state();
 }
 cudaError_t query(double at) {
+  has_context[current] = true;
   if (state() != cudaSuccess) return last;
   return is_ready(at) ? cudaSuccess : cudaErrorNotReady;
 }

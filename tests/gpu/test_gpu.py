@@ -532,7 +532,7 @@ def test_an_asynchronous_save_waits_for_nothing_and_has_the_step_it_began_at(
         assert torch.equal(ours, theirs)
 
 
-_SAVES_ON_ITS_OWN_GPU = """
+SAVES_ON_ITS_OWN_GPU = """
 import threading
 import torch
 from hpc_train.checkpoint.staging import Staging
@@ -555,7 +555,7 @@ print([torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
 def test_a_save_makes_no_context_on_the_gpu_of_another_rank() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SAVES_ON_ITS_OWN_GPU],
+        [sys.executable, "-c", SAVES_ON_ITS_OWN_GPU],
         capture_output=True,
         text=True,
         check=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from tests import fake_cuda
+from tests.datasets.coco import write_coco
+from tests.datasets.sources.masks import write_folder
+from tests.end_to_end import test_detection, test_segmentation
 from tests.end_to_end.runs import EXPERIMENT, final_tensors, hpc_train, only_run, submit, write_experiment
 from tests.gpu.test_gpu import (
     CUDA,
@@ -107,3 +111,25 @@ def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path: Path) -> 
     needs_real_gpu("the CPU's kernels are deterministic")
     told = _failed(tmp_path, 'model={name: "tests.gpu.parts:not_deterministic"}', "deterministic=true")
     assert "does not have a deterministic implementation" in told
+
+
+@on_gpu
+def test_segmentation_trains_as_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_folder(tmp_path / "data", train=14, val=5)
+    text = test_segmentation.EXPERIMENT.replace("ROOT", str(tmp_path / "data"))
+    on_cpu = submit(tmp_path / "cpu", "device=cpu", devices=1, text=text)
+    assert_losses_are_close(submit_on_gpu(tmp_path / "gpu", text=text), on_cpu, 1e-3)
+
+
+@on_gpu
+def test_detection_trains_and_evaluates(tmp_path: Path) -> None:
+    """Regions are sampled by the device's random numbers, so that losses differ from the CPU's."""
+    pytest.importorskip("pycocotools")
+    needs_real_gpu("kernels of torchvision")
+    root = write_coco(tmp_path / "coco", train=12)
+    text = test_detection.EXPERIMENT.replace("ROOT", str(root))
+    paths = submit_on_gpu(tmp_path / "gpu", text=text)
+    rows = list(iter_rows(paths.metrics))
+    assert all(math.isfinite(row["loss"]) for row in rows if row["split"] == "train")
+    assert all(0 <= row["map"] <= row["map50"] <= 1 for row in rows if row["split"] == "val")

@@ -17,7 +17,7 @@ from hpc_train.run import resource_limits
 from hpc_train.run.code.snapshot import link
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests import aborts
+from tests import aborts, fake_cuda
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
 from tests.run.code.trees import take, work_tree
 from tests.waiting import HANG_LIMIT_S
@@ -523,6 +523,7 @@ def test_more_ranks_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, visible: str, devices: int, device: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv(fake_cuda.BACKEND, raising=False)
     with pytest.raises(UsageError, match=rf"^--devices: {devices} .*; write "):
         choose_num_ranks(devices, device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.devices import Device
+from hpc_train.plan.devices import Device, device_here
 
 GIB = 2**30
 
@@ -46,3 +46,8 @@ def test_ranks_on_a_cpu_have_neither() -> None:
     assert cpu.limit_bytes == 9 * GIB
     assert Device("GPU", is_gpu=True, memory_bytes=None).limit_bytes is None
     assert Device("GPU", is_gpu=True, memory_bytes=GIB).limit_bytes == 0
+
+
+def test_a_gpu_that_no_driver_describes_has_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert device_here("cuda", 2) == Device("GPU", is_gpu=True, memory_bytes=None)
