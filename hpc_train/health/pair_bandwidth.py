@@ -62,7 +62,8 @@ def _join(rank: int, num_nodes: int, folder: Path, device: torch.device) -> list
             time.sleep(0.1)
         port = int(place.read_text(encoding="ascii"))
         store = TCPStore(host, port, num_nodes, is_master=False, timeout=timeout)
-    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend = os.environ.get("HPC_TRAIN_TEST_CUDA_BACKEND", "nccl") if device.type == "cuda" else "gloo"
+    own = device if backend == "nccl" else None
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=num_nodes, timeout=timeout, device_id=own
     )
