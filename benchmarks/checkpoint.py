@@ -41,9 +41,9 @@ from torch import Tensor, nn
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
 from hpc_train.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.checkpoint.state import TrainingState
-from hpc_train.distributed.device import usable_cores
 from hpc_train.distributed.precision import Precision
 from hpc_train.paths import RunPaths
+from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.topology.degrees import Degrees
@@ -269,7 +269,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     measured_with = conditions(["xxhash"], device=name)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, usable_cores() - 1))
+        torch.set_num_threads(max(1, len(usable_cpus()) - 1))
         measured_with["compute threads"] = torch.get_num_threads()
     training = Training(device, num_blocks=1 if arguments.quick else 12)
     measured_with |= {

@@ -65,7 +65,7 @@ class Mirror(ABC):
     def __init__(self, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
         self._settings = settings
         self._tell = tell
-        self._has_told = False
+        self._has_warned = False
         self._place = "the server"
         self._is_sync: bool = settings.get("is_sync", False)
         self._paths = RunPaths(Path(settings["folder"]))
@@ -130,8 +130,8 @@ class Mirror(ABC):
 
     def tell_once(self, what: str) -> None:
         """Report what has failed, unless something was reported before."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             self._tell(what)
 
 
