@@ -344,6 +344,6 @@ class StatusWriter:
             attempt=self._attempt,
             reason=reason,
             compiling=self._compiling,
-            slow_ranks=self._stragglers.slow(),
+            slow_ranks=self._stragglers.slow() if state == "running" else None,
         )
         put(self._paths, status)
