@@ -1,4 +1,4 @@
-"""What one GPU shows besides throughput: the whole path, two probes of CUDA, CIFAR-10 to 94 %, peak memory.
+"""Measures on one GPU: a whole run, two probes of CUDA, CIFAR-10 to 94 %, and peak memory.
 
     python -m benchmarks.gpu_parts PART [--data data/cifar10-images] [--quick]
 

@@ -30,7 +30,7 @@ _RECORDER_VARIABLE, _RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", "2000"
 
 
 class Fault(Enum):
-    """What an error of NCCL says."""
+    """The cause that an NCCL error reports."""
 
     #: Another rank ended, or was silent for too long.
     PEER = "a peer is gone"
@@ -67,7 +67,7 @@ _OF_NCCL = ("NCCL", "nccl", "collective operation timed out", "watchdog detected
 
 
 def fault_in(text: str) -> Fault | None:
-    """Return what a text of NCCL says first: it may quote older messages at its end. None if unknown."""
+    """Return the first cause that an NCCL message reports: it may quote older ones later. None if unknown."""
     if not any(mark in text for mark in _OF_NCCL):
         return None
     places = {text.find(mark): fault for mark, fault in _MARKS.items() if mark in text}

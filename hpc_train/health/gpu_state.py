@@ -1,7 +1,7 @@
-"""What the driver counts of a GPU's health: for the node check.
+"""A GPU's health according to the driver's counters, for the node check.
 
-Read by NVML (package nvidia-ml-py) if it is installed, else by nvidia-smi. What neither tells is taken for
-sound.
+Read by NVML (package nvidia-ml-py) if it is installed, else by nvidia-smi. Values that
+neither reports count as sound.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class GpuState:
 
     @property
     def fault(self) -> str | None:
-        """What excludes the node: no load and no later measurement changes it, only a reset or a repair."""
+        """The fault that excludes the node, if any: only a reset or a repair removes it."""
         if self.remap_failed:
             return "a broken row of its memory could not be replaced; the GPU must be repaired"
         return "a broken row of its memory waits for a reset of the GPU" if self.remap_pending else None
 
     @property
     def warnings(self) -> list[str]:
-        """What may be momentary, or of no effect on this run."""
+        """Findings that may be temporary, or have no effect on this run."""
         found = []
         if self.ecc_errors:
             found.append(f"{self.ecc_errors} uncorrectable ECC errors since its driver was loaded")
@@ -61,7 +61,7 @@ def read_state(uuid: str) -> GpuState:
 
 
 def smi(*arguments: str) -> str:
-    """Return what nvidia-smi prints; empty if it fails."""
+    """Return the output of nvidia-smi; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)

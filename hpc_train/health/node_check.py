@@ -154,7 +154,7 @@ def _check_gpu_memory(
 
 
 def _needed_beyond(free: int, experiment: Experiment | None, facts: RankFacts) -> str | None:
-    """Return what a step takes by prediction, if that is more than ``free`` bytes of a GPU; else None."""
+    """Return the predicted memory of a step if it exceeds ``free`` bytes of a GPU; else None."""
     from hpc_train.plan.devices import Device  # here alone: a start on a filled GPU is rare
     from hpc_train.plan.planning import PlannedRun
     from hpc_train.plan.prediction import predict

@@ -35,7 +35,7 @@ class GPUModel:
     has_ecc: bool = False
 
     def gib(self, written: list[int]) -> float:
-        """Return what nvidia-smi shows of a GPU in whose name these sizes are written."""
+        """Return the memory that nvidia-smi shows for a GPU whose name contains these sizes, in GiB."""
         size = next((each for each in written if each in self.sizes), self.sizes[0])
         return size * _LEFT_BY_ECC if self.has_ecc else size
 

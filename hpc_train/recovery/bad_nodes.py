@@ -89,7 +89,7 @@ def is_device_error(text: str) -> bool:
 
 
 def lost_a_peer(line: str) -> bool:
-    """Tell whether a line of a log says that its rank was aborted because another one is gone or silent."""
+    """Return True if a line of a log reports that its rank was aborted over a peer that is gone or silent."""
     return _LOST_A_PEER.search(line) is not None and not is_device_error(line)
 
 

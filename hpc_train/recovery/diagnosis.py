@@ -260,7 +260,7 @@ def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
 
 
 def _unexplained(evidence: Evidence) -> Diagnosis:
-    """Return what can be said where no rank gave a reason, except that of a lost peer."""
+    """Return the diagnosis if no rank gave a reason other than a lost peer."""
     if evidence.stayed_behind is not None:
         rank, others = evidence.stayed_behind
         return _diagnosis("crash", f"rank {rank}: ended, but {others} others did not and were killed")

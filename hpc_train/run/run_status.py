@@ -68,7 +68,7 @@ class RunStatus:
 
     @property
     def activity(self) -> str:
-        """What a running run does if that is not training, such as ``compiling graph 3, 40 s so far``."""
+        """The current activity of a run if it is not training, such as ``compiling graph 3, 40 s so far``."""
         if self.state != "running" or not self.compiling:
             return ""
         graph = self.compiling.get("graph")

@@ -99,7 +99,7 @@ def first_step(config: CompileConfig) -> Iterator[None]:
 
 @dataclass
 class Compilation:
-    """What torch has compiled in this process so far, or read from its caches."""
+    """Counts the graphs that torch has compiled in this process, or read from its caches."""
 
     on_change: Callable[[int, float], None]
     #: Compilations that torch has begun: a graph's backward may be one of its own.

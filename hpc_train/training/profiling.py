@@ -109,8 +109,8 @@ class StepProfiler:
             self._end()
 
     def close(self) -> None:
-        """Write what was profiled, also of fewer steps than were asked for; nothing if there were none, or if
-        the device does not finish them.
+        """Write the profile, even if it has fewer steps than requested; nothing if it has none, or if the
+        device does not finish them.
         """
         if self._profile is None:
             return
