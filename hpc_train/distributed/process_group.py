@@ -69,8 +69,8 @@ _OWN_GLOO = (
 _TEST_CUDA_BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
 #: Read by torch when a gloo group is made.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-#: ``groups``: the timeout of the groups of the process, once there is a default group.
-_limits: dict[str, timedelta] = {}
+#: By the default group that ``make_group`` made last: the timeout of a group.
+_timeouts: dict[dist.ProcessGroup | None, timedelta] = {}
 #: How often a rank that is inside torch checks whether it was asked to stop.
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
@@ -240,8 +240,10 @@ def make_group(
     )
     with _connection_faults_named(), _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
         _in_thread(make, device, timeouts.join_s, must_stop)
-    timeout = _limits["groups"] = timedelta(seconds=timeouts.silence_s)
+    timeout = timedelta(seconds=timeouts.silence_s)
     _set_timeout(timeout, None)
+    _timeouts.clear()
+    _timeouts[dist.group.WORLD] = timeout
     with _connection_faults_named(), _connecting_at_first_use():
         control = dist.group.WORLD if has_own_gloo else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
@@ -558,12 +560,12 @@ def _leave_store(store: Store, facts: RankFacts) -> None:
 
 
 def limit_group(group: dist.ProcessGroup) -> None:
-    """Give a group that torch made the timeout of the default group.
+    """Give a group that torch made the timeout of the default group, if ``make_group`` made that one.
 
     Torch's own, 10 min for NCCL, is shorter than a rank may take for its first step.
     """
-    if "groups" in _limits:
-        _set_timeout(_limits["groups"], group)
+    if (timeout := _timeouts.get(dist.group.WORLD)) is not None:
+        _set_timeout(timeout, group)
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:

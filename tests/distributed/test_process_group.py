@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpc_train.distributed import process_group
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer_lost
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import write_json
+from hpc_train.strategies.mesh import new_mesh
 from tests.distributed.scripts import run_script
 from tests.waiting import HANG_LIMIT_S
 
@@ -59,6 +61,21 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
         group.leave()
     assert not dist.is_initialized()
     group.leave()
+
+
+def test_groups_of_another_default_group_keep_their_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the simulated groups of a prediction of memory."""
+    join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token").leave()
+    limited: list[object] = []
+    monkeypatch.setattr(process_group, "_set_timeout", lambda timeout, group: limited.append(group))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        new_mesh("cpu", (2, 1), ("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
+    assert limited == []
 
 
 @pytest.mark.fault(19)
