@@ -124,6 +124,11 @@ class SlotReader(Dataset[Read | Failure]):
     def __len__(self) -> int:
         return len(self._split)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all samples are in memory, and known to fit."""
+        return self._is_checked
+
     def __getitems__(self, slot: Slot) -> Read | Failure:
         """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
         bad: dict[int, BadSample] = {}

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from hpc_train.datasets.batches import TrainingBatches, evaluation_batches
+from hpc_train.datasets.reading import Failure, Read, SlotReader
+from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import (
@@ -113,6 +115,29 @@ def test_without_loader_processes_nothing_is_read_ahead() -> None:
         next(batches)
         assert batches.is_ready()
         assert len(read) == 8
+
+
+@pytest.mark.parametrize(("side", "at_a_time"), [(12, 8), (70, 2), (300, 1)])
+def test_small_batches_in_memory_are_read_several_at_a_time(
+    side: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 3, 118 and 2,160 KB; they equal those of a loader process."""
+    read: list[int] = []
+    getitems = SlotReader.__getitems__
+
+    def counted(self: SlotReader, slot: Slot) -> Read | Failure:
+        read.append(slot.number)
+        return getitems(self, slot)
+
+    monkeypatch.setattr(SlotReader, "__getitems__", counted)
+    split = random_split(20, height=side, width=side)
+    sizes = {"micro_batch_size": 8, "global_batch_size": 8}
+    with training(split, workers=0, total_steps=20, augment=AUGMENT, **sizes) as batches:
+        all_steps = [next(batches)]
+        assert len(read) == at_a_time
+        all_steps += batches
+    assert len(read) == 20
+    assert_equal(all_steps, steps(split, workers=1, total_steps=20, **sizes))
 
 
 def test_where_the_loader_cannot_be_asked_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
