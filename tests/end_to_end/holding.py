@@ -6,8 +6,11 @@ On a busy machine, and with a run that becomes faster, a kill "soon after step 7
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +25,21 @@ PACKAGE = {
     "METADATA": "Metadata-Version: 2.1\nName: holding\nVersion: 1\n",
     "entry_points.txt": "[hpc_train.loggers]\nholding = tests.end_to_end.holding:Holding\n",
 }
+
+
+@contextmanager
+def held_compiler(folder: Path) -> Iterator[tuple[Path, Callable[[], bool]]]:
+    """A C++ compiler, for ``CXX``, that makes no kernel within the context; and whether it was called."""
+    held, called, compiler = folder / "held", folder / "called", folder / "g++"
+    real = os.environ.get("CXX") or shutil.which("g++")
+    wait = f"touch {called}; while [ -e {held} ]; do sleep 0.05; done"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *.cpp*) {wait};; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    held.touch()
+    try:
+        yield compiler, called.exists
+    finally:
+        held.unlink()
 
 
 class Hold:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.checkpoints import committed
+from tests.end_to_end.holding import held_compiler
 from tests.end_to_end.parts import POISON
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -86,36 +85,20 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
-@pytest.fixture
-def waiting_compiler(tmp_path: Path) -> Iterator[Path]:
-    """A C++ compiler that makes nothing as long as the file ``held`` is beside it; ``held.tried`` tells of
-    who wants a kernel.
-    """
-    held, compiler = tmp_path / "held", tmp_path / "g++"
-    real = os.environ.get("CXX") or shutil.which("g++")
-    wait = f"touch {held}.tried; while [ -e {held} ]; do sleep 0.05; done"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *.cpp*) {wait};; esac\nexec {real} "$@"\n')
-    compiler.chmod(0o755)
-    held.touch()
-    yield compiler
-    held.unlink()
-
-
-def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(
-    waiting_compiler: Path, tmp_path: Path
-) -> None:
+@pytest.mark.fault(55)
+def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_path: Path) -> None:
     text = EXPERIMENT.replace(NET, 'model: {name: "tests.end_to_end.parts:layered"}\ncompile: true')
-    process, paths = begin(tmp_path, text, CXX=str(waiting_compiler))
-    tried = waiting_compiler.with_name("held.tried")
-    wait_for(lambda: tried.exists() or process.poll() is not None, "a rank that compiles")
-    record = read_record(paths.attempt(1))
-    assert record is not None and "first_step" not in record.events
-    assert len(record.rank_processes) == 2
-    words = hpc_train("status", paths.folder).out
-    assert "compiling graph 1, " in words and " s so far" in words
-    for rank in record.rank_processes:
-        os.kill(rank.pid, signal.SIGUSR2)
-    process.communicate(timeout=SOON_S)
+    with held_compiler(tmp_path) as (compiler, is_called):
+        process, paths = begin(tmp_path, text, CXX=str(compiler))
+        wait_for(lambda: is_called() or process.poll() is not None, "a rank that compiles")
+        record = read_record(paths.attempt(1))
+        assert record is not None and "first_step" not in record.events
+        assert len(record.rank_processes) == 2
+        words = hpc_train("status", paths.folder).out
+        assert "compiling graph 1, " in words and " s so far" in words
+        for rank in record.rank_processes:
+            os.kill(rank.pid, signal.SIGUSR2)
+        process.communicate(timeout=SOON_S)
     assert process.returncode == 75
     record = read_record(paths.attempt(1))
     assert record is not None and record.exit_codes == [75, 75] and "first_step" not in record.events

@@ -13,7 +13,7 @@ import pytest
 from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.holding import Hold
+from tests.end_to_end.holding import Hold, held_compiler
 from tests.end_to_end.runs import (
     OWN_TASK,
     PLANTED,
@@ -116,6 +116,22 @@ def test_three_preemptions_change_no_bit(
     events = records(paths)[0].events
     order = ["begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue"]
     assert list(events) and sorted(events, key=lambda name: events[name]) == order
+
+
+@pytest.mark.fault(55)
+def test_a_preemption_during_compilation_is_requeued(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = 'model={name: "tests.end_to_end.parts:layered"}'
+    with held_compiler(tmp_path) as (compiler, is_called):
+        monkeypatch.setenv("CXX", str(compiler))
+        paths = submit_one(tmp_path, model, "compile=true", text=TWO_RANKS)
+        wait_for(is_called, account(paths), LIMIT_S)
+        with preempting(cluster, paths):
+            first = wait_for_attempt_end(paths, 1)
+    assert first.cause == "preemption" and "first_step" not in first.events, account(paths)
+    wait_for_state(paths, "completed")
+    assert wait_for_attempt_end(paths, 2).cause == "completed", account(paths)
 
 
 @pytest.mark.fault(1)

@@ -218,6 +218,7 @@ def test_a_limit_reached_before_the_first_step_refuses_the_run_without_a_traceba
     assert code == ExitCode.FAILED and text is not None and text.startswith("Traceback")
 
 
+@pytest.mark.fault(55)
 def test_a_compiler_that_a_stop_signal_ended_is_no_error(paths: RunPaths) -> None:
     """Slurm sends its signal to all processes of a job, those that compile among them."""
     broken = torch._dynamo.exc.BackendCompilerFailed(print, RuntimeError("a child process ended"), None)

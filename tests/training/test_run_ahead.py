@@ -73,6 +73,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         limit.wait(0.01)
 
 
+@pytest.mark.fault(54)
 def test_a_device_that_hangs_holds_the_loop_two_steps_later_until_a_peer_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_device_that_hangs_holds_the_loop_two_steps_later_until_a_peer_is_gone
     assert [str(error) for error in ended] == ["rank 1 has ended"]
 
 
+@pytest.mark.fault(54)
 def test_a_device_that_hangs_raises_the_alarm_with_its_step(tmp_path: Path) -> None:
     (tmp_path / "3").mkdir()
     codes: list[ExitCode] = []
