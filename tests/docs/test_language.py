@@ -63,9 +63,16 @@ def test_pages_use_plain_terms(page: Path) -> None:
 
 
 def test_changes_since_the_last_release_use_plain_terms() -> None:
+    """In files that towncrier finds by their names, and in a section that has not been released."""
+    files = [file for file in (REPOSITORY / "changelog.d").iterdir() if file.name != "README.md"]
+    kinds = "added|changed|removed|fixed|security"
+    assert [file.name for file in files if not re.fullmatch(rf"\+[\w-]+\.({kinds})\.md", file.name)] == []
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
     page = REPOSITORY / "CHANGELOG.md"
     newest = page.read_text(encoding="utf-8").split("\n## ")[1]
-    assert "released" in newest.partition("\n")[0].lower() and list(_hits(page, newest)) == []
+    if "unreleased" in newest.partition("\n")[0]:
+        texts[page] = newest
+    assert [hit for file, text in texts.items() for hit in _hits(file, text)] == []
 
 
 def test_messages_and_docstrings_use_plain_terms() -> None:
