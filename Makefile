@@ -136,11 +136,12 @@ cluster: install ## start a real Slurm of four nodes on this machine (root, Debi
 cluster-down: ## stop that Slurm and its jobs
 	@test ! -d $(CLUSTER) || $(BIN)/python -m tests.slurm.cluster down $(CLUSTER)
 
-lint: install ## run ruff, mypy and import-linter
+lint: install ## run ruff, mypy and import-linter; count the package's phrases (tests/language.py)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.language
 
 check: lint ## lint and the fast tests: a few minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"

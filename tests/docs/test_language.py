@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import language
 from tests.docs.pages import PAGES, REPOSITORY
 
 PACKAGE = REPOSITORY / "hpc_train"
@@ -78,6 +79,20 @@ def test_changes_since_the_last_release_use_plain_terms() -> None:
 def test_messages_and_docstrings_use_plain_terms() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert [hit for file in files for line, text in _strings(file) for hit in _hits(file, text, line)] == []
+
+
+def test_phrases_and_names_are_counted() -> None:
+    text = (
+        '"""Say what is known. Of two, the one where it is told."""\ndef f(found):\n    each = own = found\n'
+    )
+    total = language.count(ast.parse(text))
+    assert language.rates(total) == {
+        "what": 500,
+        "Of …": 500,
+        "where": 500,
+        "say, ask, tell": 1000,
+        "names": 3,
+    }
 
 
 def test_names_use_plain_terms() -> None:
