@@ -1,6 +1,6 @@
-"""Rules on ``model.args`` and ``data.args``: a part must take what the file gives it.
+"""Rules on ``model.args`` and ``data.args``: a part must accept the arguments in the file.
 
-Parts of the user's own are checked where they are called, by ``prepare`` and the ranks.
+The user's own parts are checked when they are called, by ``prepare`` and the ranks.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ Find = Callable[[Experiment], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule across keys. Skipped where one of the keys that it ``reads`` is invalid."""
+    """A rule across keys. Skipped if one of the keys that it ``reads`` is invalid."""
 
     reads: tuple[KeyPath, ...]
     find: Find
 
     def can_judge(self, failed: Collection[KeyPath]) -> bool:
-        """Tell whether none of the keys that the rule reads is invalid."""
+        """Return True if all keys that the rule reads are valid."""
         return not any(related(read, path) for read in self.reads for path in failed)
 
 

@@ -10,12 +10,12 @@ from hpc_train.config.schema import Experiment
 from hpc_train.console import rounded
 
 _KEY = ("slurm", "max_gpu_hours")
-#: Of sums and shares of floats.
+#: Rounding error of sums and shares of floats.
 _ROUNDING = 1e-9
 
 
 def has_budget(experiment: Experiment) -> bool:
-    """Tell whether the file bounds the GPU-hours of its runs."""
+    """Return True if the file bounds the GPU-hours of its runs."""
     return experiment.slurm is not None and experiment.slurm.max_gpu_hours is not None
 
 
@@ -30,17 +30,17 @@ def with_share(experiment: Experiment, num_runs: int) -> Experiment:
     slurm = experiment.slurm
     if slurm is None or slurm.max_gpu_hours is None or num_runs == 1:
         return experiment
-    own = slurm.model_copy(update={"max_gpu_hours": slurm.max_gpu_hours / num_runs})
-    return experiment.model_copy(update={"slurm": own})
+    share = slurm.model_copy(update={"max_gpu_hours": slurm.max_gpu_hours / num_runs})
+    return experiment.model_copy(update={"slurm": share})
 
 
 def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: int) -> Problem | None:
-    """Return what is wrong where one run is predicted to need more than its share, after which it ends.
+    """Return the problem if one run is predicted to need more than its share, after which it ends.
 
-    ``hours``: predicted of each run, None where that is unknown. ``num_runs``: that share the budget.
+    ``hours``: the prediction for each run, None if unknown. ``num_runs``: runs that share the budget.
     """
     budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
-    most = max((each for each in hours if each is not None), default=0.0)
+    most = max((predicted for predicted in hours if predicted is not None), default=0.0)
     if budget is None or most <= budget / num_runs * (1 + _ROUNDING):
         return None
     message = (
@@ -55,9 +55,9 @@ def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: 
 def over_budget(
     experiment: Experiment, predicted_hours: float | None, one_attempt_hours: float | None
 ) -> Problem | None:
-    """Return what is wrong where the runs of the file need more than its budget.
+    """Return the problem if the runs of the file need more than its budget.
 
-    ``predicted_hours``: of all runs together; where that is unknown, ``one_attempt_hours`` counts, which they
+    ``predicted_hours``: of all runs together; if that is unknown, ``one_attempt_hours`` counts, which they
     use at most in one attempt each.
     """
     budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None

@@ -1,7 +1,7 @@
 """Which settings do not work together: the single source for validation, tests and docs/parallelism.md.
 
-``FEATURES`` are settings that can be combined freely except as ``REFUSALS`` says. A refusal checks a whole
-experiment, so its message can say which key to change and how.
+``FEATURES`` are settings that can be combined freely except for ``REFUSALS``. A refusal checks a whole
+experiment, so its message can name the key to change, and how.
 """
 
 from __future__ import annotations
@@ -135,31 +135,31 @@ _NO_FLOAT8 = "write bf16, or use such a GPU"
 
 
 def sharded_batchnorm(precision: str, strategy: str, model: str) -> Problem:
-    """Return what is wrong with BatchNorm in mixed precision where the strategy shards parameters."""
+    """Return the problem with BatchNorm in mixed precision if the strategy shards parameters."""
     message = f"{precision} does not work under {strategy} for {model}, which has BatchNorm"
     return Problem(("precision",), message, _FP32_OR_DDP)
 
 
 def auto_batchnorm(model: str) -> Problem:
-    """Return what is wrong with ``micro_batch_size: auto`` for a model with BatchNorm."""
+    """Return the problem with ``micro_batch_size: auto`` for a model with BatchNorm."""
     message = f"auto would make BatchNorm's statistics depend on memory, and {model} has BatchNorm"
     return Problem(("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER)
 
 
 def compiled_whole(strategy: str) -> Problem:
-    """Return what is wrong with compiling the whole model where the strategy cuts it into stages."""
+    """Return the problem with compiling the whole model if the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"
     return Problem(("compile", "scope"), message, _WRITE_BLOCKS)
 
 
 def no_float8(found: str) -> Problem:
-    """Return what is wrong with fp8 on a device without it; ``found``: what there is in its place."""
+    """Return the problem with fp8 on a device without it; ``found``: the device or GPU that is used."""
     message = f"fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and {found}"
     return Problem(("precision",), message, _NO_FLOAT8)
 
 
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
-    """Return what is wrong where SyncBN's ranks have spare slots, whose samples would count twice."""
+    """Return the problem if SyncBN's ranks have spare slots, whose samples would count twice."""
     if micro_batches % ranks == 0:
         return None
     message = f"needs a number of ranks that divides {micro_batches} micro-batches, got {ranks}"

@@ -54,7 +54,7 @@ def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("task", "model.name")
 def detectors_are_for_detection(experiment: Experiment) -> Iterator[Problem]:
-    """Detection needs a detector; other built-in tasks can't use what a detector returns."""
+    """Detection needs a detector; other built-in tasks can't use a detector's outputs."""
     task, model = experiment.task, experiment.model.name
     if task not in TASKS:
         return
@@ -67,7 +67,7 @@ def detectors_are_for_detection(experiment: Experiment) -> Iterator[Problem]:
 
 
 def needs_tokens(model: str, data: str) -> Problem:
-    """Return what is wrong with images for a model of tokens. Ranks find it out too."""
+    """Return the problem with images for a model of tokens. Ranks check this, too."""
     message = f"{model} reads tokens, and {data} has images"
     return Problem(("model", "name"), message, "write data.name: text, or another model, like timm/resnet50")
 
@@ -97,7 +97,7 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
     if _modality(experiment) != "tokens":
         return
     data = experiment.data
-    given: dict[KeyPath, bool] = {
+    is_set: dict[KeyPath, bool] = {
         ("data", "augment"): data.augment != AugmentConfig(),
         ("data", "image_size"): data.image_size is not None,
         ("data", "eval_crop"): data.eval_crop != 1.0,
@@ -106,7 +106,7 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
         **{("data", key): True for key in keys_of_image_files(data)},
         ("model", "channels_last"): experiment.model.channels_last,
     }
-    for path, is_given in given.items():
+    for path, is_given in is_set.items():
         if is_given:
             yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
 
@@ -114,9 +114,9 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
 @rule("data.value_range")
 def value_range_ascends(experiment: Experiment) -> Iterator[Problem]:
     """The value of black must be below that of white."""
-    given = experiment.data.value_range
-    if given is not None and given[0] >= given[1]:
-        message = f"{list(given)} is empty, since black must be below white"
+    value_range = experiment.data.value_range
+    if value_range is not None and value_range[0] >= value_range[1]:
+        message = f"{list(value_range)} is empty, since black must be below white"
         yield Problem(("data", "value_range"), message, "write [black, white], such as [0, 4095]")
 
 
@@ -136,7 +136,7 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("data.cache", "data.cache_pixels")
 def only_packs_have_pixels(experiment: Experiment) -> Iterator[Problem]:
-    """``data.cache_pixels`` says what the pack of ``data.cache`` contains."""
+    """``data.cache_pixels`` is about the pack of ``data.cache``, and needs one."""
     data, is_packable = experiment.data, data_facts(experiment.data.name).is_packable
     if data.cache_pixels and (data.cache is None or not is_packable):
         message = "says what the packed file of data.cache contains, and there is none"

@@ -64,7 +64,7 @@ def ranges_are_not_empty(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("sweep.random", "sweep.search")
 def steps_are_for_ranges(experiment: Experiment) -> Iterator[Problem]:
-    """``step`` needs a range that is not logarithmic, and is whole where the values are."""
+    """``step`` needs a range that is not logarithmic, and is an integer if the values are."""
     for place, distribution in _parameters(experiment):
         step = distribution.step
         if step is None or len(distribution.kinds) != 1:
@@ -112,11 +112,11 @@ class _Possible:
                 self._ranges.add(swept.key)
 
     def problems(self, conditions: Mapping[str, Any], place: KeyPath) -> Iterator[Problem]:
-        """Yield what no run can fulfil."""
+        """Yield the conditions that no run can fulfil."""
         for key, wanted in conditions.items():
             if key not in self._values:
-                known = ", ".join(map(str, list(self._values)[:10])) or "none"
-                yield Problem((*place, key), "is not swept", f"write one of {known}", on_key=True)
+                swept_keys = ", ".join(map(str, list(self._values)[:10])) or "none"
+                yield Problem((*place, key), "is not swept", f"write one of {swept_keys}", on_key=True)
             elif key in self._ranges:
                 message = f"{dotted((key,))} is drawn from a range, so no value can be expected"
                 yield Problem((*place, key), message, "name keys with lists of values only", on_key=True)

@@ -51,7 +51,7 @@ def default_hidden_dim(dim: int) -> int:
 
 
 def args_problems(args: Arguments) -> list[Problem]:
-    """Return what is wrong with the arguments."""
+    """Return the problem with the arguments."""
     if problems := section_args.args_problems(_ARGS, "gpt", GPTArgs, args):
         return problems
     checked = GPTArgs.model_validate(args)
@@ -59,15 +59,15 @@ def args_problems(args: Arguments) -> list[Problem]:
         fitting = checked.dim // checked.num_heads * checked.num_heads + checked.num_heads
         message = f"{checked.dim} is not a multiple of num_heads {checked.num_heads}"
         return [Problem((*_ARGS, "dim"), message, f"write {fitting}")]
-    found = _problem_of_gpt2(checked) if checked.style == "gpt2" else _problem_of_llama(checked)
-    return [] if found is None else [found]
+    problem = _problem_of_gpt2(checked) if checked.style == "gpt2" else _problem_of_llama(checked)
+    return [] if problem is None else [problem]
 
 
 def _problem_of_gpt2(args: GPTArgs) -> Problem | None:
-    given = next((key for key in _OF_LLAMA if key in args.model_fields_set), None)
-    if given is None:
+    llama_key = next((key for key in _OF_LLAMA if key in args.model_fields_set), None)
+    if llama_key is None:
         return None
-    return Problem((*_ARGS, given), "is for style llama", "write style: llama too, or take it out")
+    return Problem((*_ARGS, llama_key), "is for style llama", "write style: llama too, or take it out")
 
 
 def _problem_of_llama(args: GPTArgs) -> Problem | None:

@@ -1,6 +1,6 @@
 """Whether the model takes images of their size and channels, and ``data.normalize`` has as many values.
 
-Checked where the file or the facts of the data set give the size or the number of channels; for others
+Checked if the file or the facts of the data set give the size or the number of channels; for others
 ``prepare`` and the ranks find out.
 """
 
@@ -45,7 +45,7 @@ def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _size_problem(experiment: Experiment, key: KeyPath | None, size: int | list[int]) -> Problem | None:
-    """Return what is wrong with the size under ``key``; None as key: that of the data set."""
+    """Return the problem with the size under ``key``; None as key: that of the data set."""
     model = experiment.model
     answer = model_facts.facts(model.name, model.args, image_size=size)
     refusal, fitting = answer.get("size_refusal"), answer.get("fitting_size")
@@ -57,12 +57,12 @@ def _size_problem(experiment: Experiment, key: KeyPath | None, size: int | list[
     if key is None:
         data = shortened(experiment.data.name)
         message = f"is missing, and {name} can't take the {sides} images of {data} ({why})"
-    own = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
-    return Problem(key or _IMAGE_SIZE, message, f"write {shortened(str(fitting))}{own}")
+    or_argument = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
+    return Problem(key or _IMAGE_SIZE, message, f"write {shortened(str(fitting))}{or_argument}")
 
 
 def _key_of_size(experiment: Experiment) -> KeyPath | None:
-    """Return the key of the file that sets the image size; None where the data set's own size counts."""
+    """Return the key of the file that sets the image size; None if the data set's own size counts."""
     data = experiment.data
     if data.image_size is not None:
         return _IMAGE_SIZE

@@ -1,6 +1,6 @@
-"""What strategies that share layers require of the model: read from the arguments of ``gpt``, and asked of a
-child process (``names``) for models of timm and torchvision. For other models the ranks find out when they
-split them.
+"""Requirements on the model of strategies that share layers: read from ``gpt``'s arguments,
+reported by a child process (``names``) for models of timm and torchvision. Otherwise the ranks find out
+when they split them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
 class LayerFacts(BaseModel):
     """The properties of a model that matter when ranks share its layers."""
 
-    #: What the tensor degree must divide, in words → its number; empty: no layer can be shared.
+    #: Name of a quantity that the tensor degree must divide → its number; empty: no layer can be shared.
     shared: dict[str, int]
     #: The key of the attention dropout, which ranks that share heads don't support.
     dropout_key: str | None
@@ -44,7 +44,7 @@ class _Misfit:
     otherwise: str = "write another parallel.strategy, like fsdp"
 
     def problem(self) -> Problem:
-        """Return the problem where any number of ranks may be started."""
+        """Return the problem if any number of ranks may be started."""
         remedy = f"write {_either(self.possible)}" if self.possible else self.otherwise
         return Problem(self.path, self.message, remedy)
 
@@ -78,8 +78,8 @@ def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node:
 
     def fits(path: KeyPath, size: int) -> bool:
         changed = experiment.parallel.model_copy(update={str(path[-1]): size})
-        found = find_degrees(changed, degrees.world_size, ranks_per_node)
-        return isinstance(found, Degrees) and not any(_misfits(experiment, found))
+        changed_degrees = find_degrees(changed, degrees.world_size, ranks_per_node)
+        return isinstance(changed_degrees, Degrees) and not any(_misfits(experiment, changed_degrees))
 
     problems = []
     for misfit in _misfits(experiment, degrees):
@@ -105,11 +105,11 @@ def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
         return
     if degrees.tensor > 1:
         yield from _misfits_of_tensor(experiment, facts, degrees.tensor)
-    each = stages_per_rank(experiment.parallel)
-    if (stages := degrees.pipeline * each) > facts.most_stages and degrees.pipeline > 1:
+    stages_of_rank = stages_per_rank(experiment.parallel)
+    if (stages := degrees.pipeline * stages_of_rank) > facts.most_stages and degrees.pipeline > 1:
         name, most = shortened(experiment.model.name), facts.most_stages
         message = f"{stages} stages need a block each, and {name} can be cut into {most}"
-        possible = [*range(2, most // each + 1)]
+        possible = [*range(2, most // stages_of_rank + 1)]
         if not possible and degrees.pipeline <= most:
             yield _Misfit(
                 ("parallel", "schedule"), message, otherwise="write 1f1b, which has one stage per rank"
@@ -145,18 +145,18 @@ def _uneven(shared: Mapping[str, int], ranks: int) -> _Misfit | None:
 
 
 def dropped_attention(key: str, ranks: int) -> Problem:
-    """Return what is wrong with attention dropout, set by ``key``, where ranks share heads."""
+    """Return the problem with attention dropout, set by ``key``, if ranks share heads."""
     return _dropping(key, ranks).problem()
 
 
 def uneven_share(shared: Mapping[str, int], ranks: int) -> Problem | None:
-    """Return what is wrong where ``ranks`` does not divide a number of ``shared`` (what → number)."""
+    """Return the problem if ``ranks`` does not divide a number of ``shared`` (name → number)."""
     misfit = _uneven(shared, ranks)
     return None if misfit is None else misfit.problem()
 
 
 def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:
-    """Return what a model allows ranks to share; None if unknown."""
+    """Return the layers of a model that ranks can share; None if unknown."""
     try:
         if name == "gpt":
             return _facts_of_gpt(GPTArgs.model_validate(args))

@@ -46,7 +46,7 @@ class Loaded:
     def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:
         """Return the experiment with these dotted keys replaced: one run of the sweep.
 
-        Raises BadFileError; problems point to ``places``, where the file has the values.
+        Raises BadFileError; problems point to ``places``, the values' places in the file.
         """
         data = self.data
         for path in SWEPT:  # else each run would be checked together with the values of all
@@ -78,8 +78,10 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True)
     source = Source(str(path), document.marks, frozenset(changed))
     experiment = None
     if document.data is not None:
-        experiment, found = _judge(data, check_names, {problem.path for problem in problems if problem.path})
-        problems = with_unindented_sections(data, document.marks, [*problems, *found])
+        experiment, value_problems = _judge(
+            data, check_names, {problem.path for problem in problems if problem.path}
+        )
+        problems = with_unindented_sections(data, document.marks, [*problems, *value_problems])
     if experiment is None or problems:
         raise BadFileError(source.render_all(problems))
     return Loaded(experiment, source, data, check_names, tuple(overrides))
@@ -122,7 +124,7 @@ def _overridden(
 
 
 def _accepts_null(path: KeyPath) -> bool:
-    """Tell whether null is a value of the key, or anything is; of other keys it means the default."""
+    """Return True if the key accepts null, or anything; for other keys null means the default."""
     node = node_at(path)
     parts = [{}] if node is None else node.get("anyOf", [node])
     return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
@@ -138,9 +140,9 @@ def _first_new(data: Any, path: KeyPath) -> KeyPath:
 
 
 def _judge(
-    data: dict[str, Any], check_names: bool, known: Set[KeyPath]
+    data: dict[str, Any], check_names: bool, reported: Set[KeyPath]
 ) -> tuple[Experiment | None, list[Problem]]:
-    """Return the experiment, if it fits the schema, and all problems except those of ``known`` keys."""
+    """Return the experiment, if it fits the schema, and all problems except those of ``reported`` keys."""
     problems: list[Problem] = []
     experiment = judged = None
     try:
@@ -148,8 +150,8 @@ def _judge(
     except ValidationError as error:
         problems = explain(error, data)
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
-    failed = known | failed_paths(problems, data)
-    problems = [problem for problem in problems if problem.path not in known]
+    failed = reported | failed_paths(problems, data)
+    problems = [problem for problem in problems if problem.path not in reported]
     if judged is not None:
         problems += rules.check(judged, failed, check_names=check_names)
     return experiment, problems

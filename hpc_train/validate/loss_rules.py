@@ -1,4 +1,4 @@
-"""Rules on the loss: ``optimization.loss`` and what changes the targets, by the facts of the task."""
+"""Rules on the loss: ``optimization.loss`` and settings that change the targets, by the facts of the task."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
 
 def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
     remedy = suggestion(name, losses, None if losses else "take it out")
-    known = f" (it has {', '.join(losses)})" if losses else ""
-    return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{known}", remedy)
+    list_of_losses = f" (it has {', '.join(losses)})" if losses else ""
+    return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{list_of_losses}", remedy)
 
 
 @rule("task", "optimization.label_smoothing")

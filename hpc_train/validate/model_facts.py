@@ -35,7 +35,7 @@ _kept: Child | None = None
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})
-#: To be raised with a change of what the child answers, which a checkout's version of hpc-train doesn't show.
+#: Increase it when the child's answers change: a checkout's version of hpc-train does not show that.
 _ANSWERS = 5
 
 
@@ -51,28 +51,28 @@ def known_names(kind: str) -> list[str] | None:
 
 
 def is_listed(name: str) -> bool:
-    """Tell whether a model of this name of the file is one that the child can build."""
+    """Return True if the child can build a model of this name."""
     provider, _, rest = name.partition("/")
     return provider in PROVIDERS and rest.partition(".")[0] in (known_names(provider) or ())
 
 
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
-    """Tell whether a model of ``PROVIDERS`` has BatchNorm layers; None if unknown."""
-    found = facts(name, args).get("has_batchnorm")
-    return found if isinstance(found, bool) else None
+    """Return True if a model of ``PROVIDERS`` has BatchNorm layers; None if unknown."""
+    answer = facts(name, args).get("has_batchnorm")
+    return answer if isinstance(answer, bool) else None
 
 
 def args_refusal(name: str, args: dict[str, Any]) -> str | None:
     """Return the error for an argument that a model of ``PROVIDERS`` does not take; None without one."""
     key = name, frozenset(args)
-    if key not in _refusals:  # a sweep of an argument's values asks once
-        found = facts(name, args).get("args_refusal")
-        _refusals[key] = found if isinstance(found, str) else None
+    if key not in _refusals:  # once for a sweep of an argument's values
+        refusal = facts(name, args).get("args_refusal")
+        _refusals[key] = refusal if isinstance(refusal, str) else None
     return _refusals[key]
 
 
 def facts(name: str, args: dict[str, Any], image_size: int | Sequence[int] | None = None) -> dict[str, Any]:
-    """Return what ``hpc_train.strategies.model_facts`` reports on a model of ``PROVIDERS``; empty if unknown.
+    """Return the report of ``strategies.model_facts`` on a model of ``PROVIDERS``; empty if unknown.
 
     ``image_size``: of a square, or height and width.
     """
@@ -167,8 +167,8 @@ def _about_a_model(question: str) -> bytes:
 
 def _last_line(error: Exception) -> str:
     """Return the child's last line on why it failed, or the error of the call."""
-    said = getattr(error, "stderr", None) or b""
-    lines = said.decode("utf-8", "replace").split("\n") if isinstance(said, bytes) else []
+    stderr = getattr(error, "stderr", None) or b""
+    lines = stderr.decode("utf-8", "replace").split("\n") if isinstance(stderr, bytes) else []
     return printable(next((line for line in reversed(lines) if line.strip()), str(error)))
 
 
@@ -179,4 +179,4 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
         temporary.write_text(json.dumps(answer), encoding="utf-8")
         temporary.replace(file)
     except OSError:
-        pass  # the next command asks again
+        pass  # the next command computes it again

@@ -1,7 +1,7 @@
 """The user's own parts, ``package.module:factory``: is there a module here that defines the name?
 
 The module is looked for and parsed, but not imported: it may import torch, which takes seconds. Called by
-``validate``, ``plan`` and ``submit``, which run where the code is.
+``validate``, ``plan`` and ``submit``, which run beside the code.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def missing_parts(
     experiments: Iterable[Experiment], code_root: Callable[[], Path | None]
 ) -> Iterator[Problem]:
-    """Yield what is wrong with each ``package.module:factory``, if ranks have this command's environment.
+    """Yield the problems of each ``package.module:factory``, if ranks have this command's environment.
 
     ``code_root`` finds the root of the work tree, from which ranks import too.
     """
-    here = [each for each in experiments if _has_this_environment(each)]
+    here = [experiment for experiment in experiments if _has_this_environment(experiment)]
     named = {
-        (path, name): None  # each once: a sweep of thousands of runs names the same
-        for each in here
+        (path, name): None  # each once: the thousands of runs of a sweep name the same
+        for experiment in here
         for path, name in (
-            (("model", "name"), each.model.name),
-            (("data", "name"), each.data.name),
-            (("task",), each.task),
+            (("model", "name"), experiment.model.name),
+            (("data", "name"), experiment.data.name),
+            (("task",), experiment.task),
         )
         if is_factory(name)
     }
     places = _places(code_root()) if named else []
     for path, name in named:
-        if found := _missing(name, places):
-            yield Problem(path, *found)
+        if problem := _missing(name, places):
+            yield Problem(path, *problem)
 
 
 def _has_this_environment(experiment: Experiment) -> bool:
-    """Tell whether nothing in the file changes where the ranks' Python looks for modules."""
+    """Return True if nothing in the file changes the module search path of the ranks' Python."""
     environment, slurm = experiment.environment, experiment.slurm
     has_own = environment.python or environment.container or environment.modules
     return not has_own and (slurm is None or slurm.profile == SlurmConfig().profile)
 
 
 def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
-    """Return what is wrong with a name and what to do; None also where only an import could say."""
+    """Return the problem with a name and the remedy; None also if only an import could show it."""
     module, _, attribute = name.partition(":")
     if module.endswith(".py") and Path(module).is_file():
         return (
@@ -84,7 +84,7 @@ def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
 
 
 def _places(root: Path | None) -> list[Path]:
-    """Return where ranks look for modules: in the current folder, at the work tree's root, on the path."""
+    """Return the ranks' module search path: the current folder, the work tree's root, ``sys.path``."""
     on_path = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir()]
     return [Path.cwd(), *([] if root is None else [root]), *on_path]
 
@@ -100,7 +100,7 @@ def _installed(package: str) -> list[Path]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Return what Python's import system knows of a module without a dot."""
+    """Return the spec of a module without a dot from Python's import system."""
     try:
         return importlib.util.find_spec(module) if module.isidentifier() else None
     except (ImportError, ValueError):  # of __main__, among others
@@ -129,7 +129,7 @@ def _no_module(parent: str, module: str, places: Iterable[Path]) -> tuple[str, s
 
 
 def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:
-    """Return what is wrong with the source, or with the name that it should define."""
+    """Return the problem with the source, or with the name that it should define."""
     where = os.path.relpath(source) if source.is_relative_to(Path.cwd()) else str(source)
     try:
         if source.stat().st_size > _MAX_BYTES:
@@ -152,7 +152,7 @@ def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:
 
 
 def _defined(tree: ast.Module) -> set[str] | None:
-    """Return the names that a module defines or imports; None if only running it could tell."""
+    """Return the names that a module defines or imports; None if only running it could show them."""
     names: set[str] = set()
     remaining: list[ast.AST] = list(tree.body)
     while remaining:

@@ -1,6 +1,6 @@
 """Rules on the names of parts (models, data sets, strategies, …) and on their keyword arguments.
 
-What ranks check too, for files that never were validated here, is a function that returns a ``Problem``.
+Checks that ranks repeat, for files that were never validated here, are functions that return a ``Problem``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TORCH_OPTIMIZERS = (
     "rmsprop", "rprop", "sgd",
 )  # fmt: skip
 _NO_CHECKPOINT = "keeps lists of tensors and its own random generator, which a checkpoint can't save"
-#: Optimizers of torch and timm that no run can use → the reason, and what to write instead.
+#: Optimizers of torch and timm that no run can use → the reason, and the remedy.
 UNUSABLE_OPTIMIZERS = {
     "adahessian": ("needs second derivatives, which the backward pass does not retain", "write adamw"),
     "kron": (_NO_CHECKPOINT, "write adamw"),
@@ -47,7 +47,7 @@ _OF_TORCHVISION = {
     name.lower(): name
     for name in ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "SVHN", "STL10", "Food101", "Cityscapes")
 }
-#: Section of ``args`` → argument → what to write instead.
+#: Section of ``args`` → argument → the key to write instead.
 _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
     ("optimization", "optimizer", "args"): {
         "lr": "optimization.optimizer.lr",
@@ -68,15 +68,15 @@ _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
 }
 
 
-def unlisted(path: KeyPath, provider: str, what: str, name: str, known: Collection[str]) -> Problem:
-    """Return what is wrong with a name that the provider does not list."""
-    close = nearest(name, known) or nearest(name.lower(), known)
+def unlisted(path: KeyPath, provider: str, kind: str, name: str, names: Collection[str]) -> Problem:
+    """Return the problem with a name that the provider does not list."""
+    close = nearest(name, names) or nearest(name.lower(), names)
     remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
-    return Problem(path, f"{provider} has no {what} '{shortened(name)}'", remedy)
+    return Problem(path, f"{provider} has no {kind} '{shortened(name)}'", remedy)
 
 
 def rest_not_taken(path: KeyPath, name: str) -> Problem | None:
-    """Return what is wrong with ``gpt/small``, of a provider that takes no name after it."""
+    """Return the problem with ``gpt/small``, of a provider that takes no name after it."""
     if "/" not in name:
         return None
     provider, _ = split_name(name)
@@ -84,7 +84,7 @@ def rest_not_taken(path: KeyPath, name: str) -> Problem | None:
 
 
 def not_an_argument(section: KeyPath, argument: str, key: str) -> Problem:
-    """Return what is wrong with an argument in ``args`` whose value belongs in another key."""
+    """Return the problem with an argument in ``args`` whose value belongs in another key."""
     return Problem((*section, argument), "is not allowed here", f"write {key}", on_key=True)
 
 
@@ -122,7 +122,7 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("logging.tensorboard", "environment.python", "environment.container")
 def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``logging.tensorboard`` needs the package, where the ranks use this command's Python."""
+    """``logging.tensorboard`` needs the package, if the ranks use this command's Python."""
     is_on = experiment.logging.tensorboard
     if is_on and (message := not_installed(experiment.environment, "tensorboard")):
         remedy = "run pip install 'hpc-train[tensorboard]', or take the key out"
@@ -131,7 +131,7 @@ def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("logging.mlflow", "environment.python", "environment.container")
 def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``logging.mlflow`` needs the package, and databases two more, where the ranks use this Python."""
+    """``logging.mlflow`` needs the package, and databases two more, if the ranks use this Python."""
     config = experiment.logging.mlflow
     if config is None:
         return
@@ -143,7 +143,7 @@ def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
 
 
 def not_installed(environment: EnvironmentConfig, *modules: str) -> str | None:
-    """Return which module this command's Python lacks first; None also where the ranks use another Python."""
+    """Return the first module that this command's Python lacks; None also if the ranks use another Python."""
     if environment.python is not None or environment.container is not None:
         return None
     missing = next((name for name in modules if find_spec(name) is None), None)
@@ -168,8 +168,8 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("models"):
-        if own := _dotted_part(name):
-            yield Problem(("model", "name"), *own)
+        if problem := _dotted_part(name):
+            yield Problem(("model", "name"), *problem)
             return
         remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
         if rest:
@@ -182,7 +182,7 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _dotted_part(name: str) -> tuple[str, str] | None:
-    """Return what is wrong with ``my_model.net`` or ``my_model.py``, and the remedy, if the file is here."""
+    """Return the problem with ``my_model.net`` or ``my_model.py``, and the remedy, if the file is here."""
     is_file = name.endswith(".py")
     path, _, attribute = name.rpartition(".")
     module = path.replace("/", ".")
@@ -203,12 +203,14 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("datasets"):
-        if own := _dotted_part(name):
-            yield Problem(path, *own)
+        if dotted := _dotted_part(name):
+            yield Problem(path, *dotted)
             return
-        known = _OF_TORCHVISION.get(name.lower().replace("-", ""))
+        name_of_torchvision = _OF_TORCHVISION.get(name.lower().replace("-", ""))
         message, remedy = unknown_part("datasets", provider)
-        yield Problem(path, message, f"write torchvision/{known}" if known else remedy)
+        yield Problem(
+            path, message, f"write torchvision/{name_of_torchvision}" if name_of_torchvision else remedy
+        )
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
     elif example == "" and (problem := rest_not_taken(path, name)):
@@ -224,13 +226,13 @@ def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("model.args", "data.args", "optimization.optimizer.args")
 def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
-    """``args`` must not contain what has a key of its own, and only valid names."""
-    given = {
+    """``args`` must have valid names only, and none that is a key of its own."""
+    all_arguments = {
         ("optimization", "optimizer", "args"): experiment.optimization.optimizer.args,
         ("model", "args"): experiment.model.args,
         ("data", "args"): experiment.data.args,
     }
-    for path, arguments in given.items():
+    for path, arguments in all_arguments.items():
         for argument in arguments:
             if key := _SAID_ELSEWHERE[path].get(argument):
                 yield not_an_argument(path, argument, key)
@@ -294,9 +296,9 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
     provider, rest = split_name(experiment.model.name)
     if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
         # A tag after the dot selects the weights, not the model.
-        base, known = rest.partition(".")[0], model_facts.known_names(provider)
-        if known is not None and base not in known:
-            yield unlisted(("model", "name"), provider, "model", base, known)
+        base, names = rest.partition(".")[0], model_facts.known_names(provider)
+        if names is not None and base not in names:
+            yield unlisted(("model", "name"), provider, "model", base, names)
 
 
 @rule("optimization.optimizer.name")
@@ -308,21 +310,21 @@ def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
 
 
 def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None]) -> Problem | None:
-    """Return what is wrong with the name. ``of_timm``: lists timm's; None: they are unknown here."""
+    """Return the problem with the name. ``of_timm``: lists timm's; None: they are unknown here."""
     path = ("optimization", "optimizer", "name")
     provider, _, rest = name.lower().rpartition("/")
     if provider in {"", "torch", "timm"} and rest in UNUSABLE_OPTIMIZERS:
         why, remedy = UNUSABLE_OPTIMIZERS[rest]
         return Problem(path, f"{shortened(name)} {why}", remedy)
-    known = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
-    if rest not in known and provider in {"", "timm"}:
+    names = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
+    if rest not in names and provider in {"", "timm"}:
         listed = of_timm()
         if listed is None:
             return None
-        known += [each for each in listed if each not in UNUSABLE_OPTIMIZERS]
-    if rest in known:
+        names += [name_of_timm for name_of_timm in listed if name_of_timm not in UNUSABLE_OPTIMIZERS]
+    if rest in names:
         return None
-    close = nearest(rest, known)
+    close = nearest(rest, names)
     meant = f"{provider}/{close}" if provider else close
     remedy = f"did you mean {meant}?" if close else "write one of torch.optim or timm.optim, like adamw"
     return Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
@@ -337,7 +339,7 @@ def fused_sgd_fits_the_precision(experiment: Experiment) -> Iterator[Problem]:
 
 
 def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
-    """Return what is wrong with fused SGD where a scaler skips steps, or gradients are sparse."""
+    """Return the problem with fused SGD if a scaler skips steps, or gradients are sparse."""
     if name.lower() not in {"sgd", "torch/sgd"} or not args.get("fused"):
         return None
     message = (
@@ -350,15 +352,15 @@ def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
 def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
     """The learning rate schedule must be built in, of timm, or of torch."""
 
-    def known(provider: str) -> Collection[str] | None:
+    def names_of(provider: str) -> Collection[str] | None:
         return model_facts.known_names("torch_schedules") if provider == "torch" else None
 
-    if problem := problem_of_schedule_name(experiment.optimization.schedule.name, known):
+    if problem := problem_of_schedule_name(experiment.optimization.schedule.name, names_of):
         yield problem
 
 
-def problem_of_schedule_name(name: str, known: Callable[[str], Collection[str] | None]) -> Problem | None:
-    """Return what is wrong with the name. ``known``: lists a provider's; None: they are unknown here."""
+def problem_of_schedule_name(name: str, names_of: Callable[[str], Collection[str] | None]) -> Problem | None:
+    """Return the problem with the name. ``names_of``: lists a provider's; None: they are unknown here."""
     path = ("optimization", "schedule", "name")
     provider, _, rest = name.rpartition("/")
     if not provider:
@@ -369,7 +371,7 @@ def problem_of_schedule_name(name: str, known: Callable[[str], Collection[str] |
         return Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
     if rest == "ReduceLROnPlateau":
         return Problem(path, f"{rest} needs the loss, and a schedule knows the step alone", "write cosine")
-    listed = known(provider)
+    listed = names_of(provider)
     spelled = rest.lower() if provider == "timm" else rest
     if listed is None or spelled in listed:
         return None
@@ -381,9 +383,9 @@ def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
     """torchvision must know the data set."""
     provider, rest = split_name(experiment.data.name)
     if data_facts(experiment.data.name).is_listed and rest:
-        known = model_facts.known_names("datasets")
-        if known is not None and rest not in known:
-            yield unlisted(("data", "name"), provider, "data set for this", rest, known)
+        names = model_facts.known_names("datasets")
+        if names is not None and rest not in names:
+            yield unlisted(("data", "name"), provider, "data set for this", rest, names)
 
 
 RULES: tuple[Rule, ...] = (
@@ -399,7 +401,7 @@ RULES: tuple[Rule, ...] = (
     schedules_belong_to_pipelines,
     fused_sgd_fits_the_precision,
 )
-#: Rules on what is installed here; some start a child process.
+#: Rules on the packages that are installed here; some start a child process.
 NAME_RULES: tuple[Rule, ...] = (
     tensorboard_is_installed,
     mlflow_is_installed,

@@ -1,4 +1,4 @@
-"""What is valid but probably not meant: ``validate`` and ``plan`` say it and accept the file."""
+"""Remarks on settings that are valid but probably not intended; ``validate`` and ``plan`` print them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hpc_train.data_facts.by_name import task_facts
 
 
 def remarks(experiment: Experiment) -> Iterator[Problem]:
-    """Yield what is probably not meant: a ``mode`` for which a worse value of the task's metric is better."""
-    known = task_facts(experiment.task).metrics
+    """Yield remarks on each ``mode`` for which a worse value of the task's metric is better."""
+    metrics = task_facts(experiment.task).metrics
     for path, metric, mode in _modes(experiment):
         name = metric.rpartition("/")[2].removeprefix("ema_")
-        # By the task's own word for it: a class may be called error.
-        usual = next((usual_mode(each) for each in known if fnmatchcase(name, each)), None)
+        # The task's own metric names: a class may be called error.
+        usual = next((usual_mode(pattern) for pattern in metrics if fnmatchcase(name, pattern)), None)
         if usual is not None and mode != usual:
             lower = "lower" if mode == "min" else "higher"
             message = f"{mode} takes a {lower} {metric} for the better one"

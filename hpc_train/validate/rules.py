@@ -46,9 +46,9 @@ def check(
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     return [
-        replace(problem, reads=each.reads)
-        for each in _applicable(frozenset(failed), check_names)
-        for problem in islice(each.find(experiment), MAX_PROBLEMS + 1)
+        replace(problem, reads=applicable.reads)
+        for applicable in _applicable(frozenset(failed), check_names)
+        for problem in islice(applicable.find(experiment), MAX_PROBLEMS + 1)
     ]
 
 
@@ -64,12 +64,11 @@ def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
             *part_rules.NAME_RULES,
             *smp_rules.NAME_RULES,
             *argument_rules.MODEL_RULES,
-            *argument_rules.MODEL_RULES,
             *layer_rules.MODEL_RULES,
             *compatibility.MODEL_RULES,
             *image_rules.MODEL_RULES,
         )
-    return [each for each in rules if each.can_judge(failed)]
+    return [applicable for applicable in rules if applicable.can_judge(failed)]
 
 
 @rule("optimization.epochs", "optimization.steps")
@@ -107,10 +106,10 @@ def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
 @rule("data.augment.randaugment")
 def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
     """``data.augment.randaugment.magnitude`` must be at most 10 with timm's operations."""
-    given = experiment.data.augment.randaugment
-    if given is not None and given.operations == "timm" and given.magnitude > 10:
+    settings = experiment.data.augment.randaugment
+    if settings is not None and settings.operations == "timm" and settings.magnitude > 10:
         path = ("data", "augment", "randaugment", "magnitude")
-        yield Problem(path, f"{given.magnitude} exceeds 10, the maximum of timm's operations", "write 9")
+        yield Problem(path, f"{settings.magnitude} exceeds 10, the maximum of timm's operations", "write 9")
 
 
 @rule("checkpoint.every_min", "checkpoint.every_steps")
@@ -312,15 +311,15 @@ def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, st
     loss = experiment.optimization.loss
     if target == "classes" and loss is not None and loss.name == "cross_entropy":
         target = "class"  # the targets are shares of the classes, and the class with the largest is predicted
-    known = facts.metrics_with(target)
+    metric_patterns = facts.metrics_with(target)
     for path, metric in metrics:
         name = metric.removeprefix(_EMA)
-        if known and not any(fnmatchcase(name, each) for each in known):
+        if metric_patterns and not any(fnmatchcase(name, pattern) for pattern in metric_patterns):
             message = f"{shortened(metric)} is not a metric of {experiment.task}"
             if name in facts.metrics:
                 message += f" (target: {target})"
-            whole = [each for each in known if not each.endswith("*")]
-            names = ", ".join(each.replace("*", "<class>") for each in known)
+            whole = [pattern for pattern in metric_patterns if not pattern.endswith("*")]
+            names = ", ".join(pattern.replace("*", "<class>") for pattern in metric_patterns)
             yield Problem(path, message, suggestion(name, whole, f"write one of {names}"))
 
 
@@ -334,10 +333,10 @@ def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
 @rule("model.pretrained")
 def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     """``model.pretrained`` must be true, false, or a file of a known format."""
-    given = experiment.model.pretrained
-    if isinstance(given, str) and given and not given.endswith((".safetensors", ".pth")):
+    weights = experiment.model.pretrained
+    if isinstance(weights, str) and weights and not weights.endswith((".safetensors", ".pth")):
         remedy = "write true, false, or a path with that extension"
-        message = f"'{shortened(given)}' is not a path to a .safetensors or .pth file"
+        message = f"'{shortened(weights)}' is not a path to a .safetensors or .pth file"
         yield Problem(("model", "pretrained"), message, remedy)
 
 

@@ -227,10 +227,10 @@ def bad_option_values(options: Mapping[str, object], path: KeyPath) -> Iterator[
 def sbatch_option(key: str) -> str:
     """Return the long option that sbatch would read ``key`` as: it completes abbreviations."""
     option = key.replace("_", "-")
-    known = (*OWNED, *SBATCH_KEYS)
-    if option in known:
+    options = (*OWNED, *SBATCH_KEYS)
+    if option in options:
         return option
-    return next((name for name in known if name.startswith(option)), option)
+    return next((name for name in options if name.startswith(option)), option)
 
 
 RULES: tuple[Rule, ...] = (

@@ -20,7 +20,7 @@ _ARGS: KeyPath = ("model", "args")
 OF_TIMM = "tu-"
 _OF_THE_DATA = "take it out; it follows from the data"
 _OF_THE_TASK = "take it out; the task needs the logits of each pixel, and nothing else"
-#: Arguments of the library's classes that no file can set → what to do.
+#: Arguments of the library's classes that no file can set → the remedy.
 OWNED = {
     "encoder_weights": "write model.pretrained",
     "classes": _OF_THE_DATA,
@@ -31,38 +31,38 @@ OWNED = {
 
 
 def is_smp(name: str) -> bool:
-    """Tell whether ``model.name`` is ``smp/<architecture>``."""
+    """Return True if ``model.name`` is ``smp/<architecture>``."""
     return not is_factory(name) and split_name(name)[0] == "smp"
 
 
 def owned_arguments(args: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what is wrong with arguments that follow from other keys, from the data or from the task."""
+    """Yield the problems of arguments that follow from other keys, from the data or from the task."""
     for name in args:
         if name in OWNED:
             yield Problem((*_ARGS, name), "is not allowed here", OWNED[name], on_key=True)
 
 
-def encoder_problem(name: object, own: Collection[str], of_timm: Collection[str]) -> Problem | None:
-    """Return what is wrong with ``encoder_name``: neither one of the library's ``own`` nor ``tu-`` and one
+def encoder_problem(name: object, of_smp: Collection[str], of_timm: Collection[str]) -> Problem | None:
+    """Return the problem with ``encoder_name``: neither one of the library's ``of_smp`` nor ``tu-`` and one
     ``of_timm``, with or without a tag.
     """
     path = (*_ARGS, "encoder_name")
     if not isinstance(name, str):
         return Problem(path, f"{shortened(repr(name))} is not a name", "write one, like resnet34")
-    if name in own:
+    if name in of_smp:
         return None
     base = name.removeprefix(OF_TIMM).partition(".")[0]
     if name.startswith(OF_TIMM) and base in of_timm:
         return None
-    # Of the wrong prefix or none, a name of timm's is exact.
-    close = f"{OF_TIMM}{base}" if base in of_timm else _nearest_encoder(name, base, own, of_timm)
+    # A timm encoder with a wrong or missing prefix is an exact match.
+    close = f"{OF_TIMM}{base}" if base in of_timm else _nearest_encoder(name, base, of_smp, of_timm)
     remedy = f"did you mean {close}?" if close else f"write one like resnet34, or {OF_TIMM}<name of timm>"
     return Problem(path, f"smp has no encoder '{shortened(name)}'", remedy)
 
 
-def _nearest_encoder(name: str, base: str, own: Collection[str], of_timm: Collection[str]) -> str | None:
+def _nearest_encoder(name: str, base: str, of_smp: Collection[str], of_timm: Collection[str]) -> str | None:
     if not name.startswith(OF_TIMM):
-        return nearest(name, own)
+        return nearest(name, of_smp)
     close = nearest(base, of_timm)
     return f"{OF_TIMM}{close}" if close else None
 
@@ -84,7 +84,7 @@ def smp_models_are_for_segmentation(experiment: Experiment) -> Iterator[Problem]
 
 @rule("model.name", "environment.python", "environment.container")
 def smp_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``smp/…`` needs the package, where the ranks use this command's Python."""
+    """``smp/…`` needs the package, if the ranks use this command's Python."""
     name = experiment.model.name
     if is_smp(name) and (message := not_installed(experiment.environment, "segmentation_models_pytorch")):
         yield Problem(("model", "name"), message, "run pip install 'hpc-train[smp]', or name another model")
@@ -95,13 +95,13 @@ def encoder_is_known(experiment: Experiment) -> Iterator[Problem]:
     """smp or timm must know the encoder."""
     if not is_smp(experiment.model.name) or "encoder_name" not in experiment.model.args:
         return
-    own, of_timm = model_facts.known_names("smp_encoders"), model_facts.known_names("timm")
-    if own is None or of_timm is None:
+    of_smp, of_timm = model_facts.known_names("smp_encoders"), model_facts.known_names("timm")
+    if of_smp is None or of_timm is None:
         return
-    if problem := encoder_problem(experiment.model.args["encoder_name"], own, of_timm):
+    if problem := encoder_problem(experiment.model.args["encoder_name"], of_smp, of_timm):
         yield problem
 
 
 RULES: tuple[Rule, ...] = (smp_owns_its_arguments, smp_models_are_for_segmentation)
-#: On what is installed here; may start a child process.
+#: Rules on the packages that are installed here; may start a child process.
 NAME_RULES: tuple[Rule, ...] = (smp_is_installed, encoder_is_known)

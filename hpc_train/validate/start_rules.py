@@ -1,4 +1,4 @@
-"""What this number of ranks can't run: reported, never silently ignored."""
+"""Settings that this number of ranks can't run: reported, never silently ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_start(
     fewest_ranks: int | None = None,
     found: int | None = None,
 ) -> list[Problem]:
-    """Return what prevents a start on this number of ranks (None: not known yet).
+    """Return the problems that prevent a start on this number of ranks (None: not known yet).
 
     ``ranks_per_node``: by default all ranks are on one node. ``fewest_ranks``: of a range of nodes, any of
     which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
@@ -41,9 +41,9 @@ def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int
     is_auto = experiment.optimization.micro_batch_size == "auto"
     if is_auto:  # the minimum that it may find
         experiment = experiment.with_micro_batch_size(found or 1)
-    each = degrees.pipeline * degrees.tensor
+    ranks_per_model = degrees.pipeline * degrees.tensor
     if problem := too_few_micro_batches(
-        experiment.micro_batches, degrees.data_ranks, each, is_auto=is_auto, found=found
+        experiment.micro_batches, degrees.data_ranks, ranks_per_model, is_auto=is_auto, found=found
     ):
         return [problem]
     if is_auto and found is None:

@@ -30,7 +30,7 @@ MAX_KEYS = 100
 _LONG = {"sweep": True, "slurm": True, "logging": True} | {
     part: {"args": True} for part in ("model", "data", "parallel")
 }
-#: Not those of a grid alone, so that its problems are reported together with those of other parts.
+#: Without rules on grids alone, so that its problems are reported together with those of other parts.
 _sweep_rule = rule("sweep.grid", "sweep.list", "sweep.random", "sweep.search")
 
 
@@ -49,7 +49,7 @@ def _keys(experiment: Experiment) -> Iterator[SweptKey]:
 
 
 def _too_many(sweep: SweepConfig) -> KeyPath | None:
-    """Return where there are too many keys, None if nowhere."""
+    """Return the place that has too many keys, or None."""
     if len(sweep.grid) > MAX_KEYS:
         return GRID
     if len(sweep.parameters) > MAX_KEYS:
@@ -113,7 +113,7 @@ def swept_keys_lie_apart(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _in_other_runs(swept: SweptKey, other: SweptKey) -> bool:
-    """Tell whether the two are in different mappings of the list."""
+    """Return True if the two are in different mappings of the list."""
     return swept.place[:2] == other.place[:2] == ("sweep", "list") and swept.place[2] != other.place[2]
 
 
@@ -172,17 +172,17 @@ def swept_values_fit_their_keys(experiment: Experiment) -> Iterator[Problem]:
     if _count(experiment.sweep) > MAX_RUNS:
         return
     base = experiment.model_dump(exclude=_LONG)
-    known: set[object] = set()
+    valid: set[object] = set()
     for swept, path in swept_paths(experiment):
         if path[0] == "sweep":
             continue
         for place, value in swept.values:
             judged = (path, type(value).__name__, comparable(value))  # thousands of runs have the same
-            if judged not in known:
+            if judged not in valid:
                 misfits = list(_misfit(base, path, value, place))
                 yield from misfits
                 if not misfits:
-                    known.add(judged)
+                    valid.add(judged)
 
 
 def _misfit(base: dict[str, Any], path: KeyPath, value: Any, place: KeyPath) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What ``logging.mlflow.tracking_uri`` may be. MLflow itself is not imported."""
+"""Valid values of ``logging.mlflow.tracking_uri``. MLflow itself is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SERVERS = ("http", "https", "databricks", "uc")
 
 
 def is_database(uri: str) -> bool:
-    """Tell whether MLflow opens the URI by SQLAlchemy."""
+    """Return True if MLflow opens the URI by SQLAlchemy."""
     return uri.partition(":")[0].partition("+")[0] in ("sqlite", *_REMOTE_DATABASES)
 
 
@@ -31,7 +31,7 @@ def tracking_uri_is_usable(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _problem(uri: str) -> tuple[str, str] | None:
-    """Return what is wrong with the URI, without repeating a secret, and what to write."""
+    """Return the problem with the URI, without repeating a secret, and the remedy."""
     if not is_clean(uri) or " " in uri:
         return "has a blank, a control character or a line break", "take it out"
     try:
@@ -49,8 +49,8 @@ def _problem(uri: str) -> tuple[str, str] | None:
     elif kind in ("", "file"):
         is_absolute, example = parts.path.startswith("/") and not parts.netloc, "file:///folder/mlruns"
     else:
-        known = ", ".join((*_SERVERS, "file", "sqlite", *_REMOTE_DATABASES))
-        return f"MLflow has no store for '{shortened(kind)}:'", f"write a URI of {known}"
+        schemes = ", ".join((*_SERVERS, "file", "sqlite", *_REMOTE_DATABASES))
+        return f"MLflow has no store for '{shortened(kind)}:'", f"write a URI of {schemes}"
     return None if is_absolute else ("is a relative path", f"write an absolute one, {example}")
 
 
