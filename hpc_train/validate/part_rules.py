@@ -206,11 +206,9 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         if dotted := _dotted_part(name):
             yield Problem(path, *dotted)
             return
-        name_of_torchvision = _OF_TORCHVISION.get(name.lower().replace("-", ""))
+        spelling = _OF_TORCHVISION.get(name.lower().replace("-", ""))
         message, remedy = unknown_part("datasets", provider)
-        yield Problem(
-            path, message, f"write torchvision/{name_of_torchvision}" if name_of_torchvision else remedy
-        )
+        yield Problem(path, message, f"write torchvision/{spelling}" if spelling else remedy)
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
     elif example == "" and (problem := rest_not_taken(path, name)):
