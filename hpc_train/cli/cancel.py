@@ -15,14 +15,14 @@ from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
 
 
-def cancel(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
-    """Cancel the runs that are meant; the worst of what became of them."""
+def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+    """Cancel the runs; return the worst outcome."""
     codes = [ExitCode.DONE]
-    found = find_runs(words)
-    for paths in found:
+    runs_to_cancel = find_runs(names_or_ids)
+    for paths in runs_to_cancel:
         check_run(paths)  # its files name the jobs and processes to end
-    names = run_names(found)
-    for launcher, runs in by_launcher(found):
+    names = run_names(runs_to_cancel)
+    for launcher, runs in by_launcher(runs_to_cancel):
         before = {paths: _state(paths) for paths in runs}
         try:
             left = set(launcher.cancel(runs))
@@ -35,7 +35,7 @@ def cancel(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
             for paths in runs
         ]
     if as_json:
-        put_json(rows_json(rows_of(found)))
+        put_json(rows_json(rows_of(runs_to_cancel)))
     return max(codes)
 
 

@@ -52,41 +52,41 @@ def export(
         raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
     if not as_json:
         return run_child(*request, code=code)
-    exit_code, said = child_report(*request, code=code)
+    exit_code, report = child_report(*request, code=code)
     if exit_code == ExitCode.DONE:
-        put_json(_export_json(paths, output, form, said, ema=ema))
+        put_json(_export_json(paths, output, form, report, ema=ema))
     return exit_code
 
 
 def _export_json(
-    paths: RunPaths, output: Path, form: str, said: Mapping[str, Any], *, ema: bool
+    paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool
 ) -> dict[str, Any]:
-    """Return the content of ``export --json``; ``said``: what the child has printed."""
+    """Return the content of ``export --json``; ``report``: the child's output."""
     return {
         "version": JSON_VERSION,
         "id": paths.folder.name,
         "file": str(output),
         "format": form,
         "bytes": output.stat().st_size,
-        "step": said["step"],
+        "step": report["step"],
         "ema": ema,
-        "tensors": said["tensors"],
-        "inputs": said.get("inputs"),
-        "max_difference": said.get("max_difference"),
+        "tensors": report["tensors"],
+        "inputs": report.get("inputs"),
+        "max_difference": report.get("max_difference"),
     }
 
 
 def _one_run(word: str) -> RunPaths:
-    found = find_readable([word])
-    if len(found) > 1:
+    matches = find_readable([word])
+    if len(matches) > 1:
         raise UsageError(
-            f"{word}: matches {len(found)} runs, export takes one; write its id:\n{listed_runs(found)}"
+            f"{word}: matches {len(matches)} runs, export takes one; write its id:\n{listed_runs(matches)}"
         )
-    return found[0]
+    return matches[0]
 
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:
-    """Return where the child imports the model's code from: the run's snapshot, checked, or here."""
+    """Return the folders of the model's code for the child: the run's snapshot, checked, or here."""
     here = [PACKAGE_PARENT, str(Path.cwd())]
     snapshot = None if is_new(choice) else linked(paths)
     check_run(paths)
@@ -104,28 +104,28 @@ def _code(paths: RunPaths, choice: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What ``verify`` finds of one checkpoint."""
+    """The result of ``verify`` for one checkpoint."""
 
     checkpoint: CheckpointPaths
     problems: list[str]
-    #: Of an attempt that owned the run.
+    #: An attempt that owned the run saved it.
     counts: bool
     #: It would be loaded.
     loads: bool
 
     def to_json(self) -> dict[str, Any]:
-        known = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
-        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **known}
+        verdict = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
+        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **verdict}
 
 
-def verify(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def verify(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
-    found: dict[RunPaths, list[_Verdict]] = {}
-    for paths in find_readable(words):
-        found[paths] = list(_verdicts(paths, shows=not as_json))
+    by_run: dict[RunPaths, list[_Verdict]] = {}
+    for paths in find_readable(names_or_ids):
+        by_run[paths] = list(_verdicts(paths, shows=not as_json))
     if as_json:
-        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, found[paths]) for paths in found]})
-    is_damaged = any(each.counts and each.problems for verdicts in found.values() for each in verdicts)
+        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, by_run[paths]) for paths in by_run]})
+    is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
     return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
@@ -137,13 +137,13 @@ def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> dict[str, Any]:
 
 def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
     """Yield the verdicts on a run's checkpoints, newest first; ``shows``: print each once it is known."""
-    found = paths.checkpoint_folders()[::-1]
-    if not found:
+    folders = paths.checkpoint_folders()[::-1]
+    if not folders:
         say(f"{run_name(paths)}: no checkpoint yet")
         return
     counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
     would_load = None
-    for checkpoint in found:
+    for checkpoint in folders:
         problems = checkpoints.verify(checkpoint)
         if not checkpoint.folder.is_dir():
             continue  # a running run has removed it meanwhile
@@ -159,11 +159,11 @@ def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
 
 
 def _put_verdict(paths: RunPaths, verdict: _Verdict) -> None:
-    words = "damaged" if verdict.problems else "whole"
+    text = "damaged" if verdict.problems else "whole"
     if not verdict.counts:
-        words += ", does not count: its attempt no longer owned the run"
+        text += ", does not count: its attempt no longer owned the run"
     elif verdict.loads:
-        words += ", would load"
-    put(f"{run_name(paths)}  {verdict.checkpoint.folder.name}  {words}")
+        text += ", would load"
+    put(f"{run_name(paths)}  {verdict.checkpoint.folder.name}  {text}")
     for problem in verdict.problems:
         say(f"  {problem}")

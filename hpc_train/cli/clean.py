@@ -1,4 +1,4 @@
-"""``clean``: removes what a run no longer needs, after listing it."""
+"""``clean``: lists, then removes, files that a run no longer needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Surplus:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Its size when it was first asked for."""
+        """The size when it was first read."""
         return size_bytes(self.path)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,17 +53,17 @@ def size_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in path.rglob("*"))
 
 
-def clean(words: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
-    """List what would be removed, ask unless ``yes``, remove it. Refuses if any of the runs is still
+def clean(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
+    """List the items to remove, ask unless ``yes``, remove it. Refuses if any of the runs is still
     active.
     """
-    removed, code = _clean(words, yes=yes)
+    removed, code = _clean(names_or_ids, yes=yes)
     if as_json:
-        items = [*code, *(item for found in removed.values() for item in found)]
+        items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
         put_json(
             {
                 "version": JSON_VERSION,
-                "runs": [_to_json(paths, found) for paths, found in removed.items()],
+                "runs": [_to_json(paths, items_of_run) for paths, items_of_run in removed.items()],
                 "code": [item.to_json() for item in code],
                 "bytes": sum(item.size_bytes for item in items),
             }
@@ -77,20 +77,20 @@ def _to_json(paths: RunPaths, removed: Sequence[Surplus]) -> dict[str, Any]:
         "name": paths.siblings.folder.name,
         "path": str(paths.folder.absolute()),
         "removed": [item.to_json() for item in removed],
-        "checkpoints": [str(each.folder.absolute()) for each in paths.checkpoint_folders()],
+        "checkpoints": [str(checkpoint.folder.absolute()) for checkpoint in paths.checkpoint_folders()],
     }
 
 
-def _clean(words: Sequence[str], *, yes: bool) -> tuple[dict[RunPaths, list[Surplus]], list[Surplus]]:
-    """Return what was removed of each run, and of the code."""
-    runs = find_runs(words)
+def _clean(names_or_ids: Sequence[str], *, yes: bool) -> tuple[dict[RunPaths, list[Surplus]], list[Surplus]]:
+    """Return the removed items of each run, and of the code."""
+    runs = find_runs(names_or_ids)
     for paths in runs:
         _refuse_living(paths)
     attempts = {paths: newest_number(paths) for paths in runs}
     surplus = {paths: _surplus(paths) for paths in runs}
-    for paths, found in surplus.items():
-        _say(found)
-        if not found:
+    for paths, items in surplus.items():
+        _say(items)
+        if not items:
             say(f"{paths.folder}: nothing to remove")
     folders = {paths.siblings.snapshots for paths in runs}
     code = [Surplus(path, UNUSED_CODE) for folder in folders for path in _unused(folder)]
@@ -100,18 +100,18 @@ def _clean(words: Sequence[str], *, yes: bool) -> tuple[dict[RunPaths, list[Surp
     if not yes and not _agreed():
         say("nothing was removed")
         return {paths: [] for paths in runs}, []
-    for paths, found in surplus.items():
+    for paths, items in surplus.items():
         with no_claims(paths):
             _refuse_living(paths)  # the answer may have taken an hour
             if newest_number(paths) != attempts[paths]:
                 raise LivingRunError(f"{run_name(paths)} was resumed in the meantime; run clean again")
-            for item in found:
+            for item in items:
                 _remove(item.path)
     return surplus, _remove_code(folders, code)
 
 
-def _say(found: Sequence[Surplus]) -> None:
-    for item in found:
+def _say(items: Sequence[Surplus]) -> None:
+    for item in items:
         say(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}")
 
 
@@ -123,25 +123,27 @@ def _refuse_living(paths: RunPaths) -> None:
 
 
 def _surplus(paths: RunPaths) -> list[Surplus]:
-    """Return what hpc-train wrote and the run no longer needs; targets of links are kept."""
-    found = [Surplus(paths.cache, "cache")] if paths.cache.exists() else []
+    """Return the files of hpc-train that the run no longer needs; targets of links are kept."""
+    surplus = [Surplus(paths.cache, "cache")] if paths.cache.exists() else []
     if not paths.checkpoints.is_dir() or paths.checkpoints.is_symlink():
-        return found
-    newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
+        return surplus
+    newest = next((saved for saved in checkpoints.committed(paths) if not checkpoints.verify(saved)), None)
     best = checkpoints.kept_best(paths)
-    kept = [] if newest is None else [newest.folder, *([paths.checkpoint(best.step).folder] if best else [])]
+    needed = [] if newest is None else [newest.folder]
+    if newest is not None and best is not None:
+        needed.append(paths.checkpoint(best.step).folder)
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
     for path in sorted(paths.checkpoints.glob("step-*")):
         is_set_aside = checkpoints.is_set_aside(path)
         if checkpoints.is_left_over(path):
-            found.append(Surplus(path, "not finished"))
+            surplus.append(Surplus(path, "not finished"))
         elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
             continue
         # Without an intact one it is unknown which of them the user may want to repair.
-        elif newest is not None and path not in kept:
+        elif newest is not None and path not in needed:
             reason = "damaged, set aside" if is_set_aside else _why(paths, path, newest.folder)
-            found.append(Surplus(path, reason))
-    return found
+            surplus.append(Surplus(path, reason))
+    return surplus
 
 
 def _why(paths: RunPaths, path: Path, newest: Path) -> str:
@@ -174,12 +176,12 @@ def remove_unused_code(snapshots: Path) -> Iterator[Surplus]:
 
 
 def _remove_code(folders: Collection[Path], announced: Sequence[Surplus]) -> list[Surplus]:
-    """Remove what was listed and is still unused: a submit may have started using it since."""
+    """Remove the listed items that are still unused: a submit may have started using it since."""
     unused = {path for folder in folders for path in _unused(folder)}
-    found = [item for item in announced if item.path in unused]
-    for item in found:
+    removed = [item for item in announced if item.path in unused]
+    for item in removed:
         remove_folder(item.path)
-    return found
+    return removed
 
 
 def _agreed() -> bool:
@@ -187,7 +189,7 @@ def _agreed() -> bool:
 
 
 def confirmed(command: str, question: str) -> bool:
-    """Ask the question on the terminal. Raises UsageError where there is none."""
+    """Ask the question on the terminal. Raises UsageError if there is none."""
     if not sys.stdin.isatty():
         raise UsageError(f"{command}: no terminal to ask for confirmation; add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

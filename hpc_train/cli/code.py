@@ -23,14 +23,14 @@ _NAMED = 5
 
 
 def is_new(choice: str | None) -> bool:
-    """Tell whether ``--code`` requests the current code. Raises UsageError for any other value."""
+    """Return True if ``--code`` requests the current code. Raises UsageError for any other value."""
     if choice not in {None, _NEW}:
         raise UsageError(f"--code: unknown value {choice!r}; write --code new, or omit it")
     return choice == _NEW
 
 
 def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, always_new: bool) -> Path | None:
-    """Return the snapshot of the current code for those of ``runs`` that will be created; None if all exist.
+    """Return the snapshot of the current code for ``runs`` that will be created; None if all exist.
 
     One for all runs of a submit, before the first is created. ``always_new``: a run that exists gets a second
     one beside it.
@@ -56,7 +56,7 @@ class CodeChange:
 
 
 def code_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> CodeChange | None:
-    """Report what has changed since the run's snapshot was taken; with ``new`` return the change to make.
+    """Report the changes since the run's snapshot was taken; with ``new`` return the change to make.
 
     A run without a snapshot gets one. Nothing of the run changes before the caller has claimed an attempt and
     applies the returned change. Raises UserError if the current code can't be snapshotted.
@@ -129,13 +129,13 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
 
 def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:
     sections = [experiment.data for experiment in experiments]
-    data = {path for each in sections for path in (each.root, each.cache) if path is not None}
+    data = {path for section in sections for path in (section.root, section.cache) if path is not None}
     excluded = [runs_root(), folder.snapshots, folder.folder, *map(expanded, data)]
     return snapshot.read(Path.cwd(), excluded)
 
 
 def _place(folder: ExperimentPaths, code: Code) -> Path:
-    """Write the snapshot if there is none yet, and report what is excluded from it."""
+    """Write the snapshot if there is none yet, and report the files that it excludes."""
     is_known = (folder.snapshots / code.content).exists()
     placed = snapshot.place(folder.snapshots, code)
     if code.left_out and not is_known:

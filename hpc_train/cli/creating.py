@@ -24,7 +24,7 @@ from hpc_train.validate.loading import Loaded
 
 @dataclass(frozen=True)
 class SubmitContext:
-    """What all runs of a submit have in common."""
+    """Facts that all runs of a submit share."""
 
     loaded: Loaded
     launcher: str
@@ -57,7 +57,7 @@ def create(paths: RunPaths, run: PlannedRun, context: SubmitContext) -> bool:
 def create_all(
     folder: ExperimentPaths, runs: Sequence[PlannedRun], context: SubmitContext
 ) -> list[tuple[RunPaths, bool]]:
-    """Create the runs in the experiment's folder; return each one's paths, and False where it existed."""
+    """Create the runs in the experiment's folder; return each one's paths, and False if it existed."""
     paths = [RunPaths(folder.folder / run.id) for run in runs]
     created = in_parallel(lambda pair: create(*pair, context), zip(paths, runs, strict=True))
     if any(created):
@@ -73,7 +73,7 @@ def create_beside(
 ) -> RunPaths:
     """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
 
-    ``make_free`` may remove what a killed command has left there.
+    ``make_free`` may remove the leftovers of a killed command.
     """
     for number in itertools.count(2):
         other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
@@ -87,14 +87,14 @@ def create_beside(
 def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
     """Return the run of this id whose data files are the current ones; ``paths`` if there is none."""
     beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
-    for each in itertools.chain([paths], itertools.takewhile(is_run, beside)):
-        if not inputs_differ(each, run.experiment):
-            return each
+    for existing in itertools.chain([paths], itertools.takewhile(is_run, beside)):
+        if not inputs_differ(existing, run.experiment):
+            return existing
     return paths
 
 
 def say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
-    """Report the status of an existing run, and what can be done to get it as ``wanted``."""
+    """Report the status of an existing run, and the commands that lead to it as ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         what = " and ".join(
@@ -123,7 +123,7 @@ def say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_q
 
 
 def starts_again(paths: RunPaths, status: RunStatus) -> bool:
-    """Tell whether a submit starts the run again: it failed or was interrupted before it saved anything.
+    """Return True if a submit starts the run again: it failed or was interrupted before it saved anything.
 
     Nothing is lost by that, and the run uses the current code and file: it can't fail again because of an
     error that has been fixed. A cancelled run is only started by ``resume``.

@@ -1,4 +1,4 @@
-"""``doctor``: what would make runs fail on this machine or cluster, and the remedies."""
+"""``doctor``: causes for which runs would fail on this machine or cluster, and the remedies."""
 
 from __future__ import annotations
 
@@ -51,20 +51,21 @@ def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) 
         raise UsageError("--local: checks this machine alone; omit --submit and --nodes")
     launcher = load_launcher(options.launcher or (LOCAL if options.local else DEFAULT))
     loaded = load(file, overrides) if file is not None else None
-    found = sorted(_findings(launcher, loaded, options), key=lambda finding: list(Level).index(finding.level))
-    counts = {level: sum(each.level is level for each in found) for level in Level}
+    severity = list(Level).index
+    findings = sorted(_findings(launcher, loaded, options), key=lambda finding: severity(finding.level))
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     if options.as_json:
-        findings = [finding.to_json() for finding in found]
-        put_json({"version": JSON_VERSION, "counts": counts, "findings": findings})
+        items = [finding.to_json() for finding in findings]
+        put_json({"version": JSON_VERSION, "counts": counts, "findings": items})
     else:
-        put(*(line for finding in found for line in _lines(finding)))
+        put(*(line for finding in findings for line in _lines(finding)))
         put(f"{_counted(counts[Level.ERROR], 'error')}, {_counted(counts[Level.WARNING], 'warning')}")
     return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
 
 
 def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
     experiment = loaded.experiment if loaded is not None else None
-    # What this machine's ranks would use; those of a queue use other machines' GPUs.
+    # The devices of ranks on this machine; jobs of a queue use other machines' GPUs.
     is_on_cpu = experiment is not None and experiment.device == "cpu"
     here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
     prefetched = None
@@ -79,7 +80,7 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
 
 
 def _place(loaded: Loaded | None, key: str) -> str:
-    """Return where the file has the key: ``exp.yaml:12:3: section.key``."""
+    """Return the place of the key in the file: ``exp.yaml:12:3: section.key``."""
     if loaded is None:
         return key
     place = loaded.source.place(Problem(tuple(key.split(".")), "", ""))

@@ -30,7 +30,7 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.trust import check_run
 
-#: What an evaluation may change: where and how it runs, and on which data. The rest is the checkpoint's.
+#: Sections that an evaluation may change: place, devices and data. All others are those of the checkpoint.
 _CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
 _RANKS_MODULE = "hpc_train.training.checkpoint_evaluation"
 
@@ -54,12 +54,12 @@ def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | Non
 
     ``words``: one run, and keys to override. Writes nothing into the run's folder.
     """
-    code, own = run_ranks("evaluate", words, checkpoint, devices, {})
+    code, run_of_ranks = run_ranks("evaluate", words, checkpoint, devices, {})
     if code != ExitCode.DONE:
         return code
-    (row,) = evaluation_rows(own.metrics)
-    run = RunPaths(Path((read_json(own.evaluated_checkpoint) or {})["run"]))
-    shutil.rmtree(own.folder.parent)
+    (row,) = evaluation_rows(run_of_ranks.metrics)
+    run = RunPaths(Path((read_json(run_of_ranks.evaluated_checkpoint) or {})["run"]))
+    shutil.rmtree(run_of_ranks.folder.parent)
     if as_json:
         put_json({"version": JSON_VERSION, "id": run.folder.name, "path": str(run.folder), "row": row})
     else:
@@ -75,7 +75,7 @@ def run_ranks(
     request: dict[str, Any],
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> tuple[ExitCode, RunPaths]:
-    """Start ranks that load the checkpoint and do what ``request`` says; return how they ended.
+    """Start ranks that load the checkpoint and carry out ``request``; return how they ended.
 
     Also return their run folder, alone in a temporary folder that the caller removes; on an error it stays.
     ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
@@ -91,20 +91,20 @@ def run_ranks(
     step = find_step(paths, best=checkpoint.best, step=checkpoint.step)
     folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
-    own = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
-    ended = LocalLauncher().launch(LaunchRequest(own, experiment, 1, devices), lambda: None)
+    run_of_ranks = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
+    ended = LocalLauncher().launch(LaunchRequest(run_of_ranks, experiment, 1, devices), lambda: None)
     if ended != ExitCode.DONE:
-        say(f"{command}: failed; the logs of its ranks are in {own.attempt(1).folder}")
-    return ended, own
+        say(f"{command}: failed; the logs of its ranks are in {run_of_ranks.attempt(1).folder}")
+    return ended, run_of_ranks
 
 
 def _one_run(command: str, words: Sequence[str]) -> RunPaths:
     if not words:
         raise UsageError(f"{command}: names no run; give a run id or a run's folder")
-    found = find_readable(words)
-    if len(found) != 1:
-        raise UsageError(f"{command}: takes one run, and {' '.join(words)} matches {len(found)}; give one id")
-    return found[0]
+    runs = find_readable(words)
+    if len(runs) != 1:
+        raise UsageError(f"{command}: takes one run, and {' '.join(words)} matches {len(runs)}; give one id")
+    return runs[0]
 
 
 def _refuse_fixed(overrides: Sequence[str]) -> None:
@@ -118,7 +118,7 @@ def _refuse_fixed(overrides: Sequence[str]) -> None:
 
 
 def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
-    """Return what the run's newest attempt trains, with the overrides; ``auto`` as the size that it found."""
+    """Return the newest attempt's experiment with the overrides, and with the size that ``auto`` found."""
     changes = [*noted_changes(paths, newest_number(paths)), *overrides]
     experiment = frozen_experiment.load_changed(paths, changes).experiment
     if experiment.optimization.micro_batch_size != "auto":
@@ -145,11 +145,11 @@ def _snapshot(paths: RunPaths) -> Path | None:
 def _ranks_folder(
     folder: Path, experiment: Experiment, request: dict[str, Any], snapshot: Path | None
 ) -> RunPaths:
-    """Make a run folder whose ranks do what the request says instead of training."""
-    own = RunPaths(folder)
-    own.folder.mkdir(mode=0o700)
-    frozen_experiment.write(own, experiment)
-    write_json(own.evaluated_checkpoint, request)
+    """Make a run folder whose ranks carry out the request instead of training."""
+    run = RunPaths(folder)
+    run.folder.mkdir(mode=0o700)
+    frozen_experiment.write(run, experiment)
+    write_json(run.evaluated_checkpoint, request)
     if snapshot is not None:
-        link(own, snapshot)
-    return own
+        link(run, snapshot)
+    return run

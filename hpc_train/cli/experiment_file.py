@@ -23,13 +23,13 @@ def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> 
         say_layouts(plan.runs)
         say_remarks(loaded)
         return ExitCode.DONE
-    found: dict[str, Any] = {"version": JSON_VERSION, "file": str(file), "name": None, "runs": None}
+    answer: dict[str, Any] = {"version": JSON_VERSION, "file": str(file), "name": None, "runs": None}
     try:
         loaded, plan, count = _checked(file, overrides)
     except BadFileError as error:
-        put_json(found | {"problems": error.problems})
+        put_json(answer | {"problems": error.problems})
         return error.exit_code
-    put_json(found | {"name": plan.name, "runs": count, "problems": []})
+    put_json(answer | {"name": plan.name, "runs": count, "problems": []})
     say_remarks(loaded)
     return ExitCode.DONE
 
@@ -57,7 +57,7 @@ def schema() -> ExitCode:
 
 
 def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, as_json: bool = False) -> int:
-    """Download and try what the file names, in a child process, which imports torch."""
+    """Download and try the file's parts in a child process, which imports torch."""
     loaded = load(file, overrides)
     if problems := lacking_parts(loaded, make_plan(loaded)):
         raise BadFileError(problems)
@@ -65,7 +65,7 @@ def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, 
     request = ("hpc_train.training.prepare", str(file), *options, *overrides)
     if not as_json:
         return run_child(*request)
-    code, said = child_report(*request)
+    code, report = child_report(*request)
     if code == ExitCode.DONE:
-        put_json({"version": JSON_VERSION} | said)
+        put_json({"version": JSON_VERSION} | report)
     return code

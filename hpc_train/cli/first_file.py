@@ -1,4 +1,4 @@
-"""The text of a new experiment file: what ``init`` writes. Comments are the schema's own descriptions."""
+"""The text of a new experiment file, for ``init``. Comments are the schema's descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_train.errors import UsageError
 from hpc_train.launchers.base import JobSection
 from hpc_train.registry import suggestion
 
-#: Marks what only the user knows.
+#: Marks values that only the user knows.
 CHANGE = "CHANGE"
 _COLUMN = 44
 #: Shorter descriptions repeat the key, longer ones hide the file.
@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class FirstFile:
-    """What was chosen; None: not given."""
+    """The user's choices; None: not given."""
 
     name: str
     task: str
@@ -39,7 +39,7 @@ class FirstFile:
     model: str | None = None
     #: The section of the cluster; None: for this machine.
     job: JobSection | None = None
-    #: Of this machine.
+    #: The device of this machine.
     gpus: int = 0
 
     @property
@@ -95,7 +95,7 @@ def quoted(value: object) -> str:
         return json.dumps(value)
     if not is_clean(value):
         raise UsageError(f"{shown(value)}: has a control character or line break; write it without")
-    # What YAML would read as a number, or as true.
+    # YAML would read it as a number, or as true.
     is_plain = _PLAIN.fullmatch(value) and not value.endswith(":") and read_value(value)[0] == value
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 
@@ -141,13 +141,13 @@ def _optimization(start: Start, data: str, chosen: FirstFile) -> dict[str, Any]:
 
 
 def _num_samples(start: Start, name: str, chosen: FirstFile) -> int | None:
-    """Return N where it can be counted without the data set's own code."""
+    """Return N if it can be counted without the data set's own code."""
     args = start.own_keys.get("args", {}) if name == start.own_data else {}
     try:
-        found = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
+        number = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
     except Exception:  # data that can't be read are for `validate` to explain
         return None
-    return found if isinstance(found, int) else None
+    return number if isinstance(number, int) else None
 
 
 def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
 
 
 def _changes(start: Start, data: str, chosen: FirstFile) -> dict[KeyPath, str]:
-    """Return what to say of the values that only the user knows."""
+    """Return the remark on values that only the user knows."""
     changes: dict[KeyPath, str] = {}
     if chosen.root is None and start.needs_root(data):
         changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
@@ -186,7 +186,7 @@ def _header(output: Path, chosen: FirstFile) -> list[str]:
 
 
 def _rendered(content: Mapping[str, Any], changes: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Yield the lines of a mapping of sections: two levels as blocks, what is below on one line."""
+    """Yield the lines of a mapping of sections: two levels as blocks, deeper ones on one line."""
     for key, value in content.items():
         if not isinstance(value, Mapping):
             yield _line((key,), f"{key}: {quoted(value)}", changes)
@@ -202,7 +202,7 @@ def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
 
 
 def _described(path: KeyPath) -> str:
-    """Return the first sentence of the key's description; none where that says too little or too much."""
+    """Return the first sentence of the key's description; none if that is too short or too long."""
     sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(description_of(path).split()))[0]
     sentence = sentence.replace("``", "").rstrip(".")
     return sentence if _COMMENT_LENGTHS[0] <= len(sentence) <= _COMMENT_LENGTHS[1] else ""

@@ -22,7 +22,7 @@ from hpc_train.registry import suggestion
 EXAMPLES = Path(__file__).with_name("examples")
 _LIST = "list"
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
-#: What recipes call their own modules, in the repository.
+#: The name of the recipes' own modules in the repository.
 _OWN_MODULE = re.compile(r"\bexamples\.(\w+):")
 
 
@@ -39,13 +39,13 @@ class InitOptions:
     gpus: int | None = None
     local: bool = False
     launcher: str | None = None
-    #: Whether to ask on a terminal for what is not given.
+    #: Prompt on a terminal for options that are not given.
     asks: bool = True
     as_json: bool = False
 
 
 def init(output: Path, options: InitOptions) -> ExitCode:
-    """Write the file and say what to do next. Raises UsageError where it exists."""
+    """Write the file and print the next steps. Raises UsageError if it exists."""
     if options.example == _LIST:
         _put_examples(as_json=options.as_json)
         return ExitCode.DONE
@@ -79,7 +79,7 @@ def init(output: Path, options: InitOptions) -> ExitCode:
 
 
 def _job_section(options: InitOptions) -> JobSection | None:
-    """Return what the cluster offers; None where there is none here."""
+    """Return the cluster's facts; None if there is no cluster here."""
     launcher = load_launcher(options.launcher or DEFAULT)
     if not isinstance(launcher, ClusterLauncher):
         return None
@@ -93,7 +93,7 @@ def _job_section(options: InitOptions) -> JobSection | None:
 
 
 def _lines_to_change(text: str) -> list[int]:
-    """Return the numbers of the lines that say CHANGE; the first one that does explains the word."""
+    """Return the numbers of the lines with CHANGE, except the first, which explains the word."""
     return [number for number, line in enumerate(text.splitlines(), start=1) if "CHANGE" in line][1:]
 
 
@@ -119,11 +119,11 @@ def _is_terminal() -> bool:
 
 
 def _with_answers(options: InitOptions) -> InitOptions:
-    """Ask for what decides most, one question each; an empty answer keeps the default."""
+    """Prompt for the most important options; an empty answer keeps the default."""
     if options.example is None and options.task is None:
         tasks = [start.task for start in STARTS]
         options = replace(options, task=_asked("task", tasks[0], tasks))
-    start = next((each for each in STARTS if each.task == options.task), None)
+    start = next((start_of_task for start_of_task in STARTS if start_of_task.task == options.task), None)
     if options.example is None and start is not None:
         if options.data is None:
             options = replace(options, data=_asked("data set", start.data_for(options.root), []))
@@ -153,12 +153,12 @@ def _examples() -> dict[str, Path]:
 
 
 def _put_examples(*, as_json: bool) -> None:
-    found = {name: _title(path) for name, path in _examples().items()}
+    titles = {name: _title(path) for name, path in _examples().items()}
     if as_json:
-        recipes = [{"name": name, "title": title} for name, title in found.items()]
+        recipes = [{"name": name, "title": title} for name, title in titles.items()]
         put_json({"version": JSON_VERSION, "recipes": recipes})
     else:
-        put(*columns(list(found.items())))
+        put(*columns(list(titles.items())))
 
 
 def _title(path: Path) -> str:
@@ -169,17 +169,17 @@ def _title(path: Path) -> str:
 
 
 def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:
-    """Return the recipe's text, with a section for this cluster where it has none, and its own modules."""
-    given = [("--task", options.task), ("--data", options.data), ("--model", options.model)]
-    if excess := [name for name, value in given if value is not None]:
+    """Return the recipe's text, with a section for this cluster if it has none, and its own modules."""
+    options_with_recipe = [("--task", options.task), ("--data", options.data), ("--model", options.model)]
+    if excess := [name for name, value in options_with_recipe if value is not None]:
         raise UsageError(f"{excess[0]}: the recipe has its own; change it in the file, or omit --from")
     assert options.example is not None
-    known = _examples()
+    recipes_by_name = _examples()
     name = options.example.removesuffix(".yaml")
-    if name not in known:
-        remedy = suggestion(name, known, "`hpc-train init --from list` lists them")
+    if name not in recipes_by_name:
+        remedy = suggestion(name, recipes_by_name, "`hpc-train init --from list` lists them")
         raise UsageError(f"--from: there is no recipe {printable(name)!r}; {remedy}")
-    text = known[name].read_text(encoding="utf-8")
+    text = recipes_by_name[name].read_text(encoding="utf-8")
     if options.root is not None:
         text = _with_root(text, options.root)
     modules = {

@@ -66,15 +66,15 @@ def logs(
 
 
 def _run_json(paths: RunPaths) -> dict[str, Any]:
-    """Return what ``logs --json`` says of the run: who it is, and where its logs are."""
-    found = [
+    """Return a run's entry in ``logs --json``: its identity and the paths of its logs."""
+    matches = [
         {"attempt": attempt.number, "rank": rank, "file": str(log.absolute()), "bytes": log.stat().st_size}
         for attempt in paths.attempt_folders()
         for rank, log in sorted(attempt.files_of_ranks(".log").items())
         if log.is_file()
     ]
     name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": found}
+    return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": matches}
 
 
 def _lines(log: Path, count: int) -> list[str]:
@@ -86,23 +86,23 @@ def _lines(log: Path, count: int) -> list[str]:
 
 
 def _one_run(word: str, *, last: bool) -> RunPaths:
-    found = find_readable([word])
-    if len(found) == 1:
-        return found[0]
+    matches = find_readable([word])
+    if len(matches) == 1:
+        return matches[0]
     if last:
-        newest = max(found, key=_started)
-        say(f"{run_name(newest)}: {in_words(changed_keys(found)[newest])}")
+        newest = max(matches, key=_started)
+        say(f"{run_name(newest)}: {in_words(changed_keys(matches)[newest])}")
         return newest
     raise UsageError(
-        f"{word}: matches {len(found)} runs, logs takes one; write its id, or add --last for the one that "
-        f"started last:\n{listed_runs(found)}"
+        f"{word}: matches {len(matches)} runs, logs takes one; write its id, or add --last for the one that "
+        f"started last:\n{listed_runs(matches)}"
     )
 
 
-def listed_runs(found: Sequence[RunPaths]) -> str:
+def listed_runs(matches: Sequence[RunPaths]) -> str:
     """Return a line per run with its id, its state and the values that distinguish it."""
-    names, differences = run_names(found), changed_keys(found)
-    rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in found]
+    names, differences = run_names(matches), changed_keys(matches)
+    rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in matches]
     return "\n".join(f"  {line}" for line in columns(rows))
 
 
@@ -193,7 +193,7 @@ class _End:
         return status.state not in GOING_ON
 
     def _tell(self, status: RunStatus) -> None:
-        """Print what the run waits for, each time it changes."""
+        """Print the reason for which the run waits, each time it changes."""
         words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
         if words and words != self._shown:
             say(f"{run_name(self._paths)}: {words}")
@@ -201,7 +201,7 @@ class _End:
 
 
 def _tail_offset(path: Path, lines: int) -> int:
-    """Return where the last ``lines`` lines of the file start; it is read from its end."""
+    """Return the offset of the last ``lines`` lines of the file, which is read from its end."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -222,7 +222,7 @@ def _tail_offset(path: Path, lines: int) -> int:
 
 
 class _LogReader:
-    """Prints what is appended to a file; one that does not exist yet counts as empty.
+    """Prints text appended to a file; one that does not exist yet counts as empty.
 
     ``lines``: how many of the existing lines are printed; 0: all.
     """

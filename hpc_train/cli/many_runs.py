@@ -1,4 +1,4 @@
-"""What commands do that read thousands of runs at once."""
+"""Helpers of commands that read thousands of runs at once."""
 
 from __future__ import annotations
 

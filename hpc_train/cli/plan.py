@@ -33,7 +33,7 @@ from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.remarks import remarks
 from hpc_train.validate.rules import check_start
 
-#: Bubble above which ``plan`` says what to do.
+#: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
     "run",
@@ -62,11 +62,11 @@ class LauncherOptions:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether an option asks for this machine: ``--local``, ``--launcher local`` or ``--devices``."""
+        """Whether an option selects this machine: ``--local``, ``--launcher local`` or ``--devices``."""
         return self.local or self.launcher == LOCAL or self.devices is not None
 
     def load(self) -> Launcher:
-        """Return the launcher. Raises UsageError where the options exclude each other."""
+        """Return the launcher. Raises UsageError if the options exclude each other."""
         if self.devices is not None and not self.local and self.launcher is None:
             raise UsageError("--devices: is for this machine; add --local")
         launcher = load_launcher(self.name)
@@ -99,12 +99,12 @@ class PlanOptions(LauncherOptions):
     script: bool = False
     #: Samples per second of one rank; None: by earlier runs.
     throughput: float | None = None
-    #: Whether memory is predicted, which takes seconds; None: unless the environment says otherwise.
+    #: Whether memory is predicted, which takes seconds; None: the environment decides.
     memory: bool | None = None
 
 
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
-    """Show what would be started."""
+    """Show the runs that would be started."""
     launcher, loaded = options.load(), load(file, overrides)
     devices = options.devices
     if devices is None:  # given devices need not be here
@@ -127,12 +127,12 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     queue = queue_forecast.QueueForecast(refused)
     if not problems and not lacking and not refused:
         queue = queue_forecast.ask(launcher, loaded, made)
-    found = predictions(made, launcher, is_wanted=options.memory, on_this_machine=options.on_this_machine)
+    memory = predictions(made, launcher, is_wanted=options.memory, on_this_machine=options.on_this_machine)
     shown = scripts if options.script or options.as_json else ()
-    more = queue.to_json() | cost.to_json(made) | {"runs": json_of_runs(made.runs, found)}
+    more = queue.to_json() | cost.to_json(made) | {"runs": json_of_runs(made.runs, memory)}
     show(made, as_json=options.as_json, scripts=shown, more=more, more_columns=cost.columns())
     if not options.as_json:
-        show_predictions(made.runs, found)
+        show_predictions(made.runs, memory)
     lines = problems or [*queue.refused, *_missing_pack(loaded)]
     for line in lines:
         say(line)
@@ -147,7 +147,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
 def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
     """Return all lines with which ``submit`` would reject the plan, for ``validate``.
 
-    A file that says nothing of a job can be started with ``--local`` on any number of ranks, and reads its
+    A file without a job's section can be started with ``--local`` on any number of ranks, and reads its
     data here.
     """
     if launcher.problems(loaded.experiment):
@@ -194,7 +194,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _root_remedy(data: DataConfig) -> str:
-    """Return what to do about a ``data.root`` that is missing here."""
+    """Return the remedy for a ``data.root`` that is missing here."""
     facts, write = data_facts(data.name), "write the folder of the data"
     if facts.is_downloaded:
         return f"{write}, or fetch them with `hpc-train prepare FILE`"
@@ -219,7 +219,7 @@ def _missing_pack(loaded: Loaded) -> list[str]:
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None where the images can't be listed in time, which only ranks need to, or
+    """Return the possible packs; None if the images can't be listed in time, which only ranks need to, or
     are not packed.
     """
     if not data_facts(data.name).is_packable:
@@ -231,23 +231,23 @@ def _pack_files(data: DataConfig) -> list[Path] | None:
 
 
 def _say_pack(data: DataConfig) -> None:
-    """Say which packed file the ranks read, and from where."""
+    """Print the path of the packed file that the ranks read."""
     if data.cache is None:
         return
-    found = next((file for file in _pack_files(data) or () if file.is_file()), None)
-    if found is not None:
+    pack = next((file for file in _pack_files(data) or () if file.is_file()), None)
+    if pack is not None:
         place = "its temporary folder" if data.stage is True else data.stage
         staged = f"; each node copies it to {place} first" if data.stage else ""
-        say(f"data.cache: ranks read {found} ({found.stat().st_size} bytes){staged}")
+        say(f"data.cache: ranks read {pack} ({pack.stat().st_size} bytes){staged}")
 
 
 def launcher_problems(launcher: Launcher, loaded: Loaded) -> list[str]:
-    """Return the lines of what the file lacks for the launcher."""
+    """Return the lines on keys that the launcher needs and the file lacks."""
     return [loaded.problem(*problem) for problem in launcher.problems(loaded.experiment)]
 
 
 def batch_scripts(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
-    """Return the scripts of all runs of the plan. Raises BadFileError where none can be made."""
+    """Return the scripts of all runs of the plan. Raises BadFileError if none can be made."""
     folder = ExperimentPaths(runs_root() / made.name)
     requests = [
         StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in made.runs
@@ -349,7 +349,7 @@ def _code_root() -> Path | None:
 
 
 def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
-    """Return the lines on what prevents runs of the plan from being started."""
+    """Return the lines on problems that prevent runs of the plan from being started."""
     lines = [
         loaded.problem(problem.path, problem.message, problem.remedy)
         for run in made.runs
@@ -373,7 +373,7 @@ def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
 
 
 def say_remarks(loaded: Loaded) -> None:
-    """Say what is valid in the file but probably not meant."""
+    """Print the remarks on settings that are valid but probably not intended."""
     for remark in remarks(loaded.experiment):
         say(loaded.source.render(remark))
 

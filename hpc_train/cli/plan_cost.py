@@ -29,7 +29,7 @@ from hpc_train.validate.loading import Loaded
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What the runs of a plan take, in the plan's order; None where nothing tells."""
+    """The predicted cost of a plan's runs, in the plan's order; None if unknown."""
 
     runs: Sequence[Prediction | None]
     #: The measured runs by name, of which predictions were made.
@@ -42,11 +42,11 @@ class PlanCost:
 
     @property
     def core_hours(self) -> float | None:
-        """Of all runs together; None if that of any run is unknown."""
+        """The sum over all runs; None if that of any run is unknown."""
         return _sum([None if each is None else each.core_hours for each in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
-        """Return head and cells of each column of ``plan``'s table; none where nothing is known."""
+        """Return head and cells of each column of ``plan``'s table; none if nothing is known."""
         if not any(self.runs):
             return []
         times = [short_duration(each.duration_s) if each else "unknown" for each in self.runs]
@@ -85,7 +85,7 @@ def cost_of(plan: Plan, launcher: str, throughput: float | None = None) -> PlanC
 
 
 def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost | None = None) -> list[str]:
-    """Return the line that says that the runs need more GPU-hours than the file allows, if they do.
+    """Return the line on runs that need more GPU-hours than the file allows, if they do.
 
     ``cost``: predicted here if it is not given and the file has a budget.
     """

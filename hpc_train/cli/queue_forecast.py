@@ -1,6 +1,6 @@
-"""What a queue says of jobs that are not submitted yet: which would never start, and when each would start.
+"""The queue's forecast for jobs that are not submitted yet: those that would never start, and start times.
 
-Called by ``plan``, ``submit`` and ``resume``. A launcher that is no ``ForecastLauncher`` says nothing.
+Called by ``plan``, ``submit`` and ``resume``. Empty for a launcher that is no ``ForecastLauncher``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_train.validate.loading import Loaded
 
 @dataclass(frozen=True)
 class QueueForecast:
-    """``jobs`` is None where nobody could be asked."""
+    """``jobs`` is None if the queue did not answer."""
 
     #: Lines on why jobs would be refused, or held for ever.
     refused: Sequence[str] = ()
@@ -36,7 +36,7 @@ class QueueForecast:
 def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
     """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
 
-    What submits the runs then has its own patience. ``new``: runs that exist are submitted once more.
+    The submission has its own time limit. ``new``: runs that exist are submitted once more.
     """
     try:
         return _refused(launcher, loaded, plan.runs if new else _to_submit(plan))
@@ -45,16 +45,16 @@ def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool 
 
 
 def refuse_never_starting(launcher: Launcher, resumed: Sequence[Loaded]) -> None:
-    """Raise BadFileError where the queue would refuse one of these runs, or hold it for ever."""
+    """Raise BadFileError if the queue would refuse one of these runs, or hold it for ever."""
     if not resumed:
         return
     with suppress(NoSchedulerError):
-        if found := _refused(launcher, resumed[0], resumed):
-            raise BadFileError(found)
+        if refusals := _refused(launcher, resumed[0], resumed):
+            raise BadFileError(refusals)
 
 
 def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
-    """Ask the queue about all jobs of the plan; say where it does not answer."""
+    """Query the queue about all jobs of the plan; report if it does not answer."""
     if not isinstance(launcher, ForecastLauncher):
         return QueueForecast()
     folder = ExperimentPaths(runs_root() / plan.name)
@@ -89,12 +89,12 @@ def _to_submit(plan: Plan) -> list[PlannedRun]:
 def _refused(launcher: Launcher, loaded: Loaded, runs: Sequence[PlannedRun | Loaded]) -> list[str]:
     if not runs or not isinstance(launcher, ForecastLauncher):
         return []
-    found = launcher.never_starts([run.experiment for run in runs])
-    return list(dict.fromkeys(loaded.problem(*problem) for problem in found))
+    refusals = launcher.never_starts([run.experiment for run in runs])
+    return list(dict.fromkeys(loaded.problem(*problem) for problem in refusals))
 
 
 def _which(job: JobForecast, plan: Plan) -> str:
-    """Return the runs of a job, where the plan has more than one job."""
+    """Return the runs of a job, if the plan has more than one job."""
     if len(job.runs) == len(plan.runs):
         return ""
     first = job.runs[0].folder.name

@@ -26,17 +26,17 @@ class ForeignFolderError(UserError):
     """The folder is not provably a run that this user's hpc-train created."""
 
 
-def remove(words: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
+def remove(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
     """List the runs to remove, ask unless ``yes``, remove them.
 
     Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
     """
-    runs = find_readable(words)
+    runs = find_readable(names_or_ids)
     names = run_names(runs)
-    found = _ended(runs)
+    status_of = _ended(runs)
     for paths in runs:
         _check_ours(paths)
-    facts = [_facts(paths, found[paths]) for paths in runs]
+    facts = [_facts(paths, status_of[paths]) for paths in runs]
     for paths, each in zip(runs, facts, strict=True):
         size = f"{each['bytes'] / 1e6:.1f} MB"
         say(f"{names[paths]}  {each['state']} at step {each['step']}  {size}  {paths.folder}")
@@ -57,7 +57,7 @@ def remove(words: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCod
 
 
 def _facts(paths: RunPaths, status: RunStatus) -> dict[str, Any]:
-    """Return what ``--json`` says of a run that is still there."""
+    """Return the ``--json`` entry of a run that is still there."""
     name, path = paths.siblings.folder.name, str(paths.folder.absolute())
     known = {"id": paths.folder.name, "name": name, "path": path, "state": status.state, "step": status.step}
     return known | {"bytes": size_bytes(paths.folder)}
@@ -69,24 +69,24 @@ def _to_json(runs: Sequence[dict[str, Any]], code: Sequence[Surplus]) -> dict[st
 
 
 def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
-    """Return the runs' status; each launcher is asked once. Raises LivingRunError if one is not over."""
-    found: dict[RunPaths, RunStatus] = {}
+    """Return the runs' status; each launcher is queried once. Raises LivingRunError if one is not over."""
+    status_of: dict[RunPaths, RunStatus] = {}
     for launcher, some in by_launcher(runs):
-        found |= dict(zip(some, _fresh_status(launcher, some), strict=True))
+        status_of |= dict(zip(some, _fresh_status(launcher, some), strict=True))
     for paths in runs:
         record = newest_record(paths)
         is_living = record is not None and record.job is None and living(record) is not False
-        if found[paths].state in GOING_ON or is_living:
-            name, status = run_name(paths), found[paths]
+        if status_of[paths].state in GOING_ON or is_living:
+            name, status = run_name(paths), status_of[paths]
             reason = f" ({status.reason})" if status.reason else ""
             raise LivingRunError(
                 f"{name}: is {status.state}{reason}; end it with `hpc-train cancel {name}` first"
             )
-    return found
+    return status_of
 
 
 def _fresh_status(launcher: Launcher, runs: Sequence[RunPaths]) -> list[RunStatus]:
-    """Return what the launcher says now; where its scheduler does not answer, completed runs are known."""
+    """Return the launcher's status now; if its scheduler does not answer, that of completed runs is known."""
     try:
         return launcher.status(runs, is_fresh=True)
     except NoSchedulerError:

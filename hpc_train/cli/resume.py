@@ -48,7 +48,7 @@ from hpc_train.validate.loading import Loaded
 from hpc_train.validate.rules import check_start
 
 _STRICT = "environment.strict=true"
-#: Not the run's identity, but where it lies and what it is one of.
+#: Not part of the run's identity: its place, and the sweep that it belongs to.
 _FIXED: dict[str, Callable[[Experiment], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
@@ -63,14 +63,14 @@ _FIXED: dict[str, Callable[[Experiment], object]] = {
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks of every run."""
+    """The request of the command line for every run."""
 
     overrides: list[str]
     launcher: str | None
     devices: int | None
     new_code: bool
     strict: bool
-    #: Also runs of which nobody here can tell whether they still run.
+    #: Also runs that may be alive on another machine.
     take_over: bool = False
 
 
@@ -113,7 +113,7 @@ def resume(
 ) -> ExitCode:
     """Resume the runs: those of a queue at once, the others one after the other; return the worst end.
 
-    ``strict_env``: refuses, here and on the nodes, where versions are others than the run had.
+    ``strict_env``: refuse, here and on the nodes, if versions differ from those that the run had.
     """
     run_words, overrides = runs_and_overrides(words)
     if not run_words:
@@ -131,7 +131,7 @@ def resume(
 
 
 def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, list[RunPaths]]]:
-    """Return which runs are started together by which launcher: those of a queue first, by experiment."""
+    """Return the groups of runs that a launcher starts together: queued ones first, by experiment."""
     queued: dict[tuple[str, ExperimentPaths], list[RunPaths]] = {}
     followed: list[tuple[str, list[RunPaths]]] = []
     for paths in runs:
@@ -150,7 +150,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
 
 
 def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> list[ExitCode]:
-    """Resume those of one experiment's runs that can be; say why the others can't."""
+    """Resume the runs of one experiment that can be resumed; report why the others can't."""
     launcher, codes = load_launcher(name), list[ExitCode]()
     with launcher.submitting(runs[0].siblings):
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
@@ -176,7 +176,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
 
 
 def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
-    """Say what to change where a run diverged and resumes as it was: training is deterministic."""
+    """Print the remedy if a run that diverged resumes unchanged: training is deterministic."""
     if request.overrides or request.new_code:
         return
     for paths in runs:
@@ -187,7 +187,7 @@ def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
 
 
 def _outlives(paths: RunPaths, request: _Request) -> bool:
-    """End ranks that outlived their launcher; tell whether the attempt may live where nobody here can see."""
+    """End ranks that outlived their launcher; return True if the attempt may be alive on another machine."""
     record = newest_record(paths)
     is_ours_to_end = record is not None and record.job is None
     return is_ours_to_end and end_living(paths, take_over=request.take_over) is not None
@@ -201,7 +201,7 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
         if new_code is not None:
             new_code.apply(attempt)
         if request.overrides:
-            # Beside those that an attempt of this number, which never began, was to have.
+            # Besides the overrides noted for an attempt of this number that never began.
             noted = ((read_json(paths.run) or {}).get("changes") or {}).get(str(attempt)) or []
             note_change(paths, attempt, [*noted, *request.overrides])
         if resumption.versions.now is not None:
@@ -213,9 +213,9 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
 
 
 def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
-    """Say why the run is not resumed; None where it can be.
+    """Return why the run is not resumed; None if it can be.
 
-    ``take_over``: it can also be where nobody here can tell whether it still runs.
+    ``take_over``: resume it also if it may be alive on another machine.
     """
     if status.state == "completed":
         say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
@@ -229,14 +229,14 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
         return None
     if status.state in GOING_ON:
         return _refuse_living(paths, status)
-    # A failed run's launcher may still be ending, and ranks may outlive theirs. Of a job its queue was asked.
+    # A failed run's launcher may still be ending, and ranks may outlive theirs. Queues were queried before.
     if record is not None and record.job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status)
     return None
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
-    """Say what the attempt before had otherwise, and what has changed since in files and versions."""
+    """Report the overrides that the previous attempt had, and changes of files and versions since."""
     for each in runs:
         if each.omitted_changes:
             changes = " ".join(each.omitted_changes)
@@ -340,7 +340,7 @@ def _refuse_versions(paths: RunPaths, differences: Differences, request: _Reques
 
 
 def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
-    """Raise BadFileError where a run that has saved something would continue on other data."""
+    """Raise BadFileError if a run that has saved something would continue on other data."""
     if DATA in inputs_differ(paths, experiment) and committed(paths):
         raise BadFileError(
             f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them "
@@ -349,7 +349,7 @@ def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
-    """Return the experiment as it is and as it would be. Raises UsageError where that is another run."""
+    """Return the experiment as it is and as it would be. Raises UsageError if that is another run."""
     earlier = noted_changes(paths, newest_number(paths) + 1)
     before = load_changed(paths, earlier)
     if not overrides:

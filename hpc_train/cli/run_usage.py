@@ -1,4 +1,4 @@
-"""What a run has used, with what its launcher and its scheduler's accounting know: for ``status``."""
+"""The resources that a run has used, by its records, launcher and accounting: for ``status``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def used_by(
     run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
 ) -> Usage | None:
-    """Return what the run has used; None before its first attempt.
+    """Return the run's usage; None before its first attempt.
 
-    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also ask the scheduler, which takes a while
+    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also query the scheduler, which takes time
     for each run.
     """
     if not run.recorded:

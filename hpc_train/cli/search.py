@@ -68,7 +68,7 @@ class _Started:
         self._again: set[str] = set()
 
     def note(self, made: Round) -> None:
-        """Note what a submit has started; ``made``: the trials before it."""
+        """Record the trials that a submit has started; ``made``: those before it."""
         if self._known is None:
             self._known = {trial.run_id for trial in made.trials}
         self._again.update(trial.run_id for trial in made.again)
@@ -105,7 +105,7 @@ class _Started:
         return has_saved(RunPaths(self._folder.folder / run_id))
 
     def end(self, made: Round) -> ExitCode:
-        """Return FAILED, and say so, if the search has ended without a value."""
+        """Return FAILED, with a message, if the search has ended without a value."""
         if made.best(self._section.mode) is not None:
             return ExitCode.DONE
         metric = self._section.metric

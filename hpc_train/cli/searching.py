@@ -35,9 +35,9 @@ def next_trials(loaded: Loaded, given_up: GivenUp = lambda run_id: False) -> Rou
 
 
 def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Round:
-    """Return the trials of the file's search so far, and what to start now.
+    """Return the trials of the file's search so far, and those to start now.
 
-    Trials that were interrupted are resumed, those that failed before they saved anything started again.
+    Interrupted trials are resumed; trials that failed before they saved anything are started again.
     """
     share = with_share(loaded.experiment, planned_runs(loaded.experiment, search.trials))
 
@@ -55,7 +55,7 @@ def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Rou
 
 
 def finish_submissions(launcher: Launcher, loaded: Loaded) -> None:
-    """Finish what a command that died has left half submitted: such trials count as running."""
+    """Finish the submission of a command that died halfway: such trials count as running."""
     folder = experiment_folder(loaded)
     if launcher.is_queue and folder.folder.is_dir():
         with launcher.submitting(folder):

@@ -1,4 +1,4 @@
-"""What ``submit`` and ``resume`` share: runs handed to a launcher, and the account of how they ended."""
+"""Shared by ``submit`` and ``resume``: runs handed to a launcher, and the account of how they ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:
-    """Print the run's status, its results, its folder, and what to do next."""
+    """Print the run's status, its results, its folder, and the next command."""
     row, name = RunRow.of(paths), run_name(paths)
     if code == ExitCode.DONE and row.state in GOING_ON:
         say(f"{name}: {'queued' if row.state == 'pending' else row.state}")
@@ -96,7 +96,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
 
 
 def _profile(paths: RunPaths) -> list[tuple[str, str]]:
-    """Return the lines on what limits the run, if its newest attempt was profiled."""
+    """Return the lines on the run's bottleneck, if its newest attempt was profiled."""
     attempts = paths.attempt_folders()
     table = attempts[-1].profile_table if attempts else None
     if table is None or not table.is_file():

@@ -70,7 +70,7 @@ def submit(
     options: SubmitOptions,
     given_up: GivenUp = lambda run_id: False,
 ) -> ExitCode:
-    """Start what the file plans; return how the worst run ended, or DONE once all are queued.
+    """Start the runs of the file; return how the worst run ended, or DONE once all are queued.
 
     ``given_up``: of a search, the trials that are not started again.
     """
@@ -121,7 +121,7 @@ def submit(
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
-    """Return how many ranks each run has on this machine; None where that is not for this command to say."""
+    """Return the number of ranks of each run on this machine; None if the launcher decides."""
     devices = options.devices
     if options.dry_run and devices is not None:
         return devices
@@ -131,7 +131,7 @@ def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int 
 
 
 def _say_no_key(loaded: Loaded) -> None:
-    """Say what wandb without an API key means for the runs; ranks have what this command has."""
+    """Warn if wandb has no API key; ranks have this command's environment."""
     wandb = loaded.experiment.logging.wandb
     if wandb is None or not needs_key(wandb.mode) or has_key():
         return
@@ -220,7 +220,7 @@ class _Submission:
         self._handle_existing(existing)
 
     def _submit_context(self) -> SubmitContext:
-        """Return what all runs have in common; the first time a snapshot of the code is taken."""
+        """Return the facts that all runs share; the first time a snapshot of the code is taken."""
         if self._context is None:
             for run in self._plan.runs:
                 self._make_free(RunPaths(self._folder.folder / run.id))
@@ -231,7 +231,7 @@ class _Submission:
         return self._context
 
     def _make_free(self, paths: RunPaths) -> None:
-        """Remove a run that was only created: its submitter died before anybody was asked to start it."""
+        """Remove a run that was only created: its submitter died before it requested a start."""
         if paths.run.is_file() and self._launcher.is_unsubmitted(paths):
             remove_folder(paths.folder)
 
@@ -274,6 +274,6 @@ class _Submission:
                 self._codes.append(start_again(some, changes, self._options.name, self._devices))
 
     def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
-        """Tell whether a trial of a search continues from its checkpoint: somebody stopped the search."""
+        """Return True if a trial of a search continues from its checkpoint: the search was stopped."""
         is_interrupted = run.id in self._again and status.state == INTERRUPTED
         return is_interrupted and not inputs_differ(paths, run.experiment)

@@ -1,4 +1,4 @@
-"""``sync``: what runs logged without a network, sent to wandb, MLflow or TensorBoard."""
+"""``sync``: sends rows that runs logged without a network to wandb, MLflow or TensorBoard."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _check(options: SyncOptions) -> None:
 
 
 def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
-    """Return where the run's rows go. Raises UserError, before anything is sent.
+    """Return the destinations of the run's rows. Raises UserError, before anything is sent.
 
     UntrustedError: the run's file names servers, which get this user's credentials, and folders.
     """
