@@ -17,7 +17,7 @@ from hpc_train.package_path import PACKAGE_PARENT, answer_in, with_package
 def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
     """Run ``python -m module arguments`` with inherited output; return its exit code.
 
-    ``code``: the folders to import from, such as a run's snapshot, instead of this package's and the current one.
+    ``code``: folders to import from, such as a run's snapshot, instead of this package's and the current one.
     """
     return _run(module, arguments, code, None)[0]
 
