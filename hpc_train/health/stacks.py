@@ -42,9 +42,12 @@ def save_stacks(path: Path, header: str) -> None:
 def limit_core_files(environ: Mapping[str, str]) -> None:
     """Have this process write no core file: NCCL aborts all ranks at once, and one may have tens of GB.
 
-    The hard limit stays; HPC_TRAIN_CORE_FILES=1 keeps the soft one too.
+    The hard limit stays; HPC_TRAIN_CORE_FILES=1 keeps the soft one too. A sandbox may refuse the calls: the
+    limit stays as it is.
     """
-    if environ.get("HPC_TRAIN_CORE_FILES") != "1":
+    if environ.get("HPC_TRAIN_CORE_FILES") == "1":
+        return
+    with suppress(OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 

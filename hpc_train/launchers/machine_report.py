@@ -57,8 +57,11 @@ def report(folder: str) -> "dict[str, Any]":
 
 
 def _limit(kind: int) -> "list[int | None]":
-    """Return the soft and the hard limit; None: unlimited."""
-    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
+    """Return the soft and the hard limit; None: unlimited, or unknown since a sandbox refuses the call."""
+    try:
+        return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)]
+    except OSError:
+        return [None, None]
 
 
 def _names(folder: str) -> "list[str]":
