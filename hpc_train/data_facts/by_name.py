@@ -130,10 +130,10 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
         if needs.fits(facts) and facts.example == "" and facts.target is not None
     ]
     remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
-    wanted, actual = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
+    wanted, actual = _content_text(needs.modalities, needs.targets), _content_text(modality, target)
     message = f"{task} reads {wanted}, and {data_name} has {actual}"
     return message, f"write {', or '.join(remedies) or 'another data set'}"
 
 
-def _in_words(modalities: Sequence[str], targets: Sequence[str]) -> str:
+def _content_text(modalities: Sequence[str], targets: Sequence[str]) -> str:
     return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")

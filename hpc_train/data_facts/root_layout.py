@@ -16,7 +16,7 @@ VALIDATION = ("val", "test")
 #: Folders that macOS adds to an archive: never a class.
 ARCHIVE_FOLDERS = ("__MACOSX", "_MACOSX")
 #: Maximum number of names in a message.
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 #: Names of files that look like text or tokens, including compressed files and other splits.
 _LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
 
@@ -136,4 +136,4 @@ def _problem(message: str, remedy: str) -> Problem:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES])
+    return ", ".join(names[:_MAX_NAMES])

@@ -111,7 +111,7 @@ class DamagedShardError(BadFileError):
 
 def count_token_sequences(data: DataConfig) -> int | None:
     """Return N of ``tokens``; None if there are no shards yet: the data set reports the reason."""
-    shards = _found(data)
+    shards = _shards_if_any(data)
     if shards is None:
         return None
     args = TokensArgs.model_validate(data.args)
@@ -120,7 +120,7 @@ def count_token_sequences(data: DataConfig) -> int | None:
 
 def tokens_fingerprint(data: DataConfig) -> dict[str, str]:
     """Return the identity of the tokens, for ``plan.input_files``; empty if there are no tokens here."""
-    shards = _found(data)
+    shards = _shards_if_any(data)
     if shards is None:
         return {}
     parts = {"tokens": shards.fingerprint}
@@ -130,7 +130,7 @@ def tokens_fingerprint(data: DataConfig) -> dict[str, str]:
     return parts
 
 
-def _found(data: DataConfig) -> TokenShards | None:
+def _shards_if_any(data: DataConfig) -> TokenShards | None:
     try:
         return find_shards(data, TokensArgs.model_validate(data.args))
     except (ValidationError, BadFileError, OSError):

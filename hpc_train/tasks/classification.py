@@ -23,9 +23,9 @@ from hpc_train.tasks.several_classes import label_metrics, label_sums
 #: The k of ``accuracy_top5``; with k classes or fewer it would always be 1.
 _TOP = 5
 #: Maximum number of classes for a confusion matrix in evaluations (assumed: 2 MB as text).
-_MOST_CONFUSED = 1000
+_MAX_CONFUSION_CLASSES = 1000
 #: Maximum number of labels of a sample in its picture (assumed).
-_NAMED = 4
+_MAX_LABELS = 4
 
 
 class Classification:
@@ -106,7 +106,7 @@ class Classification:
             among = (logits.topk(_TOP, dim=1).indices == classes[:, None]).any(dim=1)
             sums["correct5"] = among & batch.valid
         totals: dict[str, Any] = _totals(sums)
-        if logits.shape[1] <= _MOST_CONFUSED:
+        if logits.shape[1] <= _MAX_CONFUSION_CLASSES:
             totals["confusion"] = _confusion(classes, predictions, batch.valid, logits.shape[1])
         return totals
 
@@ -188,9 +188,9 @@ class Classification:
             numbers.sort(key=lambda number: -float(chances[number]))
         names = [
             self._short(number) + ("" if chances is None else f" {chances[number]:.2f}")
-            for number in numbers[:_NAMED]
+            for number in numbers[:_MAX_LABELS]
         ]
-        more = len(numbers) - _NAMED
+        more = len(numbers) - _MAX_LABELS
         return [*names, f"{more} more"] if more > 0 else names or ["none"]
 
     def _short(self, number: int) -> str:

@@ -72,7 +72,7 @@ class Detection:
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the losses by name; in evaluation the detections of each image."""
-        return model(batch.inputs, _to_learn(batch)) if model.training else model(batch.inputs)
+        return model(batch.inputs, _training_targets(batch)) if model.training else model(batch.inputs)
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the sum of the model's losses, each a mean over the images."""
@@ -161,7 +161,7 @@ class Detection:
         return drawing.short(self._class_name(label))
 
 
-def _to_learn(batch: Batch) -> list[dict[str, Tensor]]:
+def _training_targets(batch: Batch) -> list[dict[str, Tensor]]:
     """Return boxes and labels of each sample without crowds; boxes have the dtype of the images."""
     targets = zip(*(batch.targets[name] for name in ("boxes", "labels", "iscrowd")), strict=True)
     return [
