@@ -1,1 +1,1 @@
-"""What has to be known of data sets and tasks without importing torch, and how samples are counted so."""
+"""Facts about data sets and tasks that are available without importing torch, such as sample counts."""

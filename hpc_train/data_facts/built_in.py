@@ -30,25 +30,25 @@ from hpc_train.paths import expanded
 
 #: scikit-learn's 1,797 digits without every fifth, which is validation.
 _DIGITS = 1438
-#: What ``synthetic`` makes where ``data.args`` does not say it.
+#: Number of samples of ``synthetic`` by default.
 _SYNTHETIC_DEFAULT = 1024
-#: The side of the images of ``digits``, and of ``synthetic`` where ``data.args`` does not say it.
+#: The side of the images of ``digits``, and of ``synthetic`` by default.
 _DIGITS_SIZE = _SYNTHETIC_SIZE = 32
 
 
 def _argument(name: str, default: int) -> Callable[[DataConfig], int | None]:
-    """Return what reads a number from ``data.args``; None where it is none, which the data set refuses."""
+    """Return a reader of a number in ``data.args``; it returns None for values that the data set refuses."""
 
     def read(data: DataConfig) -> int | None:
-        given = data.args.get(name, default)
-        return given if type(given) is int and given > 0 else None
+        value = data.args.get(name, default)
+        return value if type(value) is int and value > 0 else None
 
     return read
 
 
 def _synthetic_samples(data: DataConfig) -> int | None:
-    given = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
-    return given if type(given) is int else None
+    value = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
+    return value if type(value) is int else None
 
 
 def _image_folder_samples(data: DataConfig) -> int | None:

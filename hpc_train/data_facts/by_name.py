@@ -1,4 +1,4 @@
-"""The facts of a data set or a task by its name, and what they ask of a file. None of this names a part."""
+"""The facts of a data set or a task by its name, and the rules that follow from them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Row = TypeVar("_Row", DataFacts, TaskFacts)
 
 
 def data_facts(name: str) -> DataFacts:
-    """Return the facts of the data set that the file calls ``name``; the defaults for one without a row.
+    """Return the facts of the data set called ``name``; the defaults for one without a row.
 
-    Raises BadFileError where a plug-in's row can't be imported or is not a ``DataFacts``.
+    Raises BadFileError if a plug-in's row can't be imported or is not a ``DataFacts``.
     """
     if is_factory(name):
         return DataFacts()
@@ -31,7 +31,7 @@ def data_facts(name: str) -> DataFacts:
 
 
 def task_facts(name: str) -> TaskFacts:
-    """Return what the task called ``name`` needs. Raises BadFileError like ``data_facts``."""
+    """Return the requirements of the task called ``name``. Raises BadFileError like ``data_facts``."""
     if is_factory(name):
         return TaskFacts()
     return TASKS.get(name) or _exported("tasks", "task", name, TaskFacts())
@@ -52,7 +52,7 @@ def _exported(kind: str, key: str, name: str, default: _Row) -> _Row:
 def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
     """Return the rows of all parts of a kind, the built-in ones first.
 
-    A plug-in whose row can't be imported is omitted: the file does not name it.
+    A plug-in whose row can't be imported is omitted because the file does not name it.
     """
     rows = dict(built_in)
     for name in described(kind):
@@ -62,18 +62,18 @@ def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> d
 
 
 def target_of(data: DataConfig) -> Target | None:
-    """Return what the target of a sample is; None where only the data set's own code knows it."""
+    """Return the kind of a sample's target; None if only the data set's code determines it."""
     facts = data_facts(data.name)
     if facts.default_target is None:
         return facts.target
-    given = data.args.get("target", facts.default_target)
-    return next((each for each in get_args(Target) if each == given), None)
+    value = data.args.get("target", facts.default_target)
+    return next((target for target in get_args(Target) if target == value), None)
 
 
 def has_one_shape(experiment: Experiment) -> bool:
-    """Return True if a model is known to receive the same shapes in all batches, within its layers too.
+    """Return True if a model certainly receives the same shapes in all batches, also within its layers.
 
-    A detector resizes images itself and has another number of proposals in each.
+    A detector resizes images itself and has a varying number of proposals.
     """
     data, task = data_facts(experiment.data.name), task_facts(experiment.task)
     target = target_of(experiment.data)
@@ -85,12 +85,12 @@ def has_one_shape(experiment: Experiment) -> bool:
 
 
 def training_samples(data: DataConfig) -> int | None:
-    """Return N; None where only the data set's own code knows it."""
+    """Return N; None if only the data set's code determines it."""
     return data_facts(data.name).num_samples(data)
 
 
 def missing_root(data: DataConfig) -> Problem | None:
-    """Return what is wrong where the data set needs ``data.root`` and the file has none."""
+    """Return the problem if the data set needs ``data.root`` and the file has none."""
     facts, name = data_facts(data.name), data.name
     is_no_name = facts.example == "" and "/" in name
     if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
@@ -99,12 +99,12 @@ def missing_root(data: DataConfig) -> Problem | None:
 
 
 def misplaced(data: DataConfig) -> Problem | None:
-    """Return what the root lacks of the folders and files of its data set."""
+    """Return the problem if the root lacks folders or files of its data set."""
     return None if data.root is None else data_facts(data.name).layout(expanded(data.root))
 
 
 def missing_index(data: DataConfig) -> Problem | None:
-    """Return what is wrong where ranks need an index of the data's files, which are here without one."""
+    """Return the problem if ranks need an index of the data's files and there is none here."""
     facts = data_facts(data.name)
     files = facts.listing(data) if facts.index == "required" and facts.listing is not None else []
     try:
@@ -115,7 +115,7 @@ def missing_index(data: DataConfig) -> Problem | None:
 
 
 def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
-    """Return what keeps ``task`` from the data, and what to write instead; None where they fit."""
+    """Return the reason why ``task`` can't use the data, and a remedy; None if they fit."""
     needs = task_facts(task)
     if needs.fits(data):
         return None
@@ -123,17 +123,17 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
     modality = () if data.modality is None else (data.modality,)
     all_tasks = _rows("tasks", "task", TASKS, TaskFacts())
     all_data = _rows("datasets", "data.name", DATA_SETS, DataFacts())
-    tasks = [name for name, each in all_tasks.items() if each.fits(data)]
+    tasks = [name for name, facts in all_tasks.items() if facts.fits(data)]
     others = [
         name
-        for name, each in all_data.items()
-        if needs.fits(each) and each.example == "" and each.target is not None
+        for name, facts in all_data.items()
+        if needs.fits(facts) and facts.example == "" and facts.target is not None
     ]
     remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
-    wanted, found = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
-    message = f"{task} reads {wanted}, and {data_name} has {found}"
+    wanted, actual = _content_text(needs.modalities, needs.targets), _content_text(modality, target)
+    message = f"{task} reads {wanted}, and {data_name} has {actual}"
     return message, f"write {', or '.join(remedies) or 'another data set'}"
 
 
-def _in_words(modalities: Sequence[str], targets: Sequence[str]) -> str:
+def _content_text(modalities: Sequence[str], targets: Sequence[str]) -> str:
     return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")

@@ -1,6 +1,6 @@
 """Rules on the channels and the pixels of images.
 
-Validation applies them to the facts of a data set's row (``facts``), ranks to those of the data.
+Validation applies them to the facts of a data set's row (``facts``), ranks to the facts of the data.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hpc_train.registry import split_name
 
 
 def keys_of_image_files(data: DataConfig) -> list[str]:
-    """Return the keys of ``data`` that differ from their defaults and decide how image files are decoded."""
+    """Return the keys of ``data`` that affect the decoding of image files and differ from their defaults."""
     keys = ("value_range", "exif_orientation", "max_image_pixels")
     return [key for key in keys if getattr(data, key) != DataConfig.model_fields[key].default]
 
 
 def model_problem(model: str, channels: int) -> Problem | None:
-    """Return why the model called ``model`` can't take images with as many channels; None if it may."""
+    """Return the problem if the model called ``model`` does not support this number of channels."""
     provider, rest = split_name(model)
     if provider != "torchvision" or channels in (1, 3):
         return None
@@ -31,7 +31,7 @@ def model_problem(model: str, channels: int) -> Problem | None:
 
 
 def normalize_problem(key: str, values: Sequence[float], channels: int) -> Problem | None:
-    """Return what is wrong with ``data.normalize.<key>`` where it does not have one value per channel."""
+    """Return the problem if ``data.normalize.<key>`` does not have one value per channel."""
     if len(values) == channels:
         return None
     message = f"{list(values)} has {len(values)} values, but images have {channels} channels"

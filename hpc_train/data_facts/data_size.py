@@ -1,6 +1,6 @@
-"""How many samples data have: images of a folder, sequences of a text, with the ``data.args`` that decide it.
+"""Number of samples: images of a folder, sequences of a text, with the ``data.args`` that determine it.
 
-For planning, so without torch, and for the data sets.
+Used by ``plan``, so without torch, and by the data sets.
 
 Legend: T tokens of a sequence.
 """
@@ -21,16 +21,16 @@ from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.paths import expanded
 
-#: Default, for a single file.
+#: Default for a single file.
 _VAL_FRACTION = 0.1
 _READ_BYTES = 1 << 22
-#: UTF-8 continuation bytes, which start no character.
+#: UTF-8 continuation bytes, which never begin a character.
 _CONTINUATION = bytes(range(0x80, 0xC0))
-#: Assumed: a person waits that long for a plan; millions of files on a slow shared disk take longer.
+#: Assumed: a user waits this long for a plan; millions of files on a slow shared disk take longer.
 COUNT_LIMIT_S = 10.0
-#: Assumed: read in about a second; COCO's own are of 450 MB.
+#: Assumed: read in about a second; COCO's files have 450 MB.
 _MAX_ANNOTATIONS_BYTES = 64 << 20
-#: Extensions that torchvision's ImageFolder takes for images.
+#: Extensions of images in torchvision's ImageFolder.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -51,7 +51,7 @@ def train_file(root: Path) -> Path:
 
 
 def val_tokens(num_tokens: int, args: TextArgs) -> int:
-    """Return how many tokens at the end of a single file are for validation."""
+    """Return the number of tokens at the end of a single file that are for validation."""
     return int(num_tokens * (_VAL_FRACTION if args.val_fraction is None else args.val_fraction))
 
 
@@ -61,9 +61,9 @@ def num_sequences(num_tokens: int, sequence_length: int) -> int:
 
 
 def count_sequences(data: DataConfig) -> int | None:
-    """Return N of ``text`` without loading it; None where it is not here, or takes too long to count.
+    """Return N of ``text`` without loading it; None if it is not here, or takes too long to count.
 
-    None also where there is no sequence: why not is the data set's to say.
+    None also if there are no sequences; the data set reports the reason.
     """
     if data.root is None:
         return None
@@ -94,7 +94,7 @@ def _count_tokens(path: Path, args: TextArgs) -> int | None:
 
 
 def count_annotated_images(data: DataConfig) -> int | None:
-    """Return N of ``coco``; None where the file is not here, is damaged, or takes too long to read."""
+    """Return N of ``coco``; None if the file is not here, is damaged, or takes too long to read."""
     if data.root is None:
         return None
     path = expanded(data.root) / "train.json"
@@ -132,7 +132,7 @@ def _count_below(folders: list[Path]) -> int | None:
 
 
 def _images_by_folder(folder: Path) -> Iterator[int]:
-    """Yield the number of images in ``folder`` and in each folder below it, without hidden ones."""
+    """Yield the number of images in ``folder`` and in each folder below it, without hidden files."""
     for _, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield sum(name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "." for name in names)

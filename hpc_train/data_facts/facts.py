@@ -1,8 +1,8 @@
-"""What has to be known of a data set or a task without importing torch: one row for each.
+"""Facts about a data set or a task that are available without importing torch: one row for each.
 
-Validation and planning read these rows. ``built_in`` has those of the data sets and tasks in this package; a
-plug-in exports a row of its own as the entry point of its data set's or task's name, in the groups
-``hpc_train.data_facts`` and ``hpc_train.task_facts``.
+Validation and planning read these rows. ``built_in`` has the rows of this package; a plug-in exports its row
+as an entry point with the name of its data set or task, in the groups ``hpc_train.data_facts`` and
+``hpc_train.task_facts``.
 """
 
 from __future__ import annotations
@@ -17,57 +17,56 @@ from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.losses import Losses
 
-#: What the model reads of a sample.
+#: The model's input.
 Modality = Literal["images", "tokens", "features"]
-#: What the target of a sample is.
+#: The target of a sample.
 Target = Literal["class", "classes", "number", "mask", "boxes", "next tokens"]
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The defaults describe a data set of which nothing is known, like ``package.module:factory``."""
+    """The defaults describe a data set without known facts, like ``package.module:factory``."""
 
     modality: Modality | None = None
     target: Target | None = None
-    #: The target where ``data.args.target`` does not say another, for data with that key.
+    #: The target if ``data.args.target`` is not set, for data with that key.
     default_target: Target | None = None
-    #: Whether ``data.root`` must be given, except for the names ``rootless``.
+    #: True if ``data.root`` is required, except for the names ``rootless``.
     needs_root: bool = False
     rootless: tuple[str, ...] = ()
-    #: Whether ``prepare`` can download the data to ``data.root``.
+    #: True if ``prepare`` can download the data to ``data.root``.
     is_downloaded: bool = False
-    #: What ``data.root`` is, in words.
+    #: Description of ``data.root`` for messages.
     root: str = "the folder of the data"
-    #: What ``data.root`` lacks of the folders and files that it must contain.
+    #: Returns the problem if ``data.root`` lacks required folders or files.
     layout: Callable[[Path], Problem | None] = lambda root: None
-    #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
+    #: True if the data are the content of files in ``data.root``, so that changed files are other data.
     is_in_root: bool = False
-    #: The files below ``data.root`` whose content is the data, or lists them, where it is not all of the
-    #: root.
+    #: The files below ``data.root`` whose content is the data, or lists them; None: the whole root.
     listing: Callable[[DataConfig], Sequence[Path]] | None = None
-    #: With ``listing``: an even sample of the names of the files, below the root, that the listing names.
+    #: With ``listing``: an even sample of the file names, relative to the root, in the listing.
     listed_names: Callable[[DataConfig], Sequence[str]] | None = None
-    #: Whether ``prepare`` writes an index of the files that list the samples, and whether ranks need it.
+    #: Set if ``prepare`` writes an index of the files that list the samples; ``required`` if ranks need it.
     index: Literal["optional", "required"] | None = None
-    #: Whether ``data.cache`` can pack the files of ``data.root``.
+    #: True if ``data.cache`` can pack the files of ``data.root``.
     is_packable: bool = False
-    #: A full name, where a name must continue after the slash; empty: it must not; None: either.
+    #: A full name, if a name must continue after the slash; empty: it must not; None: either.
     example: str | None = None
-    #: Whether ``model_facts.known_names("datasets")`` lists what may follow the slash.
+    #: True if ``model_facts.known_names("datasets")`` lists the names after the slash.
     is_listed: bool = False
-    #: What ``data.args`` may contain; None: only the data set's own code knows it.
+    #: The allowed ``data.args``; None: only the data set's code determines them.
     args: type[Section] | None = None
     #: The key of ``data.args`` that is the side of the images in pixels.
     image_size_argument: str | None = None
-    #: The side of the images in pixels where neither that key nor ``data.image_size`` is given; None where
-    #: it varies or only the data set's own code knows it.
+    #: The side of the images in pixels if neither that key nor ``data.image_size`` is set; None if it varies
+    #: or only the data set's code determines it.
     image_size: Callable[[DataConfig], int | None] = lambda data: None
-    #: The channels of the images; None where only the data set's own code knows them.
+    #: The channels of the images; None if only the data set's code determines them.
     channels: Callable[[DataConfig], int | None] = lambda data: None
-    #: N of the training data; None where only the data set's own code knows it.
+    #: N of the training data; None if only the data set's code determines it.
     num_samples: Callable[[DataConfig], int | None] = lambda data: None
-    #: With ``is_in_root``: what identifies the data, in parts, for one with files of its own. None: a hash of
-    #: the texts or images.
+    #: With ``is_in_root``: the identity of the data, in parts, for a data set with a file format of its own.
+    #: None: a hash of the texts or images.
     fingerprint: Callable[[DataConfig], dict[str, str]] | None = None
     #: ``module:attr`` of a built-in data set's builder. A plug-in names it by an entry point instead.
     implementation: str = ""
@@ -75,38 +74,38 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What a task needs of the data. The defaults describe a task that takes any."""
+    """A task's requirements on the data. The defaults describe a task that accepts any data."""
 
-    #: What it reads; empty: anything.
+    #: The model's inputs; empty: any.
     modalities: tuple[Modality, ...] = ()
     targets: tuple[Target, ...] = ()
-    #: What ``optimization.loss`` may be; None: only the task's own code knows it.
+    #: The allowed ``optimization.loss``; None: only the task's code determines it.
     losses: Losses | None = field(default=None, kw_only=True)
-    #: Whether ``optimization.label_smoothing`` applies; None: only the task's own code knows it.
+    #: True if ``optimization.label_smoothing`` applies; None: only the task's code determines it.
     smooths_labels: bool | None = field(default=None, kw_only=True)
-    #: Whether the loss takes targets that ``optimization.mixup`` mixes; None: only its own code knows it.
+    #: True if the loss accepts targets mixed by ``optimization.mixup``; None: the task's code determines it.
     mixes_targets: bool | None = field(default=None, kw_only=True)
     #: The metrics that ``val`` rows may have, without the prefix ``ema_``; ``iou_*`` stands for several.
-    #: Empty: only the task's own code knows them.
+    #: Empty: only the task's code determines them.
     metrics: tuple[str, ...] = field(default=(), kw_only=True)
-    #: Target → those of ``metrics`` that exist only with it.
+    #: Target → the subset of ``metrics`` that exists only with it.
     target_metrics: Mapping[Target, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
-    #: The suffixes of the files to which ``predict`` can write its predictions; empty: it can't predict.
-    #: None: only the task's own code knows it.
+    #: The suffixes of the files to which ``predict`` can write predictions; empty: none.
+    #: None: only the task's code determines it.
     prediction_formats: tuple[str, ...] | None = field(default=None, kw_only=True)
     #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
     implementation: str = ""
-    #: Whether the model takes the targets and returns its own losses, so that it can't be cut into stages and
+    #: True if the model takes the targets and returns its own losses, so that it can't be cut into stages and
     #: its inputs can't be cast.
     needs_whole_model: bool = False
 
     def metrics_with(self, target: Target | None) -> list[str]:
-        """Return the metrics that ``val`` rows may have with this target; None: it is unknown."""
+        """Return the metrics that ``val`` rows may have with this target; None: an unknown target."""
         others = [] if target is None else [key for key in self.target_metrics if key != target]
         absent = {name for key in others for name in self.target_metrics[key]}
         return [name for name in self.metrics if name not in absent]
 
     def fits(self, data: DataFacts) -> bool:
-        """Tell whether the data have what the task needs, as far as is known."""
+        """Return True if the data have what the task needs, as far as the facts are known."""
         reads = data.modality is None or not self.modalities or data.modality in self.modalities
         return reads and (data.target is None or not self.targets or data.target in self.targets)

@@ -1,8 +1,8 @@
-"""Identity of files by content: the one rule by which caches and fingerprints know data.
+"""Identity of files by content, for caches and fingerprints of data.
 
-A list of samples (``.csv``, ``.json``, …) is read whole, up to 1 GiB. Of other files evenly spaced blocks are
-read, the first and the last among them, and of many files an even sample, so the cost is bounded: at most
-``MOST_FILES`` files are opened. A change elsewhere, with the same size, does not change the digest.
+A list of samples (``.csv``, ``.json``, …) is read whole, up to 1 GiB. For other files evenly spaced blocks
+are read, including the first and the last, and for many files an even sample. At most ``MOST_FILES`` files
+are opened, so the cost is bounded. A change elsewhere, with the same size, does not change the digest.
 
 A cache is named by this content *and* by the resolved location of the files (``resolved``); the fingerprint
 of a run by the content alone, because the path of the same data differs between machines.
@@ -21,14 +21,14 @@ from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 import xxhash
 
-#: Each costs a request or two to a file server: 256 take half a second where one takes 2 ms (assumed).
+#: Each costs one or two requests to a file server: 256 take half a second at 2 ms per request (assumed).
 MOST_FILES = 256
-#: Blocks of a sampled file, like an image: it is read whole up to their sum.
+#: Blocks of a sampled file, such as an image: it is read whole up to their sum.
 _SAMPLE = 4, 4096
 #: Blocks of all lists together, and of all other listed files (tar shards, Arrow files, raw tokens).
 _LISTS, _OTHERS = (1024, 1 << 20), (256, 1 << 16)
 _LIST_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
-#: A file changed just now may change again within the same tick of its file system's clock.
+#: A file that changed recently may change again within the same tick of its file system's clock.
 SETTLED_NS = 3_000_000_000
 
 _Item = TypeVar("_Item")
@@ -37,7 +37,7 @@ _Item = TypeVar("_Item")
 class EvenSample(Generic[_Item]):
     """Every k-th item of a stream of unknown length: all of up to ``MOST_FILES``, else at least half as many.
 
-    k is a power of 2 that doubles whenever too many items are kept, so the sample depends on the stream only.
+    k is a power of 2 that doubles whenever too many items are kept, so the sample depends only on the stream.
     """
 
     def __init__(self, items: Iterable[_Item] = ()) -> None:
@@ -82,7 +82,7 @@ def block_digest(path: Path, blocks: int, block_bytes: int) -> str:
 
 
 def sample_digest(root: str, names: Iterable[str]) -> str:
-    """Return a digest of the files below ``root`` with these names, an even sample. Raises OSError."""
+    """Return a digest of the files with these names (an even sample) below ``root``. Raises OSError."""
     digest = xxhash.xxh3_128()
     for name in names:
         digest.update(os.fsencode(name) + b"\0")
@@ -93,7 +93,7 @@ def sample_digest(root: str, names: Iterable[str]) -> str:
 def files_digest(paths: Sequence[Path]) -> str:
     """Return a digest of the names, sizes and content of files that are the data or list them, in order.
 
-    Remembered as long as the files' status is unchanged. Raises OSError.
+    Cached as long as the files' status is unchanged. Raises OSError.
     """
     files = tuple(_FileStatus.of(path) for path in paths)
     newest_ns = max((file.ctime_ns for file in files), default=0)
@@ -123,16 +123,16 @@ def _files_digest(files: tuple[_FileStatus, ...]) -> str:
     for file in files:
         (lists if file.path.suffix in _LIST_SUFFIXES else others).append(file.path)
     for paths, (blocks, block_bytes) in ((lists, _LISTS), (others, _OTHERS)):
-        kept = EvenSample(paths).kept
-        for path in kept:
-            digest.update(block_digest(path, max(2, blocks // len(kept)), block_bytes).encode())
+        sample = EvenSample(paths).kept
+        for path in sample:
+            digest.update(block_digest(path, max(2, blocks // len(sample)), block_bytes).encode())
     return digest.hexdigest()
 
 
 def _open(path: Path, buffer_bytes: int) -> BinaryIO:
     """Return an open regular file. Raises OSError for anything else.
 
-    Without ``buffer_bytes`` a buffer has the size that the file system prefers, 4 MiB on Lustre.
+    ``buffer_bytes``: Python's default is the block size of the file system, 4 MiB on Lustre.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

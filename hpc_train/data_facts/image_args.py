@@ -1,6 +1,6 @@
-"""``data.args`` of the built-in data sets of images: checked before a run is queued, and by the ranks.
+"""``data.args`` of the built-in image data sets: checked before a run is queued, and by the ranks.
 
-Those of lists, of text and of token shards are beside what counts their samples.
+The arguments of lists, text and token shards are in the modules that count their samples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which keys of ``data`` do not apply to images with masks or boxes, and which apply to them alone.
+"""Keys of ``data`` that do not apply to images with masks or boxes, and keys that apply only to them.
 
-Validation asks with what is known of the task, the ranks with the task's target.
+Validation checks them by the facts of the task, ranks by the task's target.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hpc_train.config.training_sections import DataConfig
 
 
 def not_for_masks(data: DataConfig) -> Problem | None:
-    """Return the first key of ``data.augment`` that moves pixels so that masks can't follow."""
+    """Return the problem if a key of ``data.augment`` moves pixels without their masks."""
     moving = ("crop_padding", "randaugment", "policy")
     key = next((key for key in moving if getattr(data.augment, key)), None)
     if key is None:
@@ -23,7 +23,7 @@ def not_for_masks(data: DataConfig) -> Problem | None:
 
 
 def only_for_masks(data: DataConfig) -> Problem | None:
-    """Return the first key that only images with masks or boxes have."""
+    """Return the problem if a key is set that only images with masks or boxes have."""
     for path, is_given in (
         (("data", "augment", "random_scale"), data.augment.random_scale is not None),
         (("data", "eval_size"), data.eval_size is not None),

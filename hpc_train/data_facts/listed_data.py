@@ -1,7 +1,8 @@
-"""What a login node reads of data sets that are listed by files of ``data.root``: image lists, tar shards.
+"""Facts about data sets that are listed by files of ``data.root``: image lists, tar shards.
 
-Their arguments, the files that list the samples, how many there are, and the header of their index: one file
-of arrays that ``hpc-train prepare`` writes (``datasets.index_files``) and ranks open. No torch, no NumPy.
+Their arguments, the files that list the samples, the number of samples, and the header of their index: one
+file of arrays that ``hpc-train prepare`` writes (``datasets.index_files``) and ranks open. Login nodes read
+these, so no torch and no NumPy.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hpc_train.data_facts.data_size import COUNT_LIMIT_S
 from hpc_train.data_facts.file_content import EvenSample, files_digest, resolved
 from hpc_train.paths import cache_folder, expanded
 
-#: Of an index; the last character before the line end is the version.
+#: Magic bytes of an index; the last character before the line end is the version.
 INDEX_MAGIC = b"hpc-train index 1\n"
-#: After it: bytes of the header, and their hash.
+#: Follows the magic bytes: length of the header in bytes, and its hash.
 INDEX_LENGTH = struct.Struct("<Q16s")
-#: A longer header belongs to no index of ours: it lists shards and classes.
+#: Maximum length; a header lists shards and classes.
 _MAX_HEADER_BYTES = 1 << 28
-#: Of an array of an index.
+#: Maximum dimensions of an array in an index.
 _MAX_DIMENSIONS = 4
 #: ``train-{000..099}.tar``: the files of all numbers, with as many digits as the first.
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -73,7 +74,7 @@ class ImageListArgs(Section):
 
 
 def _bounded(names: str | list[str]) -> str | list[str]:
-    """Return the names of shards. Raises ValueError for more files than any data set has, or a NUL."""
+    """Return the names of shards. Raises ValueError for an excessive number of files, or a NUL."""
     count = 0
     for name in [names] if isinstance(names, str) else names:
         if "\0" in name:
@@ -147,18 +148,18 @@ def list_files(root: Path, args: ImageListArgs) -> dict[str, Path]:
 
 
 def shard_files(root: Path, args: WebdatasetArgs) -> dict[str, list[Path]]:
-    """Return split → its tar files, in the order in which the file names them."""
-    given = {"train": args.train, "val": args.val}
-    return {split: _shards(root, names) for split, names in given.items() if names is not None}
+    """Return split → its tar files, in the order of ``data.args``."""
+    names_by_split = {"train": args.train, "val": args.val}
+    return {split: _shards(root, names) for split, names in names_by_split.items() if names is not None}
 
 
-def _shards(root: Path, given: str | list[str]) -> list[Path]:
-    names = [given] if isinstance(given, str) else given
-    return [root / name for each in names for name in _expanded(each)]
+def _shards(root: Path, shards: str | list[str]) -> list[Path]:
+    names = [shards] if isinstance(shards, str) else shards
+    return [root / name for pattern in names for name in _expanded(pattern)]
 
 
 def _expanded(name: str) -> Iterator[str]:
-    """Yield the name, once per number if it has a part ``{first..last}``."""
+    """Yield the name, once per number if it contains a range ``{first..last}``."""
     parts = _RANGE.split(name)
     texts, ends = parts[::3], zip(parts[1::3], parts[2::3], strict=True)
     ranges = [[str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)] for low, high in ends]
@@ -167,7 +168,7 @@ def _expanded(name: str) -> Iterator[str]:
 
 
 def image_list_files(data: DataConfig) -> list[Path]:
-    """Return the lists of ``image_list``; none where the arguments are wrong."""
+    """Return the lists of ``image_list``; empty if the arguments are invalid."""
     with suppress(ValidationError):
         args = ImageListArgs.model_validate(data.args)
         return [] if data.root is None else list(list_files(expanded(data.root), args).values())
@@ -175,11 +176,11 @@ def image_list_files(data: DataConfig) -> list[Path]:
 
 
 def webdataset_files(data: DataConfig) -> list[Path]:
-    """Return the shards of ``webdataset``; none where the arguments are wrong."""
+    """Return the shards of ``webdataset``; empty if the arguments are invalid."""
     with suppress(ValidationError):
         args = WebdatasetArgs.model_validate(data.args)
-        found = {} if data.root is None else shard_files(expanded(data.root), args)
-        return [path for paths in found.values() for path in paths]
+        shards = {} if data.root is None else shard_files(expanded(data.root), args)
+        return [path for paths in shards.values() for path in paths]
     return []
 
 
@@ -189,7 +190,7 @@ def arrow_files(data: DataConfig) -> list[Path]:
 
 
 def count_listed(data: DataConfig) -> int | None:
-    """Return N of ``image_list``: of its index, else counted; None where it is not here or takes too long."""
+    """Return N of ``image_list``, from its index or counted; None if it is not here or takes too long."""
     files = image_list_files(data)
     if not files or (counted := _indexed(data, files)) is not None:
         return counted if files else None
@@ -213,7 +214,7 @@ def _count_rows(path: Path, separator: str) -> int | None:
 
 
 def count_shards(data: DataConfig) -> int | None:
-    """Return N of ``webdataset``: of its index, None if ``prepare`` has written none of these shards."""
+    """Return N of ``webdataset`` from its index; None if ``prepare`` has not indexed these shards."""
     files = webdataset_files(data)
     return _indexed(data, files) if files else None
 
@@ -229,7 +230,7 @@ def _indexed(data: DataConfig, files: Sequence[Path]) -> int | None:
 def listed_images(data: DataConfig) -> list[str]:
     """Return an even sample of the image names in the lists of ``image_list``, in order.
 
-    Empty if the arguments are wrong, or reading the lists takes too long. Raises OSError, ValueError or
+    Empty if the arguments are invalid, or reading the lists takes too long. Raises OSError, ValueError or
     csv.Error for a list that can't be read, ImportError for a Parquet file without pyarrow.
     """
     deadline = time.monotonic() + COUNT_LIMIT_S
@@ -258,11 +259,11 @@ def _column(path: Path, column: str) -> Iterator[str]:
 
 
 def index_path(data: DataConfig, files: Sequence[Path]) -> Path:
-    """Return the file of the index of ``files``, whether it exists or not.
+    """Return the path of the index of ``files``, which need not exist.
 
     It is below ``data.cache``, else in the user's cache folder. Its name is a hash of the arguments and of
     resolved location, modification time and content of the files (``file_content``), so changed files and
-    those of another folder have another index. Raises OSError if one of them is not here.
+    files of another folder have another index. Raises OSError if a file is not here.
     """
     times = [path.stat().st_mtime_ns for path in files]
     facts = [data.name, data.args, resolved(files), times, files_digest(files)]
@@ -272,8 +273,9 @@ def index_path(data: DataConfig, files: Sequence[Path]) -> Path:
 
 
 def index_header(path: Path) -> dict[str, Any] | None:
-    """Return the header of an index, with ``start``, where its arrays begin; None if there is none, or it is
-    damaged. Raises OSError.
+    """Return the header of an index; ``start`` is the offset of its arrays. None if it is missing or damaged.
+
+    Raises OSError.
     """
     if not path.is_file():  # a pipe would block
         return None
@@ -296,7 +298,7 @@ def index_header(path: Path) -> dict[str, Any] | None:
 
 
 def _is_header(header: Any) -> bool:
-    """Return True if a header has all keys, with values of their types: a right hash does not ensure that."""
+    """Return True if a header has all keys with values of the right types, despite its valid hash."""
     if not isinstance(header, dict):
         return False
     splits, names, facts = (header.get(key) for key in ("splits", "class_names", "facts"))
@@ -340,11 +342,11 @@ def header_digest(text: bytes) -> bytes:
 
 
 def has_index(data: DataConfig, files: Sequence[Path]) -> bool:
-    """Tell whether ``files`` have an index as they are now. Raises OSError if one of them is not here."""
+    """Return True if ``files`` have an up-to-date index. Raises OSError if a file is not here."""
     return index_header(index_path(data, files)) is not None
 
 
 def without_index(data: DataConfig, files: Sequence[Path]) -> tuple[str, str]:
-    """Return what is wrong where ``files`` have no index that is undamaged, and what to do."""
+    """Return message and remedy for ``files`` without an undamaged index."""
     message = f"{data.root} has {len(files)} files without an index, or changed or moved since it was written"
     return message, "run `hpc-train prepare` with this file, which writes it"

@@ -1,4 +1,4 @@
-"""How much of /dev/shm the loader processes of a node fill. Called by the node check and ``doctor``."""
+"""Amount of /dev/shm that the loader processes of a node fill. Called by the node check and ``doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFETCHED_BATCHES = 2
 def prefetched_bytes(experiment: Experiment, ranks: int = 1) -> int | None:
     """Return the bytes of the images that the training loaders of ``ranks`` ranks read ahead.
 
-    None if the file does not determine them: a key is ``auto``, the images' size is unknown or varies.
+    None if the file does not determine it: a key is ``auto``, or the images' size is unknown or varies.
     """
     data, facts = experiment.data, data_facts(experiment.data.name)
     side = data.args.get(facts.image_size_argument or "", facts.image_size(data))

@@ -1,6 +1,6 @@
-"""The losses of ``optimization.loss``: which a task has, and the arguments of each.
+"""The losses of ``optimization.loss``: the losses of each task, and the arguments of each loss.
 
-No torch: validation reads these sections before ranks compute anything. ``TaskFacts.losses`` names them.
+No torch: validation reads these sections before ranks start. ``TaskFacts.losses`` refers to them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BceArgs(Section):
 
 
 class FocalArgs(Section):
-    """Focal loss (arXiv:1708.02002): cross entropy times (1 - p)^gamma, p the probability of what is true."""
+    """Focal loss (arXiv:1708.02002): cross entropy times (1 - p)^gamma, p the true class's probability."""
 
     gamma: NotNegativeFloat = 2.0
     """The exponent; 0: cross entropy."""

@@ -1,4 +1,4 @@
-"""Token files of other programs: nanoGPT's, llm.c's and Megatron's. No torch: ``plan`` counts samples.
+"""Token files of other programs: nanoGPT, llm.c and Megatron. No torch: ``plan`` counts samples.
 
 ::
 
@@ -6,8 +6,8 @@
     train.bin, train.idx        Megatron: the .idx file has the dtype
     fineweb_train_000001.bin    llm.c: a header of 1024 bytes with magic, version and number of tokens
 
-A file's dtype comes from its header, else from the vocabulary, and is compared with blocks of its content, so
-a variant is read correctly or refused, never read as another one. ``token_shards`` calls this.
+A file's dtype comes from its header, else from the vocabulary, and is compared with blocks of its content. A
+variant is therefore read correctly or refused, never misread. Called by ``token_shards``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RAW_NAME = re.compile(r"(?:.*[_-])?(train|val)(?:[_-]\d+)?\.bin")
 #: llm.c's header: 256 int32, of which the first are magic, version and number of tokens.
 _LLMC, _LLMC_BYTES = struct.Struct("<iii"), 1024
 _LLMC_DTYPES: dict[tuple[int, int], RawDtype] = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
-#: llm.c's magics are dates; those of its other files (evaluation data, weights) are near these.
+#: llm.c's magics are dates; the magics of its other files (evaluation data, weights) are near these.
 _LLMC_MAGICS = range(20230101, 20400101)
 _MEGATRON_MAGICS = (b"MMIDIDX\0\0", b"TNTIDX\0\0")
 #: Megatron's dtype codes, after its magic and version: int32, uint16.
 _MEGATRON, _MEGATRON_DTYPES = struct.Struct("<9sQB"), {4: "uint32", 8: "uint16"}
-#: The first bytes of files that are not raw tokens, whatever their name.
+#: First bytes of files that are not raw tokens, whatever their name.
 _OTHER_FORMATS = {
     b"\x93NUMPY": "a NumPy file",
     b"PK\x03\x04": "a zip archive (.npz or torch.save)",
@@ -51,14 +51,14 @@ _OTHER_FORMATS = {
 _REWRITE = (
     "write it again with numpy: tokens.astype('<u2').tofile(path), or '<u4' for more than 65,536 tokens"
 )
-#: Blocks of a file that are compared with its dtype, evenly spaced. A multiple of 8 bytes each.
+#: Evenly spaced blocks of a file that are compared with its dtype. Each is a multiple of 8 bytes.
 _BLOCKS, _BLOCK_BYTES = 4, 2048
 #: The upper half of a uint32 token is below this: no vocabulary has 4 million tokens.
 _MAX_UPPER_HALF = 64
-#: Assumed: fewer numbers than these show no pattern.
+#: Assumed: fewer numbers show no pattern.
 _MIN_PATTERN = 4
 _MIN_TEXT_BYTES = 64
-#: Of ``array``.
+#: Type codes of ``array``.
 _CODES: dict[RawDtype, str] = {"uint16": "H", "uint32": "I"}
 _TEXT = frozenset(b"\t\n\r\f" + bytes(range(0x20, 0x7F)))
 
@@ -75,15 +75,15 @@ class Shard:
 def raw_shards(
     files: Mapping[str, Sequence[Path]], dtype: RawDtype | None, vocabulary_size: int
 ) -> tuple[dict[str, tuple[Shard, ...]], RawDtype]:
-    """Return split → shards, and the dtype of all of them; ``dtype``: of files without a header, if stated.
+    """Return split → shards, and their common dtype; ``dtype``: configured, for files without a header.
 
-    Raises BadFileError for a file that is not what its name and the vocabulary imply.
+    Raises BadFileError for a file that does not match its name and the vocabulary.
     """
     shards: dict[str, tuple[Shard, ...]] = {}
     dtypes: dict[RawDtype, Path] = {}
     for part, paths in files.items():
         pairs = [_raw_shard(path, dtype, vocabulary_size) for path in paths]
-        dtypes = {found: path for path, (_, found) in zip(paths, pairs, strict=True)} | dtypes
+        dtypes = {actual: path for path, (_, actual) in zip(paths, pairs, strict=True)} | dtypes
         if pairs:
             shards[part] = tuple(shard for shard, _ in pairs)
     if len(dtypes) > 1:
@@ -99,13 +99,13 @@ def _raw_shard(path: Path, stated: RawDtype | None, vocabulary_size: int) -> tup
         nbytes = os.fstat(file.fileno()).st_size
         _refuse_other_formats(path, start)
         header = _llmc_header(path, start) or _megatron_dtype(path)
-        count, found, offset = header if isinstance(header, tuple) else (None, header, 0)
+        count, header_dtype, offset = header if isinstance(header, tuple) else (None, header, 0)
         content = _Sample(path, _blocks(file.fileno(), offset, nbytes), vocabulary_size)
-    dtype = found or stated or content.dtype()
+    dtype = header_dtype or stated or content.dtype()
     if stated not in (None, dtype):
         raise BadFileError(f"data.args.dtype: {stated}, but {path} has {dtype} by its header; take it out")
     if stated is None:
-        content.check(dtype, _REWRITE if found else "write data.args.dtype: uint16")
+        content.check(dtype, _REWRITE if header_dtype else "write data.args.dtype: uint16")
     size = ITEM_BYTES[dtype]
     if (nbytes - offset) % size:
         raise BadFileError(f"data.root: {path} has {nbytes} bytes, not whole {dtype} tokens; copy it again")
@@ -134,7 +134,7 @@ def _llmc_header(path: Path, start: bytes) -> tuple[int, RawDtype, int] | None:
     if (dtype := _LLMC_DTYPES.get((magic, version))) is not None:
         return count, dtype, _LLMC_BYTES
     is_swapped = struct.unpack_from(">i", start)[0] in _LLMC_MAGICS
-    # The rest of a header is zeros, that of tokens is not.
+    # The rest of a header is zeros; the rest of tokens is not.
     if (magic in _LLMC_MAGICS or is_swapped) and not any(start[_LLMC_BYTES // 2 :]):
         kind = "in big-endian byte order" if is_swapped else f"of magic {magic}, version {version}"
         versions = ", ".join(f"magic {magic}, version {number}" for magic, number in _LLMC_DTYPES)
@@ -146,7 +146,7 @@ def _llmc_header(path: Path, start: bytes) -> tuple[int, RawDtype, int] | None:
 
 
 def _megatron_dtype(path: Path) -> RawDtype | None:
-    """Return the dtype that Megatron's ``.idx`` file beside the tokens has; None if there is none."""
+    """Return the dtype in Megatron's ``.idx`` file beside the tokens; None if there is none."""
     index = path.with_suffix(".idx")
     if not index.is_file():
         return None
@@ -162,7 +162,7 @@ def _megatron_dtype(path: Path) -> RawDtype | None:
 
 
 def _blocks(descriptor: int, offset: int, nbytes: int) -> list[bytes]:
-    """Return evenly spaced blocks, from multiples of 8 bytes on; all of a small file."""
+    """Return evenly spaced blocks, aligned to 8 bytes; all of a small file."""
     length = nbytes - offset
     if length <= _BLOCKS * _BLOCK_BYTES:
         return [os.pread(descriptor, max(0, length), offset)]
@@ -172,7 +172,7 @@ def _blocks(descriptor: int, offset: int, nbytes: int) -> list[bytes]:
 
 
 class _Sample:
-    """Blocks of a file, compared with the dtypes that its tokens may have."""
+    """Blocks of a file, to be compared with the dtypes that its tokens may have."""
 
     def __init__(self, path: Path, blocks: list[bytes], vocabulary_size: int) -> None:
         self._path, self._blocks, self._vocabulary_size = path, blocks, vocabulary_size
@@ -183,7 +183,7 @@ class _Sample:
         return "uint32" if is_wide or self._is_zero_at_odd_places("I") else "uint16"
 
     def check(self, dtype: RawDtype, remedy: str) -> None:
-        """Raise BadFileError, with ``remedy``, if the content is of another dtype or byte order."""
+        """Raise BadFileError, with ``remedy``, if the content has another dtype or byte order."""
         if dtype == "uint16" and self._has_upper_halves():
             self._refuse("its tokens look like uint32: every other uint16 is near 0", remedy)
         if dtype == "uint32" and self._is_zero_at_odd_places("I"):
@@ -204,13 +204,14 @@ class _Sample:
         return is_many and not self._num_beyond(dtype, swapped=True)
 
     def _num_beyond(self, dtype: RawDtype, *, swapped: bool = False) -> int:
-        """Return the number of tokens of the sample beyond the vocabulary."""
+        """Return the number of tokens in the sample beyond the vocabulary."""
         blocks = self._numbers(_CODES[dtype], swapped=swapped)
         return sum(number >= self._vocabulary_size for block in blocks for number in block)
 
     def _has_upper_halves(self) -> bool:
-        """Return True if uint16 numbers at odd places are upper halves of uint32 tokens: all near 0, whereas
-        at least a quarter of the others is not.
+        """Return True if uint16 numbers at odd positions are upper halves of uint32 tokens.
+
+        That is if all are near 0, but at least a quarter of the others are not.
         """
         lower, upper = self._alternating("H")
         if len(upper) < _MIN_PATTERN or max(upper) >= _MAX_UPPER_HALF:
@@ -223,19 +224,19 @@ class _Sample:
         return len(upper) >= _MIN_PATTERN and not any(upper) and sum(map(bool, lower)) > len(lower) // 2
 
     def _alternating(self, code: str) -> tuple[list[int], list[int]]:
-        """Return the numbers at even and at odd places."""
+        """Return the numbers at even and at odd positions."""
         blocks = self._numbers(code)
         return [n for block in blocks for n in block[::2]], [n for block in blocks for n in block[1::2]]
 
     def _numbers(self, code: str, *, swapped: bool = False) -> list[array[int]]:
-        found = []
+        decoded = []
         for content in self._blocks:
             numbers = array(code)
             numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
             if swapped == (sys.byteorder == "little"):
                 numbers.byteswap()
-            found.append(numbers)
-        return found
+            decoded.append(numbers)
+        return decoded
 
     def _refuse(self, why: str, remedy: str) -> None:
         raise BadFileError(f"data.root: {self._path}: {why}; {remedy}")

@@ -1,4 +1,4 @@
-"""Which folders and files ``data.root`` must contain: commands check it without torch, and ranks too."""
+"""The folders and files that ``data.root`` must contain. Checked by commands, without torch, and by ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from hpc_train.config.problems import Problem
 from hpc_train.data_facts.data_size import train_file
 
-#: The folders, or with a suffix the files, of the validation data; the first that exists is read.
+#: The folders, or with a suffix the files, of the validation data; the first existing one is read.
 VALIDATION = ("val", "test")
-#: What macOS adds to an archive: never a class.
+#: Folders that macOS adds to an archive: never a class.
 ARCHIVE_FOLDERS = ("__MACOSX", "_MACOSX")
-#: Number of names that a message lists.
-_MOST_NAMES = 5
-#: Names of files that look like text or tokens, compressed ones and those of other splits included.
+#: Maximum number of names in a message.
+_MAX_NAMES = 5
+#: Names of files that look like text or tokens, including compressed files and other splits.
 _LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
 
 
 def why_not_read(path: Path) -> str | None:
-    """Return why a data file must not be opened: it is not a regular file, nor a link to one.
+    """Return the reason why a data file must not be opened: it is not a regular file, nor a link to one.
 
-    None if it may be opened, or does not exist. Opening a pipe may block forever; a device may have no end.
+    None if it may be opened, or does not exist. Opening a pipe may block forever; a device may be endless.
     """
     try:
         mode = path.stat().st_mode
@@ -37,8 +37,9 @@ def why_not_read(path: Path) -> str | None:
 
 
 def unread_texts(root: Path, read: Collection[Path]) -> list[str]:
-    """Return the names of files below ``root`` that look like text or tokens and are not in ``read``, and of
-    links to folders, sorted.
+    """Return the sorted names of files below ``root`` that look like text or tokens and are not in ``read``.
+
+    Includes links to folders.
     """
     return sorted(str(path.relative_to(root)) for path in _like_text(root) if path not in read)
 
@@ -54,23 +55,23 @@ def _like_text(root: Path) -> Iterator[Path]:
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the names of the folders of classes, in alphabetical order."""
+    """Return the names of the class folders, in alphabetical order."""
     names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not is_skipped(entry.name))
     return tuple(sorted(names))
 
 
 def is_skipped(name: str) -> bool:
-    """Return True for the name of a file or folder that no listing of images reads: a hidden one."""
+    """Return True for the name of a file or folder that image listings skip, such as a hidden one."""
     return name.startswith(".") or name in ARCHIVE_FOLDERS
 
 
 def validation_folder(root: Path) -> Path | None:
-    """Return the folder of the validation data below ``root``; None without one."""
+    """Return the folder of the validation data below ``root``, or None."""
     return next((root / name for name in VALIDATION if (root / name).is_dir()), None)
 
 
 def image_folder(root: Path) -> Problem | None:
-    """Return what ``imagefolder`` lacks below ``root``."""
+    """Return the problem if ``imagefolder`` lacks a folder below ``root``."""
     if not root.is_dir():
         return _problem(f"{root} is not a folder on this machine", "fix the path")
     train = root / "train"
@@ -90,7 +91,7 @@ def image_folder(root: Path) -> Problem | None:
 
 
 def segmentation_folder(root: Path) -> Problem | None:
-    """Return what ``segmentation_folder`` lacks below ``root``."""
+    """Return the problem if ``segmentation_folder`` lacks a folder below ``root``."""
     val = validation_folder(root)
     for part in ("train", *([] if val is None else [val.name])):
         for kind in ("images", "masks"):
@@ -103,14 +104,14 @@ def segmentation_folder(root: Path) -> Problem | None:
 
 
 def annotation_files(root: Path) -> dict[str, Path]:
-    """Return the JSON files of ``coco``: of ``train`` and, if there is one, ``val``."""
+    """Return the JSON files of ``coco``: ``train`` and, if it exists, ``val``."""
     files = {"train": root / "train.json"}
     val = next((root / f"{name}.json" for name in VALIDATION if (root / f"{name}.json").is_file()), None)
     return files if val is None else files | {"val": val}
 
 
 def coco(root: Path) -> Problem | None:
-    """Return what ``coco`` lacks below ``root``."""
+    """Return the problem if ``coco`` lacks a file or folder below ``root``."""
     if not (root / "train.json").is_file():
         remedy = "write the folder that contains it, and the images in train/"
         return _problem(f"{root} contains no train.json", remedy)
@@ -122,7 +123,7 @@ def coco(root: Path) -> Problem | None:
 
 
 def text(root: Path) -> Problem | None:
-    """Return what ``text`` lacks at ``root``, a file or a folder."""
+    """Return the problem if ``text`` lacks a file at ``root``, a file or a folder."""
     if not root.exists():
         return _problem(f"{root} does not exist on this machine", "fix the path")
     if not train_file(root).is_file():
@@ -135,4 +136,4 @@ def _problem(message: str, remedy: str) -> Problem:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES])
+    return ", ".join(names[:_MAX_NAMES])

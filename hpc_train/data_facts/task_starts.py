@@ -1,4 +1,4 @@
-"""What ``init`` writes for each task where nothing else is given: data, model and optimization."""
+"""Defaults of ``init`` for each task: data, model and optimization."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from hpc_train.data_facts.by_name import data_facts
 
-#: Where images have no size of their own.
+#: Default side in pixels for images of varying size.
 IMAGE_SIZE = 224
 _ADAMW: dict[str, Any] = {"name": "adamw", "lr": 0.001, "weight_decay": 0.05}
 
 
 @dataclass(frozen=True)
 class Start:
-    """What ``init`` writes for a task where nothing else is given."""
+    """Defaults of ``init`` for a task."""
 
     task: str
-    #: The data set without files, where there is one; then the one of the user's own files.
+    #: The data set without files, if there is one; then the data set for the user's own files.
     data: str
     own_data: str
     root: str
     model: str
-    #: For own data; default: ``model``.
+    #: For the user's own data; default: ``model``.
     own_model: str = ""
-    #: Keys of ``data`` for ``own_data``; those of ``to_change`` are the user's to know.
+    #: Keys of ``data`` for ``own_data``; the user must adapt the keys in ``to_change``.
     own_keys: Mapping[str, Any] = field(default_factory=dict)
     model_args: Mapping[str, Any] = field(default_factory=dict)
     optimization: Mapping[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Start:
     to_change: tuple[str, ...] = ()
 
     def data_for(self, root: str | None) -> str:
-        """Return the data set where only the root is known."""
+        """Return the data set if only the root is given."""
         return self.data if root is None else self.own_data
 
     def model_for(self, data: str | None) -> str:
@@ -45,7 +45,7 @@ class Start:
         )
 
     def needs_root(self, data: str | None) -> bool:
-        """Tell whether the data set needs ``data.root``."""
+        """Return True if the data set needs ``data.root``."""
         name = data or self.data
         return data_facts(name).needs_root and name not in data_facts(name).rootless
 

@@ -1,4 +1,4 @@
-"""Where the token shards of ``tokens`` are, and what their headers say. No torch: ``plan`` counts samples.
+"""Location and headers of the token shards of ``tokens``. No torch: ``plan`` counts samples.
 
 ``hpc-train prepare`` writes them (``datasets.token_writing``), ``datasets.sources.tokens`` reads them::
 
@@ -6,8 +6,8 @@
     root/tokens/gpt2-<fingerprint>/index.json    the shards of that text, in order
                                    train-00000.tokens: header of 4096 bytes │ tokens │ starts of documents
 
-A folder has the name of its source's fingerprint, so changed text is another folder. Without any text in the
-root the only folder of the tokenizer counts. Also read are nanoGPT's and llm.c's files: ``train.bin``,
+The folder name contains the fingerprint of its source, so changed text has another folder. Without any text
+in the root the tokenizer's only folder is read. nanoGPT's and llm.c's files are read as well: ``train.bin``,
 ``fineweb_val_000000.bin``.
 
 Legend: T tokens of a sequence.
@@ -40,19 +40,19 @@ from hpc_train.paths import expanded
 MAGIC = b"hpc-train tokens"
 VERSION = 1
 HEADER_BYTES = 4096
-#: Magic, version, bytes of JSON that follow.
+#: Magic, version, number of bytes of JSON that follow.
 _BEGIN = struct.Struct("<16sII")
 INDEX = "index.json"
-#: Larger than the index of a thousand million documents in shards of a million tokens.
+#: Larger than the index of a billion documents in shards of a million tokens.
 _MAX_INDEX_BYTES = 64 << 20
 PARTS: tuple[Literal["train", "val"], ...] = ("train", "val")
 _EXTENSIONS = (".txt", ".jsonl")
-#: Of tokenizers that files without a header are known to be written with.
+#: Vocabulary sizes of tokenizers of files without a header.
 _VOCABULARIES = {"gpt2": 50257, "bytes": 257}
-#: Of a source file: its first, middle and last bytes are part of the fingerprint.
+#: The first, middle and last bytes of a source file are part of the fingerprint.
 _BLOCK_BYTES = 4096
-#: How tokenizer.json files are used: version 2 ignores their truncation and padding, and encodes the names of
-#: special tokens as text. Shards of version 1 are written again.
+#: Version of the use of tokenizer.json files: version 2 ignores their truncation and padding, and encodes the
+#: names of special tokens as text. Shards of version 1 are written again.
 _TOKENIZATION = b"2"
 _REMEDY = "remove its folder, then run `hpc-train prepare`"
 
@@ -79,7 +79,7 @@ class TokensArgs(Section):
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The shards of each split, in order, and what their tokens are."""
+    """The shards of each split, in order, and the format of their tokens."""
 
     parts: Mapping[str, tuple[Shard, ...]]
     #: ``uint16`` or ``uint32``.
@@ -88,9 +88,9 @@ class TokenShards:
     tokenizer: str
     #: The token after each document, if there is one.
     end_of_document: int | None = None
-    #: Of tokenizer ``characters``: the vocabulary without the end of a document.
+    #: For tokenizer ``characters``: the vocabulary without the end of a document.
     characters: str | None = None
-    #: A hash of all tokens and of what they are.
+    #: A hash of all tokens and of their format.
     fingerprint: str = ""
     #: The folder that ``prepare`` wrote; None: files without a header.
     folder: Path | None = None
@@ -101,36 +101,36 @@ class TokenShards:
 
 
 class DamagedShardError(BadFileError):
-    """A shard is not what ``prepare`` wrote. Never a reason to skip a sample."""
+    """A shard differs from the one that ``prepare`` wrote. Never a reason to skip a sample."""
 
     @classmethod
     def of(cls, path: Path, why: str) -> DamagedShardError:
-        """Return the error of a shard or of an index."""
+        """Return the error for a shard or an index."""
         return cls(f"data.root: {path} is not a complete, undamaged file of tokens: {why}; {_REMEDY}")
 
 
 def count_token_sequences(data: DataConfig) -> int | None:
-    """Return N of ``tokens``; None where there are no shards yet: why not is the data set's to say."""
-    found = _found(data)
-    if found is None:
+    """Return N of ``tokens``; None if there are no shards yet: the data set reports the reason."""
+    shards = _shards_if_any(data)
+    if shards is None:
         return None
     args = TokensArgs.model_validate(data.args)
-    return num_sequences(found.num_tokens("train"), args.sequence_length) or None
+    return num_sequences(shards.num_tokens("train"), args.sequence_length) or None
 
 
 def tokens_fingerprint(data: DataConfig) -> dict[str, str]:
-    """Return what identifies the tokens, for ``plan.input_files``; empty where there are none here."""
-    found = _found(data)
-    if found is None:
+    """Return the identity of the tokens, for ``plan.input_files``; empty if there are no tokens here."""
+    shards = _shards_if_any(data)
+    if shards is None:
         return {}
-    parts = {"tokens": found.fingerprint}
-    if found.folder is None:  # no header has a hash of the tokens
+    parts = {"tokens": shards.fingerprint}
+    if shards.folder is None:  # no header with a hash of the tokens
         with suppress(OSError):  # the ranks may be able to read them
-            parts["content"] = files_digest([shard.path for part in found.parts.values() for shard in part])
+            parts["content"] = files_digest([shard.path for part in shards.parts.values() for shard in part])
     return parts
 
 
-def _found(data: DataConfig) -> TokenShards | None:
+def _shards_if_any(data: DataConfig) -> TokenShards | None:
     try:
         return find_shards(data, TokensArgs.model_validate(data.args))
     except (ValidationError, BadFileError, OSError):
@@ -138,9 +138,9 @@ def _found(data: DataConfig) -> TokenShards | None:
 
 
 def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
-    """Return the shards of the text that ``data.root`` contains now; reads headers alone.
+    """Return the shards of the text that ``data.root`` contains now; reads only headers.
 
-    Raises BadFileError where there are none, DamagedShardError where one is not complete.
+    Raises BadFileError if there are none, DamagedShardError if one is incomplete.
     """
     root = root_of(data)
     texts = sources(root)
@@ -187,7 +187,7 @@ def sources(root: Path) -> dict[str, list[Path]]:
 
 
 def _sources(root: Path, part: str) -> Iterator[Path]:
-    """Yield the text files of a split. Raises BadFileError for one that must not be opened."""
+    """Yield the text files of a split. Raises BadFileError for a file that must not be opened."""
     for path in _text_paths(root, part):
         if (why := why_not_read(path)) is not None:
             raise BadFileError(f"data.root: {path} {why}; put the text itself there, or remove it")
@@ -206,7 +206,7 @@ def _text_paths(root: Path, part: str) -> Iterator[Path]:
 def shards_folder(root: Path, args: TokensArgs, texts: Mapping[str, Sequence[Path]]) -> Path:
     """Return the folder for the shards of these files. Reads a few blocks of each.
 
-    A folder ``shards`` may be that of several roots, so there the name depends on the root too.
+    Several roots may share a folder ``shards``, so there the name also depends on the root.
     """
     location = [] if args.shards is None else [os.path.realpath(root)]
     digest = hashlib.sha256(json.dumps([VERSION, args.text_key, _tokenizer_id(args), *location]).encode())
@@ -222,7 +222,7 @@ def _shards_root(root: Path, args: TokensArgs) -> Path:
 
 
 def tokenizer_file(args: TokensArgs) -> Path | None:
-    """Return the tokenizer.json that the file names; None where it names a tokenizer."""
+    """Return the path of a configured tokenizer.json; None if ``tokenizer`` is a name."""
     if not args.tokenizer.endswith(".json") and "/" not in args.tokenizer:
         return None
     path = expanded(args.tokenizer)
@@ -261,8 +261,8 @@ def _sampled(path: Path) -> bytes:
 
 
 def _prepared(root: Path, args: TokensArgs) -> list[Path]:
-    found = _shards_root(root, args).glob(f"{_slug(args)}-{'?' * 12}/{INDEX}")
-    return sorted(index.parent for index in found)
+    indexes = _shards_root(root, args).glob(f"{_slug(args)}-{'?' * 12}/{INDEX}")
+    return sorted(index.parent for index in indexes)
 
 
 def read_index(folder: Path) -> TokenShards:
@@ -271,9 +271,9 @@ def read_index(folder: Path) -> TokenShards:
     try:
         with path.open("rb") as file:
             entries = json.loads(file.read(_MAX_INDEX_BYTES))
-        shards = {part: tuple(_shard(folder, entries, each) for each in entries["parts"][part])
+        shards = {part: tuple(_shard(folder, entries, entry) for entry in entries["parts"][part])
                   for part in entries["parts"]}  # fmt: skip
-        found = TokenShards(
+        tokens = TokenShards(
             shards,
             {name: name for name in ITEM_BYTES}[entries["dtype"]],
             _count(entries["vocabulary_size"]),
@@ -285,24 +285,24 @@ def read_index(folder: Path) -> TokenShards:
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedShardError.of(path, "it has other fields than an index") from error
-    if found.fingerprint != index_digest(entries):
+    if tokens.fingerprint != index_digest(entries):
         raise DamagedShardError.of(path, "its hash is not that of its fields")
-    if "train" not in found.parts or not set(found.parts) <= set(PARTS):
+    if "train" not in tokens.parts or not set(tokens.parts) <= set(PARTS):
         raise DamagedShardError.of(path, "it has other splits than train and val")
-    size = found.vocabulary_size
-    if size > 1 << 8 * ITEM_BYTES[found.dtype] or len(found.characters or "") not in (0, size - 1):
+    size = tokens.vocabulary_size
+    if size > 1 << 8 * ITEM_BYTES[tokens.dtype] or len(tokens.characters or "") not in (0, size - 1):
         raise DamagedShardError.of(path, f"its vocabulary of {size} does not fit its dtype or characters")
-    return found
+    return tokens
 
 
 def index_digest(entries: Mapping[str, Any]) -> str:
-    """Return the hash of an index's fields, of which the shards' hashes are a part: ``fingerprint``."""
+    """Return the ``fingerprint``: the hash of an index's fields, which include the shards' hashes."""
     content = {key: entries[key] for key in entries if key not in ("version", "fingerprint", "sources")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _shard(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> Shard:
-    """Return a shard after a look at its header and size."""
+    """Return a shard after a check of its header and size."""
     name = _text(entry["file"])
     if "/" in name or name.startswith("."):
         raise ValueError("not a file of the folder")
@@ -316,23 +316,23 @@ def _shard(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> 
     if header != wanted:
         raise DamagedShardError.of(path, "its header is not what the index says")
     expected = size_of_shard(_count(entry["tokens"]), _count(entry["documents"]), _text(index["dtype"]))
-    if (found := path.stat().st_size) != expected:
-        raise DamagedShardError.of(path, f"it has {found} bytes, and its header says {expected}")
+    if (nbytes := path.stat().st_size) != expected:
+        raise DamagedShardError.of(path, f"it has {nbytes} bytes, and its header says {expected}")
     return Shard(path, entry["tokens"], HEADER_BYTES)
 
 
 def size_of_shard(num_tokens: int, num_documents: int, dtype: str) -> int:
-    """Return the bytes of a file: the starts of documents are 8 bytes each, aligned to 8."""
+    """Return the size of a file in bytes: the starts of documents are 8 bytes each, aligned to 8."""
     return documents_offset(num_tokens, dtype) + 8 * num_documents
 
 
 def documents_offset(num_tokens: int, dtype: str) -> int:
-    """Return where in a file the starts of its documents begin."""
+    """Return the offset in a file at which the starts of its documents begin."""
     return HEADER_BYTES + -(-num_tokens * ITEM_BYTES[dtype] // 8) * 8
 
 
 def header_of(fields: Mapping[str, Any]) -> bytes:
-    """Return a shard's first bytes."""
+    """Return the first bytes of a shard."""
     text = json.dumps(fields).encode()
     content = _BEGIN.pack(MAGIC, VERSION, len(text)) + text
     assert len(content) <= HEADER_BYTES, "a tokenizer's name is short"
@@ -340,7 +340,7 @@ def header_of(fields: Mapping[str, Any]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return what a shard's header says. Raises DamagedShardError."""
+    """Return the fields of a shard's header. Raises DamagedShardError."""
     try:
         with path.open("rb") as file:
             content = file.read(HEADER_BYTES)
@@ -374,13 +374,13 @@ def _text(text: object) -> str:
 
 def raw_files(root: Path) -> dict[str, list[Path]]:
     """Return split → files of tokens without our header."""
-    found: dict[str, list[Path]] = {part: [] for part in PARTS}
+    files: dict[str, list[Path]] = {part: [] for part in PARTS}
     for path in sorted(root.iterdir()):
         if match := RAW_NAME.fullmatch(path.name):
             if (why := why_not_read(path)) is not None:
                 raise BadFileError(f"data.root: {path} {why}; put the tokens themselves there, or remove it")
-            found[match[1]].append(path)
-    return found
+            files[match[1]].append(path)
+    return files
 
 
 def _raw_tokens(files: Mapping[str, list[Path]], args: TokensArgs) -> TokenShards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.registry import split_name
 
-#: Training parts of torchvision's data sets, as their authors publish them.
+#: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
 _TRAINING_SAMPLES = {
     "CIFAR10": 50_000,
     "CIFAR100": 50_000,
@@ -30,7 +30,7 @@ _TRAINING_SAMPLES = {
     "USPS": 7_291,
     "VOCSegmentation": 1_464,
 }
-#: Channels and side of torchvision's images, where they are square and all of one size.
+#: Channels and side of torchvision's images, if they are square and of equal size.
 _IMAGES = {
     "CIFAR10": (3, 32),
     "CIFAR100": (3, 32),
@@ -48,16 +48,16 @@ _IMAGES = {
 
 
 def channels(data: DataConfig) -> int | None:
-    """Return the number of channels of an image; None where it is not one number."""
+    """Return the number of channels of an image; None if it varies."""
     return _IMAGES.get(split_name(data.name)[1], (None, None))[0]
 
 
 def size(data: DataConfig) -> int | None:
-    """Return the side of an image in pixels; None where images differ."""
+    """Return the side of an image in pixels; None if it varies."""
     return _IMAGES.get(split_name(data.name)[1], (None, None))[1]
 
 
 def samples(data: DataConfig) -> int | None:
-    """Return the number of training samples; None where it is not known."""
-    # An argument may choose another part of the data.
+    """Return the number of training samples; None if it is unknown."""
+    # An argument may select another part of the data.
     return None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1])

@@ -1,4 +1,4 @@
-"""Checks ``data.args`` against what a data set takes: its own section, or a function's signature."""
+"""Checks ``data.args`` against a data set's section, or against a function's signature."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def refuse_rest(config: DataConfig) -> None:
         raise problem.as_error()
 
 
-def call(name: str, function: Callable[..., _Result], *given: Any, **args: Any) -> _Result:
+def call(name: str, function: Callable[..., _Result], *positional: Any, **args: Any) -> _Result:
     """Call ``function``. Raises BadFileError if the arguments don't fit its signature."""
     try:
-        inspect.signature(function).bind(*given, **args)
+        inspect.signature(function).bind(*positional, **args)
     except TypeError as error:
         raise BadFileError(
             f"data.args: {name} can't be called with these arguments: {error}; "
@@ -48,4 +48,4 @@ def call(name: str, function: Callable[..., _Result], *given: Any, **args: Any) 
         ) from error
     except ValueError:  # the signature is unknown: the call itself reports errors
         pass
-    return function(*given, **args)
+    return function(*positional, **args)

@@ -2,7 +2,7 @@
 """Random augmentation of training images, computed from counter-based random numbers per sample.
 
 Called by the readers of training data; for images with masks or boxes, by ``joint``. Parameters are computed
-for a whole batch, and where possible (flips, crops of padded images, erasing) applied to it as a whole. A
+for a whole batch, and some operations (flips, crops of padded images, erasing) are applied to all of it. A
 sample's result does not depend on its batch or process.
 
 Legend: B samples, C channels, H rows, W columns, p pixels of padding.
@@ -49,8 +49,8 @@ class Augmentation:
     ) -> Tensor:
         """Return (B, C, H, W) of the input's dtype, from (B, C, H, W) or B images (C, H, W).
 
-        ``samples_B`` (B,) int64 are the indices in the data set, ``repeat`` that of ``Keys``. Never
-        changes its input.
+        ``samples_B`` (B,) int64 are the indices in the data set, ``repeat`` is the argument of ``Keys``. Does
+        not modify its input.
         """
         keys = Keys(self._seed, epoch, samples_B, repeat)
         config = self._config
@@ -149,9 +149,9 @@ def padded_crop(images_BCHW: Tensor, keys: Keys, padding: int) -> Tensor:
 
 
 def _flip(images: Tensor | Sequence[Tensor], chosen_B: Tensor, dim: int) -> Tensor | Sequence[Tensor]:
-    """Return the images with the chosen ones flipped. Images one by one are flipped while in the cache."""
+    """Return the images with the chosen ones flipped; images in a list are flipped one by one, in cache."""
     if not isinstance(images, Tensor):
-        # In the layout they have: copying another one into the batch takes twenty times as long (measured).
+        # Keep the memory layout: copying another one into the batch takes twenty times as long (measured).
         return [
             image.flip(dim) if is_chosen else image
             for image, is_chosen in zip(images, chosen_B.tolist(), strict=True)
@@ -206,5 +206,5 @@ def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:
     columns_W = torch.arange(width, device=images_BCHW.device)
     in_rows_BH = (rows_H >= parts.tops[:, None]) & (rows_H < (parts.tops + parts.heights)[:, None])
     in_columns_BW = (columns_W >= parts.lefts[:, None]) & (columns_W < (parts.lefts + parts.widths)[:, None])
-    erased_BHW = (in_rows_BH & parts.found[:, None])[:, :, None] & in_columns_BW[:, None, :]
+    erased_BHW = (in_rows_BH & parts.is_valid[:, None])[:, :, None] & in_columns_BW[:, None, :]
     return images_BCHW.masked_fill(erased_BHW[:, None], 0)

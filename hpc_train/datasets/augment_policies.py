@@ -1,4 +1,4 @@
-"""AutoAugment (arXiv:1805.09501) and TrivialAugment (arXiv:2103.10158), by the sample's own random numbers.
+"""AutoAugment (arXiv:1805.09501) and TrivialAugment (arXiv:2103.10158) with the sample's random numbers.
 
 Operations, ranges and sub-policies are those of ``torchvision.transforms.v2.AutoAugment`` and
 ``TrivialAugmentWide``. The tables are copied, so that a run does not depend on torchvision's version.
@@ -17,7 +17,7 @@ from hpc_train.datasets.random_numbers import Keys
 
 _AUTOAUGMENT_BINS = 10
 _NAMES = tuple(OPERATIONS)
-#: The ranges of TrivialAugment, where they are not 0…0.99; in pixels, degrees, and fractions of 255.
+#: TrivialAugment's ranges that differ from 0…0.99; in pixels, degrees, and fractions of 255.
 _WIDE = {
     "TranslateX": (0.0, 32.0),
     "TranslateY": (0.0, 32.0),
@@ -31,7 +31,7 @@ _WIDE_POSTERIZE = 6
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a sub-policy: applied with a probability, at a magnitude 0…9 (0 where it has none)."""
+    """An operation of a sub-policy: applied with a probability, at a magnitude 0…9 (0 if it has none)."""
 
     name: str
     probability: float

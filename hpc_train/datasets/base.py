@@ -19,11 +19,11 @@ from hpc_train.datasets.types import DataInfo
 #: features, float (F,).
 RawImage = Image.Image | Tensor | np.ndarray[Any, Any]
 
-#: What the model takes of one sample: an image, a row of features, or several inputs as a dict or tuple.
+#: The model's input for one sample: an image, a row of features, or several inputs as a dict or tuple.
 RawInput = RawImage | dict[str, Any] | tuple[Any, ...]
 
 #: A number, or an array of the same shape for all samples, or a dict or tuple of these. Dtype and shape reach
-#: the task unchanged. If samples differ in shape (boxes), the task's ``target_spec`` says ``is_ragged``.
+#: the task unchanged. If samples differ in shape (boxes), the task's ``target_spec`` has ``is_ragged``.
 RawTarget = (
     Tensor | np.ndarray[Any, Any] | np.generic | Image.Image | int | float | Sequence[Any] | Mapping[str, Any]
 )
@@ -50,14 +50,14 @@ class ArraySplit(Protocol):
         """Return inputs (B, …) and targets (B, …) of ``indices`` (B,) int64, tensors or structures of them.
 
         A single tensor of inputs is images (B, C, H, W) uint8 or float, rows of features (B, F) float, or
-        tokens (B, T) int64. Targets have the dtype and shape that the task needs; a list of B tensors where
-        it takes targets that differ in shape.
+        tokens (B, T) int64. Targets have the dtype and shape that the task needs; they are a list of B
+        tensors if the task accepts targets that differ in shape.
         """
 
 
 @runtime_checkable
 class FileSplit(Protocol):
-    """A split of image files, of which the loader decodes as little as a batch needs."""
+    """A split of image files; the loader decodes only the resolution that a batch needs."""
 
     #: 1 or 3; other images are converted.
     channels: int
@@ -65,7 +65,7 @@ class FileSplit(Protocol):
     def __len__(self) -> int: ...
 
     def file_content(self, index: int, /) -> tuple[bytes | bytearray, RawTarget]:
-        """Return what the file of sample ``index`` contains, not decoded, and the sample's target."""
+        """Return the undecoded content of the file of sample ``index``, and the sample's target."""
 
 
 AnySplit = Split | ArraySplit | FileSplit
@@ -95,7 +95,7 @@ class TensorSplit:
 
 @dataclass(frozen=True)
 class DataSource:
-    """What a data set plug-in returns. Without ``val`` the run is not evaluated."""
+    """The result of a data set plug-in. Without ``val`` the run is not evaluated."""
 
     train: AnySplit
     val: AnySplit | None
@@ -103,19 +103,19 @@ class DataSource:
     #: Compares files with their stored hashes before a run reads them; called once per node, with a function
     #: that receives the fraction done. Raises BadFileError. None: each read is checked, or there is no hash.
     verify: Callable[[Callable[[float], None]], None] | None = None
-    #: Lines on what is in the files of the data and is not read; ``prepare`` and the log of a run show them.
+    #: Lines on unread content of the data's files, for ``prepare`` and the log of a run.
     notices: tuple[str, ...] = ()
-    #: The data that a pack was made of, where they are at hand: they are inspected in place of the pack.
+    #: The data from which a pack was written, if available: they are inspected instead of the pack.
     packed_from: DataSource | None = None
 
 
 class DatasetBuilder(Protocol):
-    """The plug-in itself: a function."""
+    """The plug-in: a function."""
 
     def __call__(self, rest: str, config: DataConfig, *, download: bool) -> DataSource:
         """Open the data; ``rest`` is the part of the name after ``provider/``.
 
-        ``download`` is true only in ``hpc-train prepare``: only then may it use the network. Raises
+        ``download`` is true only in ``hpc-train prepare``: otherwise the network must not be used. Raises
         BadFileError, starting with a key path (``data.root: …; …``), if the file requests something that does
         not exist.
         """

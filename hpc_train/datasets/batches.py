@@ -30,14 +30,14 @@ from hpc_train.datasets.workers import BatchStream
 from hpc_train.errors import BadFileError
 from hpc_train.run.bad_samples import BadSample
 
-#: How soon a rank that waits for its data notices a stop request (assumed).
+#: Maximum delay until a rank that waits for its data notices a stop request (assumed).
 _LOOK_EVERY_S = 0.2
 #: Samples of each split that ``prepare`` reads, evenly spaced (assumed).
 _TRIED_SAMPLES = 16
 
 
 class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
-    """Yields (step, this rank's micro-batches); steps count from 0, the first is the position's.
+    """Yields (step, this rank's micro-batches); steps count from 0, starting at the position.
 
     ``close`` ends the loader processes early; so does a ``with`` block.
     """
@@ -54,17 +54,16 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
         return reads[0].batch.step, [read.batch for read in reads]
 
     def is_ready(self, within_s: float = 0.0) -> bool:
-        """Whether all of the next step (or its error, or the end) has arrived, so that ``next`` would not
-        wait.
+        """Return True if the next step (or its error, or the end) has arrived, so that ``next`` won't wait.
 
-        Waits up to ``within_s`` for it, so that a rank that polls takes no time from its loader processes.
-        Always true without them: then reading is the rank's own work.
+        Waits up to ``within_s`` for it, so that polling takes no time from the rank's loader processes.
+        Always true without loader processes, because then the rank itself reads.
         """
         return self._stream.holds(self._slots_per_step, within_s)
 
     @property
     def worker_pids(self) -> list[int]:
-        """The loader processes; none without them, or once closed."""
+        """The loader processes; empty if there are none, or once closed."""
         return self._stream.worker_pids
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ def training_batches(
     bad_samples: BadSamples | None = None,
     target_spec: TargetSpecs = None,
 ) -> TrainingBatches:
-    """Return this rank's steps from ``position`` to ``total_steps``; loader processes start at once.
+    """Return this rank's steps from ``position`` to ``total_steps``; loader processes start immediately.
 
     Batches are on the CPU, pinned if ``device`` is CUDA; uint8, not normalised, unless the data are float. A
     sample that can't be read, or whose target does not fit ``target_spec``, is recorded in ``bad_samples``
@@ -194,8 +193,8 @@ def try_samples(
     """Read some samples of each split exactly as ranks do, without loader processes.
 
     Returns a batch of training samples, one of validation samples if there are any, and the samples that
-    ``data.on_bad_sample: skip`` would replace.
-    Raises BadFileError or TransientStorageError, as training would.
+    ``data.on_bad_sample: skip`` would replace. Raises BadFileError or TransientStorageError, as training
+    would.
     """
     skip_bad = experiment.data.on_bad_sample == "skip"
     readers = [_training_reader(source, experiment, target_spec, skip_bad=skip_bad)]
@@ -299,7 +298,7 @@ def _prepare(
     is_training: bool,
     has_targets: bool = True,
 ) -> Prepare:
-    """Return what prepares inputs and targets: ``images`` where only the inputs change."""
+    """Return a function that prepares inputs and targets; ``images`` prepares inputs alone."""
     if not moves_targets(target_spec):
         return lambda inputs, targets, slot: (images(inputs, targets, slot), targets)
     joint = JointTransform(data, seed, target_spec if has_targets else None, is_training=is_training)
@@ -329,7 +328,7 @@ def _resizing_key(images: Tensor | Sequence[Tensor], data: DataConfig) -> str | 
 
 
 def _first(inputs: Tensors | Sequence[Tensors]) -> Tensors:
-    """Return the inputs of one sample; of a structure of whole batches, that itself."""
+    """Return the inputs of one sample; a structure of whole batches is returned itself."""
     return inputs if is_structured(inputs) else inputs[0]
 
 
@@ -346,9 +345,9 @@ def _refuse_no_images(inputs: Tensors | Sequence[Tensors], key: str | None) -> N
         return
     sample = _first(inputs)
     if is_structured(sample):
-        found = "have several inputs"
+        difference = "have several inputs"
     elif sample.dim() != 3:
-        found = f"have shape {tuple(sample.shape)}"
+        difference = f"have shape {tuple(sample.shape)}"
     else:
         return
-    raise BadFileError(f"{key}: is for images, and samples {found}; take it out")
+    raise BadFileError(f"{key}: is for images, and samples {difference}; take it out")

@@ -19,7 +19,7 @@ from hpc_train.registry import is_factory, load, split_name
 
 
 def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
-    """Return the data set that the file names, images as tensors with ``info.channels`` channels.
+    """Return the experiment's data set, with images as tensors of ``info.channels`` channels.
 
     With ``download`` (only in ``prepare``) missing data are fetched. Raises BadFileError if the file is
     wrong.
@@ -71,7 +71,7 @@ def _as_tensors(split: AnySplit, info: DataInfo) -> AnySplit:
 
 
 def build_by_factory(config: DataConfig) -> DataSource:
-    """Return the data of ``package.module:factory``, a user's own.
+    """Return the data of ``package.module:factory``, user code.
 
     Called as ``factory(root=data.root, **data.args)``, without ``root`` if the file has none. It returns a
     DataSource, or (train, val), or only a training set; each has ``__len__`` and ``__getitem__`` → (image,
@@ -83,15 +83,15 @@ def build_by_factory(config: DataConfig) -> DataSource:
             f"data.name: {config.name!r} is {type(factory).__name__}; name a function or a class"
         )
     root = {} if config.root is None else {"root": config.root}
-    made = call(config.name, factory, **root, **config.args)
-    if isinstance(made, DataSource):
-        return made
-    train, val = _pair(config.name, made)
+    result = call(config.name, factory, **root, **config.args)
+    if isinstance(result, DataSource):
+        return result
+    train, val = _pair(config.name, result)
     return DataSource(train, val, infer_info(config.name, train, val))
 
 
-def _pair(name: str, made: Any) -> tuple[Any, Any]:
-    train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+def _pair(name: str, result: Any) -> tuple[Any, Any]:
+    train, val = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for split in (train, *([] if val is None else [val])):
         is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
         is_split = hasattr(split, "__len__") and is_readable and not isinstance(split, (tuple, dict))

@@ -1,8 +1,8 @@
 # ruff: noqa: N802, N803, N806  (shape suffixes)
 """Random brightness, contrast, saturation and hue (``data.augment.color_jitter``).
 
-The operations are torchvision's, with factors and an order that come from the sample's own random numbers, as
-in ``torchvision.transforms.v2.ColorJitter``. Legend: B images, C channels, H rows, W columns.
+The operations are torchvision's, with factors and an order drawn from the sample's random numbers, as in
+``torchvision.transforms.v2.ColorJitter``. Legend: B images, C channels, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ADJUST = {
     "saturation": tvf.adjust_saturation,
     "hue": tvf.adjust_hue,
 }
-#: Gray images have neither.
-_OF_COLORS = ("saturation", "hue")
+#: Operations that do not apply to gray images.
+_COLOR_ONLY = ("saturation", "hue")
 
 
 def color_jitter(images_BCHW: Tensor, keys: Keys, config: ColorJitterConfig) -> Tensor:
-    """Return the images (B, C, H, W) uint8, C 1 or 3, each changed by its own factors in its own order."""
+    """Return the images (B, C, H, W) uint8, C 1 or 3, each with separate factors and a separate order."""
     names = [name for name in _ADJUST if getattr(config, name)]
     if images_BCHW.shape[1] == 1:
-        names = [name for name in names if name not in _OF_COLORS]
+        names = [name for name in names if name not in _COLOR_ONLY]
     if not names:
         return images_BCHW
     factors_KB = [_factors_B(name, keys, getattr(config, name)).tolist() for name in names]

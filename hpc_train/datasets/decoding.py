@@ -1,9 +1,9 @@
-"""Decodes the content of an image file: ordinary JPEG by libjpeg-turbo (simplejpeg), all else by Pillow.
+"""Decodes the content of an image file: ordinary JPEG by libjpeg-turbo (simplejpeg), other files by Pillow.
 
-Both give the same pixels, since Pillow uses libjpeg-turbo with the same settings (accurate DCT, smooth
-upsampling of chroma), so which one decodes is a matter of speed alone:
-simplejpeg takes two thirds of Pillow's time for 500 x 375 pixels and an eighth for 32 x 32 (measured). It
-refuses damaged files; whether such a file can be read, and the error, is left to Pillow.
+Both return the same pixels, since Pillow uses libjpeg-turbo with the same settings (accurate DCT, smooth
+upsampling of chroma), so the choice affects only speed: simplejpeg takes two thirds of Pillow's time for
+500 x 375 pixels and an eighth for 32 x 32 (measured). simplejpeg refuses damaged files; these are left to
+Pillow, which reads them or raises the error.
 
 Legend: C channels, H rows, W columns.
 """
@@ -31,15 +31,15 @@ from hpc_train.datasets.images import (
 from hpc_train.errors import BadFileError
 
 _JPEG_START = b"\xff\xd8"
-#: Requested channels and the file's colorspace → the colorspace to decode to, where Pillow's is the same. Its
-#: gray of a colour image is not libjpeg's, nor is its RGB of CMYK.
+#: Requested channels and the file's colorspace → the colorspace to decode to, if Pillow's result is the same.
+#: Its conversions of color to gray and of CMYK to RGB differ from libjpeg's.
 _DECODED_TO = {(3, "YCbCr"): "RGB", (3, "RGB"): "RGB", (3, "Gray"): "RGB", (1, "Gray"): "GRAY"}
 
-#: What ``as_pixels`` writes before the pixels: this, (C, H, W), whether they are stored as (C, H, W).
+#: The header that ``as_pixels`` writes: this, (C, H, W), whether the pixels are stored as (C, H, W).
 _PIXELS_START = b"hpc-train pixels"
 _PIXELS_HEAD = struct.Struct("<16sIII?")
 
-#: JPEG decodes to these fractions of its sides in less time than to all of them.
+#: JPEG decodes to these fractions of its sides faster than in full.
 _REDUCTIONS = (8, 4, 2)
 
 
@@ -53,22 +53,22 @@ class UndecodableError(Exception):
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The JPEG of sample ``index``, decoded when it is used. ``shape`` is (C, H, W)."""
+    """The JPEG of sample ``index``, decoded on use. ``shape`` is (C, H, W)."""
 
     content: bytes | bytearray
     shape: tuple[int, int, int]
-    #: The colorspace that simplejpeg decodes it to.
+    #: The colorspace to which simplejpeg decodes it.
     colorspace: str
     index: int
 
     def dim(self) -> int:
-        """Return the dimensions of the decoded image."""
+        """Return the number of dimensions of the decoded image."""
         return len(self.shape)
 
     def decode(self, reduction: int = 1) -> Tensor:
         """Return the image (C, H, W) uint8, its pixels stored as (H, W, C).
 
-        ``reduction``: 2, 4 or 8 return sides of that fraction, rounded up. Raises UndecodableError.
+        ``reduction``: 2, 4 or 8 divide the sides by this number, rounded up. Raises UndecodableError.
         """
         try:
             return self._decoded(reduction)
@@ -111,11 +111,11 @@ def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
 def read_image(
     content: bytes | bytearray, channels: int, index: int, rules: PixelRules = DEFAULT_RULES
 ) -> EncodedImage | Tensor:
-    """Return the image of a file's ``content`` as 1 or 3 channels; of ordinary JPEG only the header is read.
+    """Return the image of a file's ``content`` as 1 or 3 channels; for ordinary JPEG only the header is read.
 
-    What ``as_pixels`` returned is an image too, with the channels that it was decoded to; a bytearray is not
-    copied. A JPEG that the rules turn upright is decoded. Raises OSError, SyntaxError or ValueError as Pillow
-    does if the content is not an image, or is damaged.
+    ``content`` may also be the result of ``as_pixels``, whose channels are kept; a bytearray is not copied. A
+    JPEG that the rules turn upright is decoded. Raises OSError, SyntaxError or ValueError like Pillow if the
+    content is not an image, or is damaged.
     """
     if is_decoded(content):
         return _of_pixels(content)
@@ -126,7 +126,7 @@ def read_image(
 
 
 def is_decoded(content: bytes | bytearray) -> bool:
-    """Return True for pixels that ``as_pixels`` returned, False for an image file."""
+    """Return True for the result of ``as_pixels``, False for an image file."""
     return content.startswith(_PIXELS_START)
 
 
@@ -136,7 +136,7 @@ def _is_turned(content: bytes | bytearray, rules: PixelRules) -> bool:
 
 
 def as_pixels(image: Tensor) -> bytes:
-    """Return a decoded image (C, H, W) uint8 as ``read_image`` reads it, in the same memory layout."""
+    """Return a decoded image (C, H, W) uint8 in the format of ``read_image``, in the same memory layout."""
     is_channels_first = image.stride(0) != 1
     pixels = image if is_channels_first else image.permute(1, 2, 0)
     return _PIXELS_HEAD.pack(_PIXELS_START, *image.shape, is_channels_first) + pixels.numpy().tobytes()
@@ -153,7 +153,7 @@ def _of_pixels(content: bytes | bytearray) -> Tensor:
 def _read_header(
     content: bytes | bytearray, channels: int, index: int, max_pixels: int | None
 ) -> EncodedImage | None:
-    """Return the JPEG, or None if Pillow should decode it or say why it can't be decoded."""
+    """Return the JPEG, or None if Pillow should decode it or report the error."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError:
@@ -172,7 +172,7 @@ def decoded(image: Tensor | EncodedImage) -> Tensor:
 def decode(content: bytes, channels: int, rules: PixelRules = DEFAULT_RULES) -> Tensor:
     """Return the image (C, H, W) uint8 of a file's ``content`` with ``channels`` channels, 1 or 3.
 
-    Pixels are stored as (H, W, C). Raises what ``read_image`` does.
+    Pixels are stored as (H, W, C). Raises the same errors as ``read_image``.
     """
     image = read_image(content, channels, 0, rules)
     return image._decoded(1) if isinstance(image, EncodedImage) else image
@@ -192,7 +192,7 @@ def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: PixelRul
 
 
 def states_its_range(image: ImageFile.ImageFile) -> bool:
-    """Return True for an opened PGM file with a maximum of its own, which Pillow scales to 16 bits."""
+    """Return True for an opened PGM file with an explicit maximum, which Pillow scales to 16 bits."""
     return bool(image.tile) and str(image.tile[0][0]).startswith("ppm")
 
 

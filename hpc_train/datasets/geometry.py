@@ -1,11 +1,12 @@
 # ruff: noqa: N806  (shape suffixes)
 """Crops, scaling, flips and padding of an image together with its mask and boxes.
 
-A ``Geometry`` is one map from an image to the canvas that the model sees, chosen by the sample's own random
-numbers; it is then applied to the image (bilinear or bicubic with antialiasing), the mask (nearest neighbour)
-and the boxes. Called by ``joint``, which applies ``data.augment`` to whole batches.
+A ``Geometry`` is one map from an image to the model's canvas, drawn from the sample's random numbers; it is
+applied to the image (bilinear or bicubic with antialiasing), the mask (nearest neighbour) and the boxes.
+Called by ``joint``, which applies ``data.augment`` to whole batches.
 
-Legend: B samples, C channels, H rows and W columns of the canvas, h and w those of an image, n boxes.
+Legend: B samples, C channels, H rows and W columns of the canvas, h and w rows and columns of an image,
+n boxes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The ``part`` of an image is resized to ``placed`` on the canvas, and then the canvas is flipped.
+    """Resizes the ``part`` of an image to ``placed`` on the canvas, and then flips the canvas.
 
     Pixels of the canvas outside of ``placed`` are padding.
     """
@@ -67,7 +68,7 @@ class Geometry:
     canvas: Sides
     hflip: bool = False
     vflip: bool = False
-    #: A JPEG file is decoded to this fraction of its sides, of which ``part`` is a multiple.
+    #: A JPEG file is decoded to this fraction of its sides; ``part`` is a multiple of it.
     reduction: int = 1
 
     def image(self, image: Tensor | EncodedImage, interpolation: str = "bilinear") -> Tensor:
@@ -79,13 +80,13 @@ class Geometry:
         return self._flipped(self._on_canvas(resize(part, *self.placed.sides, interpolation), 0))
 
     def mask(self, mask: Tensor, padding: int) -> Tensor:
-        """Return (H, W) of the mask's dtype, from (h, w): each pixel that of the nearest one."""
+        """Return (H, W) of the mask's dtype, from (h, w), by nearest neighbour."""
         rows = _nearest(self.part.top, self.part.height, self.placed.height)
         columns = _nearest(self.part.left, self.part.width, self.placed.width)
         return self._flipped(self._on_canvas(mask[rows][:, columns], padding))
 
     def boxes(self, boxes: Tensor, minimum_side: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return the boxes (n, 4) moved and clipped, and (n,) bool: whether a box is still large enough.
+        """Return the boxes (n, 4) moved and clipped, and (n,) bool: True if a box is still large enough.
 
         Left, top, right, bottom in pixels, floating point. Both sides of a box must have ``minimum_side``
         pixels on the canvas; a box outside of the part has none.
@@ -110,7 +111,7 @@ class Geometry:
         if self.placed.sides == self.canvas:
             return placed
         *channels, _, _ = placed.shape
-        # As images are stored: (H, W, C).
+        # Images are stored as (H, W, C).
         canvas = placed.new_full((*self.canvas, *channels), padding)
         canvas = canvas.permute(2, 0, 1) if channels else canvas
         self.placed.of(canvas).copy_(placed)
@@ -122,14 +123,14 @@ class Geometry:
 
 
 def _nearest(start: int, length: int, to: int) -> Tensor:
-    """Return which pixels of ``start`` to ``start + length`` are nearest to ``to`` evenly spaced centers."""
+    """Return the pixels of ``start`` to ``start + length`` nearest to ``to`` evenly spaced centers."""
     return start + (2 * torch.arange(to) + 1) * length // (2 * to)
 
 
 def fitted(image: Sides, canvas: Sides | None) -> Geometry:
-    """Return the map of the evaluation: the whole image, as large as fits on the canvas, at its top left.
+    """Return the map of the evaluation: the whole image, scaled to fit the canvas, at its top left.
 
-    Without ``canvas`` the image stays as it is.
+    Without ``canvas`` the image is unchanged.
     """
     canvas = canvas or image
     return Geometry(Rectangle(0, 0, *image), Rectangle(0, 0, *scaled_sides(image, canvas)), canvas)
@@ -142,7 +143,7 @@ def fitted_back(image: Sides, canvas: Sides | None) -> Geometry:
 
 
 def scaled_sides(image: Sides, canvas: Sides, factor: float = 1.0) -> Sides:
-    """Return the sides of an image as large as fits on the canvas, times ``factor``, rounded."""
+    """Return the sides of an image scaled to fit the canvas, times ``factor``, rounded."""
     fit = min(canvas[0] / image[0], canvas[1] / image[1]) * factor
     return max(1, round(image[0] * fit)), max(1, round(image[1] * fit))
 
@@ -154,10 +155,10 @@ def random_geometries(
     canvas: Sides | None,
     eval_canvas: Sides | None,
 ) -> list[Geometry]:
-    """Return what ``random_resized_crop``, ``random_scale``, ``hflip`` and ``vflip`` do to each of B images.
+    """Return a map for each of B images, for ``random_resized_crop``, ``random_scale``, ``hflip``, ``vflip``.
 
-    ``canvas``: (H, W), by default the image's own; ``eval_canvas``: where the evaluation fits images, to
-    which ``random_scale`` is relative.
+    ``canvas``: (H, W), by default the image's own; ``eval_canvas``: the canvas of the evaluation, to which
+    ``random_scale`` is relative.
     """
     placed = _cropped(config, keys, images, canvas) or _scaled(config, keys, images, canvas, eval_canvas)
     flips = zip(
@@ -210,19 +211,19 @@ def _scaled(
     return placed
 
 
-def _along(length: int, scaled: int, canvas: int, where: float, pads: bool) -> tuple[int, int, int, int]:
-    """Return start and length of the part of an axis, and of its place on the canvas.
+def _along(length: int, scaled: int, canvas: int, fraction: float, pads: bool) -> tuple[int, int, int, int]:
+    """Return start and length of the part of an axis, and start and length on the canvas.
 
-    ``where`` in [0, 1) chooses among the possible starts of the crop, or with ``pads`` of the place.
+    ``fraction`` in [0, 1) selects one of the possible starts of the crop or, with ``pads``, of the placement.
     """
     if scaled > canvas:
-        kept = min(length, max(1, round(length * canvas / scaled)))
-        return int(where * (length - kept + 1)), kept, 0, canvas
-    return 0, length, int(where * (canvas - scaled + 1)) if pads else 0, scaled
+        cropped = min(length, max(1, round(length * canvas / scaled)))
+        return int(fraction * (length - cropped + 1)), cropped, 0, canvas
+    return 0, length, int(fraction * (canvas - scaled + 1)) if pads else 0, scaled
 
 
 def _aligned(part: Rectangle, placed: Rectangle, canvas: Sides, hflip: bool, vflip: bool) -> Geometry:
-    """Return the map, its part rounded to the pixels of an image that is decoded to a fraction of its size.
+    """Return the map, its part rounded to the pixels of an image decoded at a fraction of its size.
 
     Rounded for images of any format and for masks alike, so that they match.
     """

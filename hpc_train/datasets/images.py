@@ -1,6 +1,6 @@
 """Converts images of any kind to tensors (C, H, W) with the requested channels; resizing for evaluation.
 
-torchvision, which takes a third of a second to import, is imported where an image needs it.
+torchvision, which takes a third of a second to import, is imported only when an image needs it.
 
 Legend: B images, C channels, H rows, W columns.
 """
@@ -29,7 +29,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.run.files import UnreadableFileError, read_regular
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
-#: Files that Pillow opens in mode I, of 32 bits, though they have 16: PNG before Pillow 10.3, and PGM.
+#: Files with 16 bits that Pillow opens in mode I, of 32 bits: PNG before Pillow 10.3, and PGM.
 _SIXTEEN_BITS = {"PNG", "PPM"}
 #: PIL modes whose values have no defined range.
 _NO_RANGE = {"F": "float", "I": "32-bit"}
@@ -43,13 +43,13 @@ FORMATS = (
 _ORIENTATION, UPRIGHT = 0x0112, 1
 #: Orientations that exchange rows and columns.
 _TRANSPOSED = {5, 6, 7, 8}
-#: Orientation → dimensions of (C, H, W) that are flipped after that.
+#: Orientation → dimensions of (C, H, W) that are flipped afterwards.
 _FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
-#: A larger file is not an image: Pillow refuses to decode so many pixels.
+#: Maximum size of an image file: Pillow refuses to decode as many pixels.
 _MAX_IMAGE_BYTES = 4 << 30
-#: Held while Pillow's limit of pixels, a global variable, has another value.
+#: Held while Pillow's pixel limit, a global variable, is changed.
 _PIXEL_LIMIT = threading.RLock()
-#: The types of images that are accepted.
+#: The accepted types of images.
 _RULE = (
     "an image must be PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of "
     "features must be float of (F,)"
@@ -58,11 +58,11 @@ _RULE = (
 
 @dataclass(frozen=True)
 class PixelRules:
-    """The keys of ``data`` that decide how the values of an image file become pixels."""
+    """The keys of ``data`` that determine how the values of an image file become pixels."""
 
     value_range: tuple[float, float] | None = None
     applies_orientation: bool = False
-    #: Largest number of pixels; None: Pillow's limit.
+    #: Maximum number of pixels; None: Pillow's limit.
     max_pixels: int | None = None
 
     @classmethod
@@ -71,12 +71,12 @@ class PixelRules:
         return cls(data.value_range, data.exif_orientation == "apply", data.max_image_pixels)
 
 
-#: The rules of a file without these keys.
+#: The default values of these keys.
 DEFAULT_RULES = PixelRules()
 
 
 def image_content(path: str, where: object = None) -> bytes:
-    """Return the content of an image file; the only way in which the package reads one by its path.
+    """Return the content of an image file; the package reads image files by path only with this function.
 
     ``where``: the row that names it. Raises OSError if it can't be read, BadFileError if it is a folder, a
     pipe or a device.
@@ -94,11 +94,11 @@ def image_content(path: str, where: object = None) -> bytes:
 
 @contextmanager
 def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Iterator[ImageFile.ImageFile]:
-    """Open the content of an image file; the only way in which the package opens images.
+    """Open the content of an image file; the package opens images only with this function.
 
-    Raises UnidentifiedImageError if the content is of none of ``FORMATS``, DecompressionBombError for an
+    Raises UnidentifiedImageError if the content has none of the ``FORMATS``, DecompressionBombError for an
     image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError,
-    SyntaxError or ValueError as Pillow does.
+    SyntaxError or ValueError like Pillow.
     """
     with _limited_to(max_pixels):
         try:
@@ -118,7 +118,7 @@ def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Ite
 
 
 def open_lazily(source: Any, *_: Any, **__: Any) -> ImageFile.ImageFile:
-    """Replace ``Image.open`` in the code of others: of all formats only ``FORMATS`` are opened.
+    """Replacement for ``Image.open`` in other libraries that opens only ``FORMATS``.
 
     ``source``: a path or a file; the pixels are read later. Other arguments of ``Image.open`` are ignored.
     """
@@ -128,13 +128,13 @@ def open_lazily(source: Any, *_: Any, **__: Any) -> ImageFile.ImageFile:
     Image.init()
     try:
         return Image.open(source, formats=[name for name in others if name in Image.OPEN])
-    except UnidentifiedImageError as error:  # its own message has the address of the buffer
+    except UnidentifiedImageError as error:  # Pillow's message contains the address of the buffer
         raise UnidentifiedImageError("cannot identify the image format") from error
 
 
 @contextmanager
 def _limited_to(max_pixels: int | None) -> Iterator[None]:
-    """Disable Pillow's own limit of pixels, which some formats check again while they decode."""
+    """Disable Pillow's pixel limit, which some formats check again while they decode."""
     if max_pixels is None:
         yield
         return
@@ -149,10 +149,10 @@ def _limited_to(max_pixels: int | None) -> Iterator[None]:
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of an opened file, 1 to 8; 1 without a valid one."""
     try:
-        found = image.getexif().get(_ORIENTATION, UPRIGHT)
-    except Exception:  # whatever Pillow raises for damaged EXIF data, which are no part of the pixels
+        orientation = image.getexif().get(_ORIENTATION, UPRIGHT)
+    except Exception:  # any error of Pillow for damaged EXIF data; the pixels are not affected
         return UPRIGHT
-    return found if found in _FLIPPED else UPRIGHT
+    return orientation if orientation in _FLIPPED else UPRIGHT
 
 
 def turned_upright(image: Tensor, orientation: int) -> Tensor:
@@ -167,15 +167,15 @@ def turned_upright(image: Tensor, orientation: int) -> Tensor:
 def as_tensor(
     image: RawImage, channels: int | None = None, value_range: tuple[float, float] | None = None
 ) -> Tensor:
-    """Return (C, H, W) uint8, or float unchanged, with ``channels`` channels (None: as many as it has).
+    """Return (C, H, W) uint8, or float unchanged, with ``channels`` channels (None: unchanged).
 
     A row of features, float (F,), is returned unchanged.
 
     Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. With ``value_range`` the
     values of PIL images of 16 or 32 bits and of floats are scaled so that the range becomes 0 to 255; values
-    outside are clipped. Without it, 16-bit gray keeps its upper eight bits. Raises BadFileError for anything
-    else, also for PIL images of floats (mode F) and of 32-bit integers (mode I), whose values have no defined
-    range.
+    outside are clipped. Without it, 16-bit gray keeps its upper eight bits. Raises BadFileError for other
+    types, also for PIL images of floats (mode F) and of 32-bit integers (mode I), whose values have no
+    defined range.
     """
     if isinstance(image, Image.Image):
         return _from_pil(_as_bytes(image, value_range), channels)
@@ -195,8 +195,8 @@ def as_tensor(
 def as_inputs(sample: RawInput, channels: int | None = None) -> Tensors:
     """Return a sample's inputs: ``as_tensor`` of an image or features, or a dict or tuple of tensors.
 
-    In a structure a PIL image or uint8 (C, H, W) becomes an image with as many channels as it has, and
-    anything else keeps its dtype and shape.
+    In a structure a PIL image or uint8 (C, H, W) becomes an image with unchanged channels, and other values
+    keep their dtype and shape.
     """
     if isinstance(sample, dict):
         return {str(key): _as_part(value) for key, value in sample.items()}
@@ -254,7 +254,7 @@ def _from_pil(image: Image.Image, channels: int | None) -> Tensor:
     if mode is None:
         raise BadFileError(f"data: a {image.mode} image has no {channels} channels; ask for 1, 3 or 4")
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB warns
+        image = image.convert("RGBA")  # a direct conversion to RGB warns
     pixels = np.array(image if image.mode == mode else image.convert(mode))
     tensor = torch.from_numpy(pixels)
     return tensor[None] if tensor.dim() == 2 else tensor.permute(2, 0, 1)
@@ -277,12 +277,12 @@ def _with_channels(image: Tensor, channels: int) -> Tensor:
 
 
 def inputs_and_target(sample: object) -> tuple[RawInput, RawTarget]:
-    """Return what ``__getitem__`` of a split returned. Raises BadFileError for anything but a pair."""
+    """Return the pair that a split's ``__getitem__`` returned. Raises BadFileError for anything else."""
     if isinstance(sample, (tuple, list)) and len(sample) == 2:
         return sample[0], sample[1]
     length = f" of {len(sample)}" if isinstance(sample, (tuple, list, dict)) else ""
-    found = f"{type(sample).__name__}{length}"
-    raise BadFileError(f"data: __getitem__ returned a {found} for a sample; return (inputs, target)")
+    kind = f"{type(sample).__name__}{length}"
+    raise BadFileError(f"data: __getitem__ returned a {kind} for a sample; return (inputs, target)")
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class ImageSplit:
         return as_inputs(inputs, self.channels), target
 
     def path(self, index: int) -> Path | None:
-        """Return the file of a sample, if the split knows it."""
+        """Return the file of a sample, if the split has its path."""
         return sample_path(self.split, index)
 
 
@@ -313,12 +313,12 @@ def sample_path(split: Any, index: int) -> Path | None:
 def resize(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
     """Resize (C, H, W) with antialiasing; uint8 stays uint8.
 
-    The pixels are those of torchvision's ``resize``, which takes longer to call.
+    The pixels equal those of torchvision's ``resize``, whose call takes longer.
     """
     if tuple(image.shape[-2:]) == (height, width):
         return image
     if image.dtype == torch.uint8:
-        # Vectorised for three channels in this layout only: 1.4 times as fast (measured).
+        # Vectorised for three channels only in this layout: 1.4 times as fast (measured).
         layout = torch.channels_last
     else:
         layout = torch.contiguous_format
@@ -328,10 +328,12 @@ def resize(image: Tensor, height: int, width: int, interpolation: str = "bilinea
     return resized[0]
 
 
-def centre_square(image: Tensor, side: int, kept: float = 1.0, interpolation: str = "bilinear") -> Tensor:
-    """Resize and crop to the centre square of ``side`` pixels, which is ``kept`` of the shorter side."""
+def centre_square(
+    image: Tensor, side: int, crop_ratio: float = 1.0, interpolation: str = "bilinear"
+) -> Tensor:
+    """Resize and crop to the centre square of ``side`` pixels, ``crop_ratio`` of the shorter side."""
     height, width = image.shape[-2:]
-    shorter = max(side, round(side / kept))
+    shorter = max(side, round(side / crop_ratio))
     if height <= width:
         height, width = shorter, int(shorter * width / height)
     else:
@@ -341,7 +343,7 @@ def centre_square(image: Tensor, side: int, kept: float = 1.0, interpolation: st
 
 
 def stack_inputs(samples: Sequence[Tensors]) -> Tensors:
-    """Return the inputs of several samples as those of a batch. Raises BadFileError where they differ."""
+    """Return the inputs of several samples as those of a batch. Raises BadFileError if they differ."""
     return collate(samples, lambda parts, name: stack(parts) if name == "" else _stack_part(parts, name))
 
 
@@ -371,7 +373,7 @@ def stack(images: Sequence[Tensor]) -> Tensor:
             f"data.image_size: images differ in shape ({_sides(one)} and {_sides(other)}); "
             "write the size in pixels to which all are resized"
         )
-    if images[0].dim() == 3 and images[0].stride(0) == 1:  # pixels as they were decoded: (H, W, C)
+    if images[0].dim() == 3 and images[0].stride(0) == 1:  # decoded pixels are stored as (H, W, C)
         return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
     return torch.stack(list(images))
 

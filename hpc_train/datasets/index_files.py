@@ -1,9 +1,9 @@
-"""The index of a data set that files list: arrays with a number or more per sample, in one small file.
+"""The index of a data set that is listed by files: arrays with one or more numbers per sample, in one file.
 
-    magic │ size and hash of the header │ header, JSON: classes; place and hash of each array │ arrays
+    magic │ size and hash of the header │ header, JSON: classes; offset and hash of each array │ arrays
 
 ``hpc-train prepare`` writes it once; each rank reads it into memory, instead of parsing lists or the headers
-of tar files. Its name and header are those of ``data_facts.listed_data``.
+of tar files. Its name and header are defined in ``data_facts.listed_data``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.storage_errors import storage_error
 
 Array = np.ndarray[Any, Any]
-#: Name of an array → pattern of its type, as NumPy spells it.
+#: Name of an array → pattern of its NumPy dtype.
 _TYPES = {
     "targets": r"<i8|<f4",
     "ends": "<i8",
@@ -51,17 +51,17 @@ _TYPES = {
     "crowds": "<i8",
     "starts": "<i8",
 }
-#: Arrays with a row more than there are samples, and with any number of rows.
+#: Arrays with one row more than there are samples, and arrays with any number of rows.
 _ONE_MORE, _ANY_NUMBER = {"ends", "starts"}, {"bytes", "corners", "labels", "crowds"}
 
 
 @dataclass(frozen=True)
 class Index:
-    """What an index holds: for each split its arrays by name, and facts on all of them."""
+    """The content of an index: the arrays of each split by name, and facts about all of them."""
 
     splits: Mapping[str, Mapping[str, Array]]
     class_names: tuple[str, ...] = ()
-    #: What else a data set stores, as JSON.
+    #: Other JSON values that a data set stores.
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -96,11 +96,10 @@ def text_at(arrays: Mapping[str, Array], index: int) -> str:
 
 
 def open_index(data: DataConfig, files: Sequence[Path], layout: Layout) -> Index | None:
-    """Return the index of ``files`` as they are now; None if there is none, or it is damaged.
+    """Return the up-to-date index of ``files``; None if there is none, or it is damaged.
 
-    One without the splits and arrays of ``layout`` is damaged.
-
-    Raises OSError if one of the files is not here, or the disk fails.
+    An index without the splits and arrays of ``layout`` is damaged. Raises OSError if a file is not here, or
+    the disk fails.
     """
     path = index_path(data, files)
     header = index_header(path)
@@ -117,7 +116,7 @@ def open_index(data: DataConfig, files: Sequence[Path], layout: Layout) -> Index
 
 
 class _DamagedError(Exception):
-    """An array is not what was written."""
+    """An array differs from the one that was written."""
 
 
 def _read_arrays(file: BinaryIO, start: int, split: Mapping[str, Any]) -> dict[str, Array]:
@@ -132,7 +131,7 @@ def _read_arrays(file: BinaryIO, start: int, split: Mapping[str, Any]) -> dict[s
 def _read_array(file: BinaryIO, start: int, key: str, entry: Mapping[str, Any]) -> Array:
     offset, nbytes, shape = entry["offset"], entry["nbytes"], entry["shape"]
     is_typed = re.fullmatch(_TYPES.get(key, ""), entry["dtype"])
-    # Before anything is read: a wrong number would be allocated.
+    # Checked before reading: a wrong size would be allocated.
     if not is_typed or start + offset + nbytes > os.fstat(file.fileno()).st_size:
         raise _DamagedError
     dtype = np.dtype(entry["dtype"])
@@ -148,7 +147,7 @@ def _read_array(file: BinaryIO, start: int, key: str, entry: Mapping[str, Any]) 
 def index_of(
     data: DataConfig, files: Sequence[Path], layout: Layout, make: Callable[[], Index], *, download: bool
 ) -> Index:
-    """Return the index of ``files``, or what ``make`` reads off them; with ``download`` it is written."""
+    """Return the index of ``files``, or the result of ``make``; with ``download`` it is written."""
     if download:
         return ensure_index(data, files, layout, make)
     return open_index(data, files, layout) or make()
@@ -160,21 +159,21 @@ def ensure_index(data: DataConfig, files: Sequence[Path], layout: Layout, make: 
     For ``prepare``. Raises BadFileError if the files change meanwhile, StorageError if the disk refuses it.
     """
     path = index_path(data, files)
-    if (found := open_index(data, files, layout)) is not None:
+    if (existing := open_index(data, files, layout)) is not None:
         say(f"data.root: the index {path} is intact and up to date")
-        return found
-    made = make()
+        return existing
+    index = make()
     if index_path(data, files) != path:
         raise BadFileError(
             f"data.root: the files in {data.root} changed while they were indexed; run prepare again"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, made)
+        _write(path, index)
     except OSError as error:
         raise storage_error(error, path.parent) from error
     say(f"data.root: the index {path} is written, {path.stat().st_size} bytes")
-    return made
+    return index
 
 
 def _write(path: Path, index: Index) -> None:

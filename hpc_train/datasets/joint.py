@@ -27,20 +27,20 @@ from hpc_train.datasets.targets import parts_moved_as
 from hpc_train.datasets.types import TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
 
-#: Boxes of which less than this many pixels in a side is left by a random crop are dropped (assumed).
+#: Boxes whose sides are shorter than this many pixels after a random crop are dropped (assumed).
 _MINIMUM_SIDE = 1.0
 
 
 def moves_targets(spec: TargetSpecs) -> bool:
-    """Tell whether the task has targets that move along with the image."""
+    """Return True if the task has targets that move with the image."""
     specs = spec.values() if isinstance(spec, dict) else [spec]
-    return any(each is not None and each.geometry is not None for each in specs)
+    return any(item is not None and item.geometry is not None for item in specs)
 
 
 class JointTransform:
-    """Resizes or augments images and what moves along with them; without ``spec`` images alone.
+    """Resizes or augments images and the targets that move with them; without ``spec`` only images.
 
-    Raises BadFileError where ``data.augment`` moves pixels in a way that masks and boxes can't follow.
+    Raises BadFileError if ``data.augment`` moves pixels in a way that masks and boxes can't follow.
     """
 
     def __init__(self, data: DataConfig, seed: int, spec: TargetSpecs, *, is_training: bool) -> None:
@@ -56,9 +56,9 @@ class JointTransform:
     def __call__(
         self, inputs: Tensor | Sequence[Tensor | EncodedImage], targets: Tensors, slot: Slot
     ) -> tuple[Tensor, Tensors]:
-        """Return (B, C, H, W) and the targets: masks (B, H, W), boxes and what belongs to them as lists of B.
+        """Return (B, C, H, W) and the targets: masks (B, H, W); boxes and their data as lists of B tensors.
 
-        ``targets`` are those of ``TargetCheck``, masks (B, H, W) or a list of B. Raises UndecodableError.
+        ``targets`` come from ``TargetCheck``, masks (B, H, W) or a list of B. Raises UndecodableError.
         """
         images = list(inputs)
         self._refuse_other_sides(images, targets, slot)
@@ -82,28 +82,30 @@ class JointTransform:
     def _geometries(self, images: Sequence[Tensor | EncodedImage], keys: Keys) -> list[Geometry]:
         sides = [(int(image.shape[-2]), int(image.shape[-1])) for image in images]
         if not self._is_training:
-            return [fitted(each, self._eval_canvas) for each in sides]
+            return [fitted(size, self._eval_canvas) for size in sides]
         return random_geometries(self._augment, keys, sides, self._canvas, self._eval_canvas)
 
     def _moved(self, targets: Tensors, geometries: Sequence[Geometry]) -> Tensors:
         specs = self._spec if isinstance(self._spec, dict) else {"": self._spec}
         parts = targets if isinstance(self._spec, dict) else {"": targets}
         moved: dict[str, Any] = dict(parts)
-        kept: list[Tensor] | None = None
+        flags: list[Tensor] | None = None
         for name, boxes in parts_moved_as("boxes", self._spec, targets):
             minimum = _MINIMUM_SIDE if self._is_training else 0.0
-            pairs = [geometry.boxes(each, minimum) for geometry, each in zip(geometries, boxes, strict=True)]
-            kept = [fits if self._is_training else torch.ones_like(fits) for _, fits in pairs]
-            moved[name] = [each[fits] for (each, _), fits in zip(pairs, kept, strict=True)]
+            pairs = [
+                geometry.boxes(values, minimum) for geometry, values in zip(geometries, boxes, strict=True)
+            ]
+            flags = [fits if self._is_training else torch.ones_like(fits) for _, fits in pairs]
+            moved[name] = [values[fits] for (values, _), fits in zip(pairs, flags, strict=True)]
         for name, rows in parts_moved_as("per box", self._spec, targets):
-            if kept is not None:
-                moved[name] = [each[fits] for each, fits in zip(rows, kept, strict=True)]
+            if flags is not None:
+                moved[name] = [values[fits] for values, fits in zip(rows, flags, strict=True)]
         for name, masks in parts_moved_as("mask", self._spec, targets):
             moved[name] = _moved_masks(masks, geometries, specs[name])
         return moved if isinstance(self._spec, dict) else moved[""]
 
     def _refuse_other_sides(self, images: Sequence[Any], targets: Tensors, slot: Slot) -> None:
-        """Raise BadFileError where a mask of a data set that is read in whole batches does not fit."""
+        """Raise BadFileError if a mask of an ``ArraySplit`` does not fit its image."""
         for _, masks in parts_moved_as("mask", self._spec, targets):
             for index, image, mask in zip(slot.indices.tolist(), images, masks, strict=True):
                 if tuple(mask.shape[-2:]) != tuple(image.shape[-2:]):

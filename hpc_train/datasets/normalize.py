@@ -15,7 +15,7 @@ from hpc_train.datasets.types import DataInfo
 
 
 class Normalize:
-    """Maps uint8 images to (x / 255 - mean) / std. Float images count as already normalised; tokens (int64)
+    """Maps uint8 images to (x / 255 - mean) / std. Float images must already be normalised; tokens (int64)
     are returned unchanged.
 
     ``dtype`` is float64 under fp64, else float32: autocast or the strategy casts further.
@@ -39,8 +39,8 @@ class Normalize:
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, inputs: Tensors) -> Tensors:
-        """Return the inputs on their device. In a structure uint8 (B, C, H, W) are images and
-        only they are normalised; other integers and bool are unchanged.
+        """Return the inputs on their device. In a structure only uint8 (B, C, H, W), which are images, are
+        normalised; other integers and bool are unchanged.
         """
         return map_tensors(self._part if is_structured(inputs) else self._images, inputs)
 
@@ -67,10 +67,10 @@ class Normalize:
 
 
 def mean_and_std(info: DataInfo, config: DataConfig) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and standard deviation per channel of the file, or else of the data set."""
-    own = config.normalize
-    assert own is None or not own.from_weights, "models.preprocessing writes them out"
-    return (info.mean, info.std) if own is None else (own.mean, own.std)
+    """Return the mean and standard deviation per channel from the file or, by default, from the data set."""
+    configured = config.normalize
+    assert configured is None or not configured.from_weights, "models.preprocessing writes them out"
+    return (info.mean, info.std) if configured is None else (configured.mean, configured.std)
 
 
 def _check_length(name: str, values: Sequence[float], channels: int) -> None:

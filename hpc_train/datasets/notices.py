@@ -31,7 +31,7 @@ from hpc_train.errors import listed, shortened
 
 #: Files of each split that are inspected, evenly spaced (assumed: seconds on a slow file server).
 INSPECTED = 32
-#: Formats in which one file may have several images that are read; JPEG's others are previews.
+#: Formats with several images per file of which the others are previews.
 _PREVIEWS = ("JPEG", "MPO")
 _LOSSES = {
     "gray": "have 16 bits per pixel (values {low:g} to {high:g}), of which the upper 8 bits are used{dark}; "
@@ -73,7 +73,7 @@ class _Inspection:
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._ranges: dict[str, tuple[float, float]] = {}
-        #: By split: indices of the masks that were read, of how many, and their values → number of pixels.
+        #: By split: indices of the masks that were read, number of masks, and value → number of pixels.
         self._seen: dict[str, set[int]] = {"train": set(), "val": set()}
         self._sizes: dict[str, int] = {}
         self._values: dict[str, Counter[int]] = {"train": Counter(), "val": Counter()}
@@ -81,7 +81,7 @@ class _Inspection:
         self._unfit: list[str] = []
 
     def inspect(self, name: str, split: Any) -> None:
-        """Add a sample of a split's files; those that can't be read are left to the readers."""
+        """Add a sample of a split's files; unreadable files are left to the readers."""
         self._sizes[name] = len(split)
         count = min(len(split), INSPECTED)
         for index in torch.linspace(0, len(split) - 1, count, dtype=torch.float64).round().long().tolist():
@@ -89,12 +89,12 @@ class _Inspection:
                 content, target = split.file_content(index)
                 if not is_decoded(content):
                     self._inspect_file(split, index, content)
-            except Exception:  # whatever a source or Pillow raises: reading the sample reports it
+            except Exception:  # any error of a source or Pillow: reading the sample reports it
                 continue
             self._add_mask(name, split, index, target)
 
     def inspect_masks(self, name: str, split: Any, limit_s: float) -> None:
-        """Add further masks, in random order, until all classes have occurred, for ``limit_s`` at most."""
+        """Add further masks, in random order, until all classes have occurred, for at most ``limit_s``."""
         deadline = time.monotonic() + limit_s
         if not self._seen[name]:
             return
@@ -118,8 +118,8 @@ class _Inspection:
 
     def _classes(self, *names: str) -> list[int]:
         """Return the classes that occur in the masks of the splits."""
-        found = set().union(*(self._values[name] for name in names))
-        return sorted(value for value in found if 0 <= value < self._info.num_classes)
+        values = set().union(*(self._values[name] for name in names))
+        return sorted(value for value in values if 0 <= value < self._info.num_classes)
 
     def _absent(self, name: str) -> list[int]:
         return sorted(set(range(self._info.num_classes)).difference(self._classes(name)))
@@ -128,9 +128,9 @@ class _Inspection:
         """Yield one line per kind of loss."""
         for kind, count in self._counts.items():
             low, high = self._ranges.get(kind, (0, 0))
-            words = _LOSSES[kind].format(low=low, high=high, dark=", so they are black" if high < 256 else "")
+            loss = _LOSSES[kind].format(low=low, high=high, dark=", so they are black" if high < 256 else "")
             yield (
-                f"data: {count} of {self._num_files} inspected images {words} (first: {self._examples[kind]})"
+                f"data: {count} of {self._num_files} inspected images {loss} (first: {self._examples[kind]})"
             )
 
     def masks(self, data: DataConfig, *, whole_only: bool) -> Iterator[str]:
@@ -155,25 +155,25 @@ class _Inspection:
         occurs = f"only class {classes[0]} occurs" if classes else "no class occurs"
         absent = [number for number in range(num_classes) if number not in classes]
         count = sum(map(len, self._seen.values()))
-        words = f"data: {occurs} in the {count} inspected masks"
+        line = f"data: {occurs} in the {count} inspected masks"
         if num_classes == 2 and len(absent) == 1:
-            words += f", class {absent[0]} nowhere"
+            line += f", class {absent[0]} nowhere"
         values = self._values["train"] + self._values["val"]
         if share := values[ignored or 0] if ignored in values else 0:
-            words += f"; {share / values.total():.0%} of their pixels are {ignored}, which is ignored"
+            line += f"; {share / values.total():.0%} of their pixels are {ignored}, which is ignored"
         is_folder = data.name == "segmentation_folder"
         if is_folder and share and num_classes == 2 and len(classes) == 1:
-            words += f"; if {ignored} is a class, write data.args: {{mask_values: [{classes[0]}, {ignored}]}}"
-        return f"{words}; nothing else can be learned from such masks"
+            line += f"; if {ignored} is a class, write data.args: {{mask_values: [{classes[0]}, {ignored}]}}"
+        return f"{line}; nothing else can be learned from such masks"
 
     def _absent_classes(self) -> str:
         absent, seen, size = self._absent("train"), len(self._seen["train"]), self._sizes["train"]
         which = f"the {seen} training masks" if seen == size else f"{seen} of the {size} training masks"
-        words = f"data: {len(absent)} of {self._info.num_classes} classes occur in none of {which}: "
-        words += self._names(absent)
+        line = f"data: {len(absent)} of {self._info.num_classes} classes occur in none of {which}: "
+        line += self._names(absent)
         if in_val := sorted(set(absent).intersection(self._classes("val"))):
-            words += f"; validation masks have {self._names(in_val)}"
-        return words
+            line += f"; validation masks have {self._names(in_val)}"
+        return line
 
     def _unfit_values(self) -> str:
         ignored, num_classes = self._info.ignore_index, self._info.num_classes
@@ -214,7 +214,7 @@ class _Inspection:
         self._examples.setdefault(kind, name)
 
     def _losses_of(self, image: ImageFile.ImageFile) -> Iterator[tuple[str, float, float]]:
-        """Yield each kind of loss, with the smallest and largest value if it is one of gray values."""
+        """Yield each kind of loss; for gray values with the minimum and maximum, else with zeros."""
         if getattr(image, "n_frames", 1) > 1 and image.format not in _PREVIEWS:
             yield "frames", 0, 0
         if has_sixteen_bit_colors(image):
@@ -223,12 +223,12 @@ class _Inspection:
             yield "cmyk", 0, 0
         if _is_transparent(image):
             yield "alpha", 0, 0
-        given = self._rules.value_range
-        if has_sixteen_bits(image) or (given is not None and image.mode in {"I", "F"}):
+        value_range = self._rules.value_range
+        if has_sixteen_bits(image) or (value_range is not None and image.mode in {"I", "F"}):
             low, high = cast(tuple[float, float], image.getextrema())
-            if given is None:
+            if value_range is None:
                 yield "gray", low, high
-            elif low < given[0] or high > given[1]:
+            elif low < value_range[0] or high > value_range[1]:
                 yield "clipped", low, high
 
 

@@ -3,8 +3,8 @@
     <folder>/hpc-train-<uid>/<hash of the pack's header>/<name of the pack>
 
 The copy is written as ``.<name>.partial`` under a lock, synced and renamed. A lock ends with its process, so
-what a killed process left is written again by the next one. The folder is private to the user: others may
-write to a node's temporary folder.
+the partial file of a killed process is written again by the next one. The folder is private to the user,
+because other users may write to a node's temporary folder.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from hpc_train.datasets.packed import DamagedPackError, Pack
 from hpc_train.run.files import UnreadableFileError, free_space, open_descriptor, sync_file, sync_folder
 from hpc_train.run.trust import UntrustedError, check_own
 
-#: Small enough that a stop signal, which Python handles between two reads, is handled soon (assumed).
+#: Small, so that a stop signal, which Python handles between two reads, is handled soon (assumed).
 _CHUNK_BYTES = 8 << 20
-#: Written to disk now and then, so that progress is that of the disk and the sync at the end is short.
+#: Synced at this interval, so that progress is that of the disk and the sync at the end is short.
 _SYNC_BYTES = 1 << 30
-#: Left free on the node's disk for everything else (assumed).
+#: Space to leave free on the node's disk (assumed).
 _SPARE_BYTES = 256 << 20
 _POLL_S = 0.2
 
 
 class NoCopyError(Exception):
-    """There is no copy; the text says why, in words that follow a colon."""
+    """There is no copy; the text is the reason, in a form that follows a colon."""
 
 
 @dataclass(frozen=True)
 class PackCopy:
-    """Where the copy of a pack is, or will be."""
+    """The location of a pack's copy, which may not exist yet."""
 
     source: Pack
     folder: Path
@@ -53,7 +53,7 @@ class PackCopy:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the copy is there, with the size and the header of the pack."""
+        """True if the copy exists, with the size and the header of the pack."""
         try:
             pack = Pack(self.path)
         except (OSError, DamagedPackError):
@@ -62,13 +62,13 @@ class PackCopy:
 
     @property
     def copied(self) -> float:
-        """The fraction of the pack, 0…1, that whichever process copies it has written."""
+        """The fraction of the pack, 0…1, that has been copied, by any process."""
         with suppress(OSError):
             return min(1.0, self._partial.stat().st_size / self.source.nbytes)
         return 0.0
 
     def make(self, report: Callable[[float], None]) -> None:
-        """Copy the pack unless it has been copied; wait while another process does. Raises NoCopyError.
+        """Copy the pack unless it has been copied; wait if another process copies it. Raises NoCopyError.
 
         ``report`` receives the fraction copied so far, also while another process copies.
         """
@@ -84,11 +84,11 @@ class PackCopy:
             raise NoCopyError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
     def _make_folder(self) -> None:
-        own = self.folder.parent
-        if not own.parent.is_dir():
-            raise NoCopyError(f"{own.parent} is not a folder on this node")
-        own.mkdir(mode=0o700, exist_ok=True)
-        check_own(own)
+        user_folder = self.folder.parent
+        if not user_folder.parent.is_dir():
+            raise NoCopyError(f"{user_folder.parent} is not a folder on this node")
+        user_folder.mkdir(mode=0o700, exist_ok=True)
+        check_own(user_folder)
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
     @contextmanager
@@ -139,5 +139,5 @@ class PackCopy:
 
 
 def copy_of(source: Pack, folder: Path) -> PackCopy:
-    """Return where the copy of a pack is below ``folder``, a folder of this node."""
+    """Return the location of a pack's copy below ``folder``, a folder of this node."""
     return PackCopy(source, folder / f"hpc-train-{os.geteuid()}" / source.digest.hex())

@@ -3,14 +3,14 @@
 
     magic │ of each split: samples, arrays │ header, JSON │ footer: size and hash of the header, magic
 
-A sample is its image file as it was, or its decoded pixels: of small images of one size, or with
-``data.cache_pixels``. The header describes the two splits: their folder, their samples, and place, size and
-hash of each array. The arrays have one number per sample: where it ends, its class, its XXH3 hash. So the
+A sample is its unchanged image file or its decoded pixels: for small images of one size, or with
+``data.cache_pixels``. The header describes the two splits: their folder, their samples, and offset, size and
+hash of each array. The arrays have one number per sample: its end offset, its class, its XXH3 hash. So the
 hash of the header covers everything, and opening a pack reads 20 bytes per sample and creates no Python
-object for any.
+object per sample.
 
 Opening checks the header and the arrays that it loads; each read of a sample checks that sample's hash. The
-names of the source files are for messages only: nothing opens them. Samples are read by ``pread``, since a
+names of the source files are only for messages: nothing opens them. Samples are read by ``pread``, since a
 mapped file that is truncated or can't be read kills the process instead of raising an error.
 
 Legend: B samples, C channels, H rows, W columns.
@@ -39,9 +39,9 @@ from hpc_train.run.files import MAX_SMALL_BYTES, UnreadableFileError, open_descr
 
 #: The last character is the format's version.
 MAGIC = b"hpc-train pack 1"
-#: Of the header: its bytes, its XXH3-128 hash; then ``MAGIC``.
+#: Size and XXH3-128 hash of the header; then ``MAGIC``.
 FOOTER = struct.Struct("<Q16s16s")
-#: Per sample, little-endian; ``ends`` and ``path_ends`` have one number more: where the first one begins.
+#: Per sample, little-endian; ``ends`` and ``path_ends`` also have a first number: the start of sample 0.
 DTYPES = {
     "ends": "<u8",
     "classes": "<i4",
@@ -52,21 +52,21 @@ DTYPES = {
     "times": "<i8",
 }
 Array = np.ndarray[Any, Any]
-#: Where a path begins and ends.
+#: Start and end of a path.
 _TWO = struct.Struct("<QQ")
-#: Larger than any source file's relative path.
+#: Maximum size of a source file's relative path.
 _MAX_PATH_BYTES = 1 << 16
-#: What the user should do about a damaged pack.
+#: Remedy for a damaged pack, in messages.
 REMEDY = "remove the file, then run `hpc-train prepare`"
 
 
 class DamagedPackError(BadFileError):
-    """A pack, or a sample in it, is not what ``prepare`` wrote. Never a reason to skip a sample."""
+    """A pack, or a sample in it, differs from the one ``prepare`` wrote. Never a reason to skip a sample."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where in the file an array is, and its XXH3-128 hash in hexadecimal."""
+    """Offset and size of an array in the file, and its XXH3-128 hash in hexadecimal."""
 
     offset: int
     nbytes: int
@@ -80,11 +80,11 @@ class PackedPart:
     #: ``train``, ``val`` or ``test``: the folder below the root.
     folder: str
     num_samples: int
-    #: Dimensions of a decoded image as its pixels are stored: (H, W, C), or (C, H, W) with
-    #: ``is_channels_first``. None: image files as they are.
+    #: Dimensions of a decoded image in storage order: (H, W, C), or (C, H, W) with ``is_channels_first``.
+    #: None: unchanged image files.
     pixels: tuple[int, int, int] | None
     is_channels_first: bool
-    #: Whether some samples are what ``decoding.as_pixels`` returned, the others image files.
+    #: True if some samples are results of ``decoding.as_pixels`` and the others image files.
     has_decoded: bool
     arrays: Mapping[str, Extent]
 
@@ -100,11 +100,11 @@ class Pack:
             raise DamagedPackError(f"data.cache: {error}; {REMEDY}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self.nbytes = os.fstat(self._descriptor).st_size
-        #: Of the header, and thereby of everything.
+        #: The hash of the header, which covers everything.
         self.digest, header = self._header()
         try:
             self.class_names = tuple(_text(name) for name in header["classes"])
-            self.parts = {name: _part(each) for name, each in header["splits"].items()}
+            self.parts = {name: _part(entry) for name, entry in header["splits"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self.damaged("its header has other fields than a pack's") from error
         if "train" not in self.parts or not self.parts.keys() <= {"train", "val"}:
@@ -120,7 +120,7 @@ class Pack:
         return content
 
     def read_into(self, place: memoryview, offset: int) -> bool:
-        """Fill ``place``; false if the file ends before."""
+        """Fill ``place``; return False if the file ends first."""
         count = os.preadv(self._descriptor, [place], offset)
         while 0 < count < len(place) and (
             more := os.preadv(self._descriptor, [place[count:]], offset + count)
@@ -129,14 +129,14 @@ class Pack:
         return count == len(place)
 
     def array(self, part: PackedPart, name: str) -> Array:
-        """Return an array of a split. Raises DamagedPackError unless it has its size and its hash."""
+        """Return an array of a split. Raises DamagedPackError unless its size and hash match."""
         extent, dtype = part.arrays[name], np.dtype(DTYPES[name])
         if extent.offset + extent.nbytes > self.nbytes or extent.nbytes % dtype.itemsize:
             raise self.damaged(f"its array {name} has no place in the file")
-        found = np.empty(extent.nbytes, dtype=np.uint8)
-        if not self.read_into(found.data, extent.offset) or hash_of(found) != extent.digest:
+        content = np.empty(extent.nbytes, dtype=np.uint8)
+        if not self.read_into(content.data, extent.offset) or hash_of(content) != extent.digest:
             raise self.damaged(f"the hash of its array {name} is not the header's")
-        return found.view(dtype)
+        return content.view(dtype)
 
     def damaged(self, why: str) -> DamagedPackError:
         """Return the error to raise."""
@@ -165,7 +165,7 @@ def hash_of(content: bytes | Array) -> str:
 
 
 def _part(entry: Any) -> PackedPart:
-    """Return the header's description of a split. Raises KeyError, TypeError or ValueError for another."""
+    """Return the header's description of a split. Raises KeyError, TypeError or ValueError if invalid."""
     if entry["folder"] not in ("train", "val", "test"):
         raise ValueError("no folder of a split")
     pixels = entry["pixels"]
@@ -173,11 +173,11 @@ def _part(entry: Any) -> PackedPart:
         height, width, channels = (_count(side) for side in pixels)
         pixels = height, width, channels
     arrays = {
-        name: Extent(_count(each["offset"]), _count(each["nbytes"]), _text(each["xxh3_128"]))
-        for name, each in entry["arrays"].items()
+        name: Extent(_count(extent["offset"]), _count(extent["nbytes"]), _text(extent["xxh3_128"]))
+        for name, extent in entry["arrays"].items()
     }
     is_channels_first = entry["is_channels_first"]
-    has_decoded = entry.get("has_decoded", False)  # missing where an earlier version wrote it
+    has_decoded = entry.get("has_decoded", False)  # missing in packs of an earlier version
     if arrays.keys() != DTYPES.keys() or type(is_channels_first) is not bool or type(has_decoded) is not bool:
         raise ValueError("other arrays or flags")
     samples = _count(entry["samples"])
@@ -197,7 +197,7 @@ def _text(text: object) -> str:
 
 
 class PackedSplit:
-    """One split of a pack, read sample by sample; what its two subclasses share."""
+    """One split of a pack, read sample by sample; base of the two formats."""
 
     def __init__(self, pack: Pack, part: PackedPart, root: Path) -> None:
         """``root``: the folder that was packed, for messages."""
@@ -228,14 +228,14 @@ class PackedSplit:
             if not begin < end <= min(extents["paths"].nbytes, begin + _MAX_PATH_BYTES):
                 return None
             return os.fsdecode(self.pack.read(extents["paths"].offset + begin, end - begin))
-        except OSError:  # the read that failed first is the one to report
+        except OSError:  # the first failed read is the one to report
             return None
 
     def content(self, index: int) -> bytes | bytearray:
-        """Return what is stored of a sample. Raises DamagedPackError if its hash is not the stored one."""
+        """Return the stored content of a sample. Raises DamagedPackError if it does not match its hash."""
         begin, end = int(self.ends[index]), int(self.ends[index + 1])
         content: bytes | bytearray
-        if self.part.has_decoded:  # into writable memory, of which torch makes a tensor without a copy
+        if self.part.has_decoded:  # writable memory, from which torch makes a tensor without a copy
             content = bytearray(end - begin)
             is_whole = self.pack.read_into(memoryview(content), begin)
         else:
@@ -246,19 +246,19 @@ class PackedSplit:
         return content
 
     def refuse(self, index: int) -> NoReturn:
-        """Raise the error of a sample that is damaged."""
+        """Raise the error for a damaged sample."""
         raise self.pack.damaged(f"the hash of sample {index} ({self.path(index)}) is not the stored one")
 
 
 class PackedFiles(PackedSplit):
-    """A ``FileSplit`` of a pack: image files, or what ``decoding.as_pixels`` made of them."""
+    """A ``FileSplit`` of a pack: image files, or results of ``decoding.as_pixels``."""
 
     def __init__(self, pack: Pack, part: PackedPart, root: Path, channels: int) -> None:
         super().__init__(pack, part, root)
         self.channels = channels
 
     def file_content(self, index: int, /) -> tuple[bytes | bytearray, int]:
-        """Return what ``decoding.read_image`` reads, and the sample's class."""
+        """Return the content, for ``decoding.read_image``, and the sample's class."""
         return self.content(index), int(self.classes[index])
 
 
@@ -289,9 +289,9 @@ class PackedPixels(PackedSplit):
 
 
 def find_pack(data: DataConfig) -> Pack:
-    """Return the pack of what ``data.root`` contains now. Raises BadFileError if there is none.
+    """Return the pack of the current content of ``data.root``. Raises BadFileError if there is none.
 
-    Images that were changed in place, under the same names, are found by ``prepare`` only.
+    Images that were changed in place, under the same names, are detected only by ``prepare``.
     """
     for path in pack_files(data) or ():
         try:
@@ -307,15 +307,15 @@ def find_pack(data: DataConfig) -> Pack:
 
 
 def may_read(data: DataConfig, part: PackedPart) -> bool:
-    """Whether the split gives the pixels that the image files would give.
+    """Return True if the split has the same pixels as the image files.
 
-    Decoded images do not where random crops would decode a JPEG file at a fraction of its size.
+    Decoded images do not if random crops would decode a JPEG file at a fraction of its size.
     """
     return part.pixels is None or may_decode_whole(data, max(part.pixels))
 
 
 def may_decode_whole(data: DataConfig, side: int) -> bool:
-    """Whether every use of images that have a side of at most this many pixels decodes them in full."""
+    """Return True if images with a side of at most this many pixels are always decoded in full."""
     size = data.height_and_width
     return data.augment.random_resized_crop is None or size is None or side < 2 * min(size)
 

@@ -1,7 +1,7 @@
-"""Writes packs, in ``hpc-train prepare``: the format is that of ``datasets.packed``.
+"""Writes packs, in ``hpc-train prepare``, in the format of ``datasets.packed``.
 
-A pack is written under a temporary name, synced and renamed, so two ``prepare`` at once are safe: each writes
-its own, and the last rename wins.
+A pack is written under a temporary name, synced and renamed, so two concurrent ``prepare`` are safe: each
+writes its own, and the last rename wins.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from hpc_train.run.storage_errors import storage_error
 #: Images of at most this side are stored decoded. Measured, with padded crop and flip: 4.0 times the images
 #: per CPU second at 32 pixels, 2.6 at 64, 2.0 at 128, for 3, 6 and 9 times the bytes of the JPEG files.
 MAX_DECODED_SIDE = 64
-#: Files that are read at once: a file server answers several requests in the time of one (assumed).
+#: Files that are read in parallel: a file server answers several requests in the time of one (assumed).
 _READERS = 16
 _WINDOW = 4 * _READERS
-_SAY_EVERY_S = 30.0
-#: A temporary file that nobody has written to for so long is that of a ``prepare`` that was killed.
+_REPORT_EVERY_S = 30.0
+#: A temporary file that has not been written to for this long belongs to a ``prepare`` that was killed.
 _LEFT_OVER_S = 24 * 3600.0
 
 Item = TypeVar("Item")
-#: Packs that this process has written or checked: the runs of a sweep share them.
+#: Packs that this process has written or checked, because the runs of a sweep share them.
 _checked: set[Path] = set()
 
 
@@ -78,8 +78,9 @@ class _NotAlikeError(Exception):
 
 @dataclass(frozen=True)
 class _File:
-    """A source file: the bytes to store, and its size and time of change (``st_ctime``, which no program can
-    set back, as an archive does with modification times).
+    """A source file: the bytes to store, its size and its time of change.
+
+    The time is ``st_ctime``: programs can't set it back, as archives do with modification times.
     """
 
     stored: bytes
@@ -90,27 +91,27 @@ class _File:
 def ensure(data: DataConfig, make_source: Callable[[], DataSource]) -> None:
     """Write the pack of ``data.root`` below ``data.cache`` unless there is one that is intact and up to date.
 
-    ``make_source`` returns the splits of image files. Reads an existing pack in full, and the
-    size and time of change of every image. Raises BadFileError if an image can't be read or the images change
-    meanwhile, StorageError if the disk refuses the pack.
+    ``make_source`` returns the splits of image files. Reads an existing pack in full, and the size and time
+    of change of every image. Raises BadFileError if an image can't be read or the images change meanwhile,
+    StorageError if the disk refuses the pack.
     """
     files = pack_files(data)
-    source = make_source()  # before: it says what is wrong with the folder
+    source = make_source()  # first, because it reports problems of the folder
     assert files is not None, "the source has images"
-    found = _intact(data, files, source)
-    if found is None:
-        found = _write(data, files, source)
+    path = _intact(data, files, source)
+    if path is None:
+        path = _write(data, files, source)
         if pack_files(data) != files:
-            found.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise BadFileError(
                 f"data.root: the images in {data.root} changed while they were packed; run prepare again"
             )
-        say(f"data.cache: {found}: {found.stat().st_size} bytes written")
-    _checked.add(found)
+        say(f"data.cache: {path}: {path.stat().st_size} bytes written")
+    _checked.add(path)
 
 
 def _intact(data: DataConfig, files: list[Path], source: DataSource) -> Path | None:
-    """Return the pack to use if there is one; None, having said why, if it must be written."""
+    """Return the pack to use if there is one; None, after printing the reason, if it must be written."""
     for path in files:
         try:
             pack = Pack(path)
@@ -132,7 +133,7 @@ def _intact(data: DataConfig, files: list[Path], source: DataSource) -> Path | N
 
 
 def _difference(pack: Pack, source: DataSource) -> str | None:
-    """Return how the source differs from what was packed. Raises DamagedPackError for a damaged pack."""
+    """Return the difference between the source and the pack. Raises DamagedPackError for a damaged pack."""
     splits = _splits(source)
     if pack.parts.keys() != splits.keys() or pack.class_names != source.info.class_names:
         return f"data.cache: {pack.path} has other splits or classes than {splits['train'].folder.parent}"
@@ -143,9 +144,9 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
         pack.array(packed.part, "path_ends")
         if len(packed) != len(split) or names != b"".join(split.paths.tolist()):
             return f"data.cache: {pack.path} has other images than {split.folder}"
-        found = _in_parallel(lambda index, split=split: _facts(split.path(index)), len(split))  # type: ignore[misc]
+        facts = _in_parallel(lambda index, split=split: _facts(split.path(index)), len(split))  # type: ignore[misc]
         changed = [
-            index for index, fact in enumerate(found) if fact != (int(sizes[index]), int(times[index]))
+            index for index, fact in enumerate(facts) if fact != (int(sizes[index]), int(times[index]))
         ]
         if changed:
             return (
@@ -161,13 +162,13 @@ def _facts(path: Path) -> tuple[int, int]:
 
 
 def _verify(packed: PackedSplit) -> None:
-    """Read all samples. Raises DamagedPackError for the first one whose hash is not the stored one."""
+    """Read all samples. Raises DamagedPackError for the first sample that does not match its stored hash."""
     for _ in _in_parallel(packed.content, len(packed)):
         pass
 
 
 def _in_parallel(work: Callable[[int], Item], count: int) -> Iterator[Item]:
-    """Yield ``work`` of 0…count−1 in order, done by a few threads, not far ahead of what is used."""
+    """Yield ``work`` of 0…count−1 in order, done by a few threads, not far ahead of their use."""
     with ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, count, _WINDOW):
             yield from pool.map(work, range(start, min(start + _WINDOW, count)))
@@ -179,7 +180,7 @@ def _splits(source: DataSource) -> dict[str, ImageFiles]:
 
 
 def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
-    """Write the pack, of decoded images if they are small and alike; return its file."""
+    """Write the pack, of decoded images if they are small and alike; return its path."""
     small, any_size = files
     try:
         small.parent.mkdir(parents=True, exist_ok=True)
@@ -202,18 +203,18 @@ def _remove_left_over(folder: Path) -> None:
 
 
 class _Format(Protocol):
-    """How the samples of a split are stored."""
+    """The storage format of a split's samples."""
 
     def stored(self, content: bytes, /) -> bytes:
-        """Return what is stored of an image file; called in a few threads at once."""
+        """Return the stored bytes of an image file; called in several threads at the same time."""
 
     @property
     def header(self) -> dict[str, Any]:
-        """What the header says of the samples, once all are stored."""
+        """The header's fields for the samples, once all are stored."""
 
 
 class _Files:
-    """Stores image files as they are."""
+    """Stores unchanged image files."""
 
     def stored(self, content: bytes) -> bytes:
         return content
@@ -224,7 +225,7 @@ class _Files:
 
 
 class _Images:
-    """Decodes each image that every use of it decodes in full; others, and damaged ones, stay files."""
+    """Decodes images that are always decoded in full; other images, and damaged ones, stay files."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
         self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
@@ -232,7 +233,7 @@ class _Images:
     def stored(self, content: bytes) -> bytes:
         try:
             image = decode(content, self._channels, self._rules)
-        except Exception:  # whatever Pillow raises: the ranks say it when they read the file
+        except Exception:  # any error of Pillow: the ranks report it when they read the file
             return content
         return as_pixels(image) if may_decode_whole(self._data, min(image.shape[1:])) else content
 
@@ -242,11 +243,11 @@ class _Images:
 
 
 class _SmallImages:
-    """Decodes images to the bytes that are stored, as long as all are small and alike."""
+    """Decodes images to the stored bytes, as long as all are small and alike."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
         self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
-        #: As in the header: dimensions as they are stored, and which of them is first.
+        #: As in the header: dimensions in storage order, and whether channels come first.
         self._shape: tuple[int, ...] | None = None
         self._is_channels_first = False
         self._lock = threading.Lock()
@@ -255,7 +256,7 @@ class _SmallImages:
         """Return the pixels of an image file. Raises _NotAlikeError."""
         try:
             image = decode(content, self._channels, self._rules)
-        except Exception as error:  # whatever Pillow raises: the ranks say it when they read the file
+        except Exception as error:  # any error of Pillow: the ranks report it when they read the file
             raise _NotAlikeError from error
         is_channels_first = image.stride(0) != 1
         pixels = (image if is_channels_first else image.permute(1, 2, 0)).numpy()
@@ -318,16 +319,16 @@ class _PackWriter:
         return {"offset": begin, "nbytes": self._offset - begin, "xxh3_128": hash_of(array)}
 
     def finish(self, header: dict[str, Any]) -> None:
-        """Write the header and what points to it."""
+        """Write the header and the footer that points to it."""
         text = json.dumps(header).encode()
         self.write(text)
         self.write(FOOTER.pack(len(text), xxhash.xxh3_128_digest(text), MAGIC))
 
 
 def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Format]) -> None:
-    """Write a pack. ``make_format``: number of channels → how a split's samples are stored.
+    """Write a pack. ``make_format``: number of channels → the storage format of a split's samples.
 
-    Raises _NotAlikeError if the images can't be stored in that form; then nothing is left.
+    Raises _NotAlikeError if the images can't be stored in that format; then nothing is left.
     """
     with replacing(path, sync=True) as file:
         writer = _PackWriter(file)
@@ -340,7 +341,7 @@ def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Fo
 def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
     path = split.path(index)
     try:
-        time_ns = path.stat().st_ctime_ns  # before: a file that changes meanwhile differs from its pack
+        time_ns = path.stat().st_ctime_ns  # first: a file that changes meanwhile differs from its pack
         content = image_content(os.fspath(path))
         return _File(sample_format.stored(content), len(content), time_ns)
     except OSError as error:
@@ -350,14 +351,14 @@ def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
 
 
 class _Progress:
-    """Says now and then how far a split is packed."""
+    """Prints the progress of packing a split at intervals."""
 
     def __init__(self, split: ImageFiles, count: int) -> None:
         self._folder, self._count = split.folder, count
-        self._said_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def at(self, index: int) -> None:
-        """Called for each sample."""
-        if index % _WINDOW == 0 and time.monotonic() > self._said_at + _SAY_EVERY_S:
-            self._said_at = time.monotonic()
+        """Note that sample ``index`` is packed."""
+        if index % _WINDOW == 0 and time.monotonic() > self._reported_at + _REPORT_EVERY_S:
+            self._reported_at = time.monotonic()
             say(f"data.cache: {index} of the {self._count} images in {self._folder} are packed")

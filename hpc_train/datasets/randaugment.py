@@ -1,4 +1,4 @@
-"""RandAugment (arXiv:1909.13719) with torchvision's operations, selected by the sample's own random numbers.
+"""RandAugment (arXiv:1909.13719) with torchvision's operations, selected by the sample's random numbers.
 
 Operations, ranges and the order of both are those of ``torchvision.transforms.v2.RandAugment`` with 31 bins.
 """
@@ -16,9 +16,9 @@ from torchvision.transforms.v2 import functional as tvf
 
 from hpc_train.datasets.random_numbers import Keys
 
-#: Strengths of each operation, as in torchvision.
+#: Number of magnitudes of an operation, as in torchvision.
 BINS = 31
-#: Of the table of normally distributed numbers (assumed).
+#: Size of the table of normally distributed numbers (assumed).
 _NORMAL_BINS = 4096
 #: torchvision's maximum shift, as a fraction of the image's side.
 _SHIFT = 150.0 / 331.0
@@ -149,7 +149,7 @@ def _magnitudes(keys: Keys, draw: str, mean: int, std: float, count: int) -> lis
 
 
 def normal_numbers(keys: Keys, draw: str, mean: float, std: float, count: int) -> list[float]:
-    """Return a normally distributed number for each of ``count`` samples; ``mean`` where ``std`` is 0."""
+    """Return a normally distributed number for each of ``count`` samples; ``mean`` if ``std`` is 0."""
     if std == 0:
         return [mean] * count
     normals = _normal_table()
@@ -158,8 +158,9 @@ def normal_numbers(keys: Keys, draw: str, mean: float, std: float, count: int) -
 
 @cache
 def _normal_table() -> tuple[float, ...]:
-    """Return equally likely values of the standard normal distribution, computed by Python: no batch depends
-    on how a device computes its inverse.
+    """Return equally likely values of the standard normal distribution.
+
+    Computed by Python, so that no batch depends on a device's implementation of the inverse.
     """
     return tuple(NormalDist().inv_cdf((k + 0.5) / _NORMAL_BINS) for k in range(_NORMAL_BINS))
 
@@ -170,6 +171,6 @@ def _apply_at(image: Tensor, name: str, magnitude: int, negative: bool) -> Tenso
 
 
 def apply(image: Tensor, name: str, strength: float, negative: bool) -> Tensor:
-    """Apply the operation ``name``, negated where it has a sign and ``negative`` is true."""
+    """Apply the operation ``name``, negated if it has a sign and ``negative`` is true."""
     operation, is_signed = OPERATIONS[name]
     return operation(image, -strength if is_signed and negative else strength)

@@ -3,8 +3,8 @@
 
 SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of
 https://prng.di.unimi.it/splitmix64.c): output n of the stream with state s is ``mix(s + (n + 1) * golden)``.
-Each word of the key takes one step down such a tree. All of it is int64 arithmetic that wraps, so a number
-is the same computed one by one, in a batch, on the CPU or on a GPU.
+Each word of the key takes one step down such a tree. All arithmetic is wrapping int64, so a number is the
+same if computed one by one, in a batch, on the CPU or on a GPU.
 
 Legend: B samples, K numbers per sample.
 """
@@ -31,22 +31,22 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def _shift_right(words: Tensor, bits: int) -> Tensor:
+def _shift_right(values: Tensor, bits: int) -> Tensor:
     # Torch shifts int64 arithmetically; the mask removes the copies of the sign bit.
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix_tensor(words: Tensor) -> Tensor:
+def _mix_tensor(values: Tensor) -> Tensor:
     first, second, third = _SHIFTS
-    words = (words ^ _shift_right(words, first)) * _signed(_FACTORS[0])
-    words = (words ^ _shift_right(words, second)) * _signed(_FACTORS[1])
-    return words ^ _shift_right(words, third)
+    values = (values ^ _shift_right(values, first)) * _signed(_FACTORS[0])
+    values = (values ^ _shift_right(values, second)) * _signed(_FACTORS[1])
+    return values ^ _shift_right(values, third)
 
 
-def hash_words(*words: int) -> int:
+def hash_words(*values: int) -> int:
     """Return a hash in 0…2⁶⁴-1 of a sequence of integers, each taken modulo 2⁶⁴."""
     state = _ROOT
-    for word in words:
+    for word in values:
         state = splitmix64(state + word * _GOLDEN)
     return state
 
@@ -61,9 +61,9 @@ def _draw_word(draw: int | str) -> int:
 class Keys:
     """The random numbers of B samples in one epoch.
 
-    A ``draw`` names the purpose of a number: the same draw gives the same numbers, another one gives
-    independent ones. ``repeat`` distinguishes repeated uses of a sample within an epoch: one number for all
-    samples, or one for each, (B,) int64.
+    A ``draw`` names the purpose of a number: the same draw gives the same numbers, different draws
+    give independent numbers. ``repeat`` distinguishes repeated uses of a sample within an epoch: one number
+    for all samples, or one per sample, (B,) int64.
     """
 
     def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int | Tensor = 0) -> None:
@@ -73,7 +73,7 @@ class Keys:
 
     @cached_property
     def _keys_B(self) -> Tensor:
-        # At the first draw: many files augment nothing.
+        # Computed at the first draw, because many experiments augment nothing.
         states_B: int | Tensor
         if isinstance(self._repeat, Tensor):
             state = _signed((hash_words(*self._words) + _GOLDEN) & _MASK_64)
@@ -93,7 +93,7 @@ class Keys:
         return _mix_tensor(self.words(draw)[:, None] + numbers_K * _signed(_GOLDEN))
 
     def uniform(self, draw: int | str) -> Tensor:
-        """Return numbers in [0, 1), (B,) float64: whole multiples of 2⁻⁵³."""
+        """Return numbers in [0, 1), (B,) float64: integer multiples of 2⁻⁵³."""
         return _unit_interval(self.words(draw))
 
     def uniform_many(self, draw: int | str, count: int) -> Tensor:
@@ -109,5 +109,5 @@ class Keys:
         return self.uniform(draw) < probability
 
 
-def _unit_interval(words: Tensor) -> Tensor:
-    return _shift_right(words, 11).to(torch.float64) * 2.0**-53
+def _unit_interval(values: Tensor) -> Tensor:
+    return _shift_right(values, 11).to(torch.float64) * 2.0**-53

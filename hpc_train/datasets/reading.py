@@ -34,9 +34,9 @@ from hpc_train.errors import BadFileError, HpcTrainError, TransientStorageError
 from hpc_train.run.bad_samples import BadSample, Part
 
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
-_NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
-#: What ends the attempt, whatever the file says of bad samples: the sample is not to blame.
+#: Errors that end the attempt even if bad samples are skipped, because the sample is not the cause.
 _NOT_BAD = (TransientStorageError, DamagedPackError)
 _Result = TypeVar("_Result")
 #: The inputs of a batch, or of B samples one by one (JPEG files not decoded yet), its targets and slot → the
@@ -50,9 +50,9 @@ class LoaderError(HpcTrainError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Returned by a loader process in place of a batch; the rank raises its ``error``.
+    """Returned by a loader process instead of a batch; the rank raises its ``error``.
 
-    An exception that crosses the loader loses its type's fields and gets the loader process's traceback.
+    An exception that crosses the loader loses its fields and gets the loader process's traceback.
     """
 
     message: str
@@ -82,9 +82,9 @@ class Read:
 class SlotReader(Dataset[Read | Failure]):
     """A split as a loader's data set, indexed by slots.
 
-    With ``skip_bad`` a sample that can't be read is replaced by another one: with its own class, but with the
-    augmentation of the bad sample's index. In validation data the replacement is padding and not valid. Data
-    sets that are read in whole batches (``ArraySplit``) have no bad samples.
+    With ``skip_bad`` a sample that can't be read is replaced by another sample, with that sample's class but
+    with the augmentation of the bad sample's index. In validation data the replacement is padding and not
+    valid. Data sets that are read in whole batches (``ArraySplit``) have no bad samples.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SlotReader(Dataset[Read | Failure]):
         rules: PixelRules = DEFAULT_RULES,
     ) -> None:
         self._split = split
-        # Once: a check of a protocol takes as long as reading a small sample.
+        # Once: a protocol check takes as long as reading a small sample.
         self._arrays: ArraySplit | None = None
         self._files: FileSplit | None = None
         self._samples: Split | None = None
@@ -110,7 +110,7 @@ class SlotReader(Dataset[Read | Failure]):
             self._files = split
         else:
             self._samples = split
-        #: Of a split that knows the sizes of its images: raises BadFileError for a sample of another size.
+        #: For a split with image sizes: raises BadFileError for a sample of another size.
         self._check_sides: Callable[[int, int, int], None] | None = getattr(split, "check_sides", None)
         self._channels = channels
         self._seed = seed
@@ -126,7 +126,7 @@ class SlotReader(Dataset[Read | Failure]):
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all samples are in memory, and known to fit."""
+        """True if all samples are in memory, and known to fit."""
         return self._is_checked
 
     def __getitems__(self, slot: Slot) -> Read | Failure:
@@ -149,11 +149,11 @@ class SlotReader(Dataset[Read | Failure]):
     def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors, Tensor | None]:
         """Return prepared inputs and targets, and ``sides``; bad samples are added to ``bad`` by index."""
         if self._arrays is not None:
-            given, targets = self._whole_batch(self._arrays, slot)
-            return *self._prepare(given, targets, slot), self._sides(given)
+            inputs, targets = self._whole_batch(self._arrays, slot)
+            return *self._prepare(inputs, targets, slot), self._sides(inputs)
         undecodable: dict[int, BadSample] = {}
         while True:
-            bad.clear()  # in the order of the batch, as if all had been decoded at once
+            bad.clear()  # in the order of the batch, as if all had been decoded together
             samples, targets = self._one_by_one(slot, bad, undecodable)
             try:
                 return *self._prepare(samples, targets, slot), self._sides(samples)
@@ -161,15 +161,17 @@ class SlotReader(Dataset[Read | Failure]):
                 # Rare: the batch is read again, with another sample in its place.
                 undecodable[error.index] = self._undecodable(error)
 
-    def _sides(self, given: Tensors | Sequence[Tensors]) -> Tensor | None:
-        if self._part == "train" or is_structured(given) or is_structured(given[0]) or given[0].dim() != 3:
+    def _sides(self, inputs: Tensors | Sequence[Tensors]) -> Tensor | None:
+        if self._part == "train" or is_structured(inputs) or is_structured(inputs[0]) or inputs[0].dim() != 3:
             return None
-        if isinstance(given, Tensor):
-            return torch.tensor(given.shape[-2:]).repeat(len(given), 1)
-        return torch.tensor([image.shape[-2:] for image in given])
+        if isinstance(inputs, Tensor):
+            return torch.tensor(inputs.shape[-2:]).repeat(len(inputs), 1)
+        return torch.tensor([image.shape[-2:] for image in inputs])
 
     def _undecodable(self, error: UndecodableError) -> BadSample:
-        """Return the sample to replace. Raises BadFileError if none is, and if memory was the cause."""
+        """Return the sample to replace. Raises BadFileError if bad samples are not skipped, and
+        TransientStorageError if memory was the cause.
+        """
         cause = error.__cause__
         assert isinstance(cause, Exception)
         sample = self._bad_sample(error.index, cause)
@@ -182,7 +184,7 @@ class SlotReader(Dataset[Read | Failure]):
     def _one_by_one(
         self, slot: Slot, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
     ) -> tuple[list[Tensors], Tensors]:
-        with _own_generators():
+        with _restored_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
                 self._sample(slot.epoch, index, bad if place < slot.num_valid else {}, undecodable)
@@ -272,7 +274,7 @@ class SlotReader(Dataset[Read | Failure]):
         return _retried(read, lambda error: _transient(self._bad_sample(index, error)))
 
     def _load(self, index: int, seed: int) -> tuple[Tensors, Any]:
-        """Return a sample's inputs, a JPEG file's not decoded yet, and its target as it is stored."""
+        """Return a sample's inputs (JPEG files not decoded yet) and its stored target."""
         if self._files is not None:
             content, target = self._files.file_content(index)
             return read_image(content, self._files.channels, index, self._rules), target
@@ -288,22 +290,22 @@ class SlotReader(Dataset[Read | Failure]):
 
 
 def _fits_as_a_whole(split: AnySplit, channels: int | None, targets: TargetCheck) -> bool:
-    """Return True if the split is in memory and everything in it fits, so that no batch needs a check."""
+    """Return True if the split is in memory and all samples fit, so that no batch needs a check."""
     if type(split) is TensorSplit:
         return channels in (None, split.images.shape[1]) and targets.accepts(split.targets)
     return type(split) is TextSplit and targets.accepts(split.extremes())
 
 
 def _retried(read: Callable[[], _Result], transient: Callable[[Exception], TransientStorageError]) -> _Result:
-    """Return what ``read`` returns, tried again after errors that may be temporary.
+    """Return the result of ``read``, which is retried after errors that may be temporary.
 
-    Raises what ``transient`` makes of the last one.
+    Raises the result of ``transient`` for the last error.
     """
     for pause_s in (*_PAUSES_S, None):
         try:
             return read()
         except (OSError, MemoryError) as error:
-            if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
+            if isinstance(error, OSError) and error.errno not in _TRANSIENT_ERRNOS:
                 raise
             if pause_s is None:
                 raise transient(error) from error
@@ -312,7 +314,7 @@ def _retried(read: Callable[[], _Result], transient: Callable[[Exception], Trans
 
 
 def _has_rows(part: Any, count: int) -> bool:
-    """Whether all tensors are of ``count`` samples."""
+    """Return True if all tensors have ``count`` samples."""
     if is_structured(part):
         return all(_has_rows(value, count) for value in (part.values() if isinstance(part, dict) else part))
     if isinstance(part, list):
@@ -337,25 +339,23 @@ def _cause(error: Exception) -> str:
         return str(error).removeprefix("data: ")
     if isinstance(error, MisfitError):
         return f"it has the target {error}"
-    words = f"{type(error).__name__}: {error}"
-    if isinstance(error, (OSError, SyntaxError)):  # the file's fault: Pillow raises both
-        return words
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (OSError, SyntaxError)):  # raised by Pillow for bad files
+        return text
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{words} (at {place.filename}:{place.lineno})"
+    return f"{text} (at {place.filename}:{place.lineno})"
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators that a plug-in's ``__getitem__`` may draw from: Python's, NumPy's and torch's on
-    the CPU.
-    """
+    """Seed the generators for a plug-in's ``__getitem__``: Python's, NumPy's and torch's on the CPU."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed >> 1)
 
 
 @contextmanager
-def _own_generators() -> Iterator[None]:
-    """Restore the generators, if in the rank itself; a loader process's are used by nobody else."""
+def _restored_generators() -> Iterator[None]:
+    """Restore the generators, if in the rank itself; in a loader process nothing else uses them."""
     if get_worker_info() is not None:
         yield
         return

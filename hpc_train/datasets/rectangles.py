@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Random rectangles: what RandomResizedCrop crops and what RandomErasing erases.
+"""Random rectangles for RandomResizedCrop and RandomErasing.
 
 Only parameters, as arithmetic over a whole batch. Both follow torchvision's transforms of these names (ten
 tries, rounding half to even), with a log-uniform aspect ratio that is quantised: the table is computed once
-with Python's ``math``, so no batch depends on how a device computes a logarithm.
+with Python's ``math``, so no batch depends on a device's implementation of the logarithm.
 
 Legend: B samples, T tries.
 """
@@ -25,18 +25,18 @@ _ASPECT_BINS = 4096
 
 @dataclass(frozen=True)
 class Rectangles:
-    """One rectangle per image, in pixels, each (B,) int64. ``found`` is false if no try fitted."""
+    """One rectangle per image, in pixels, each (B,) int64. ``is_valid`` is false if no try fitted."""
 
     tops: Tensor
     lefts: Tensor
     heights: Tensor
     widths: Tensor
-    found: Tensor
+    is_valid: Tensor
 
 
 @cache
 def _aspect_table(low: float, high: float) -> Tensor:
-    """Return ratios spaced evenly in the logarithm, (bins,) float64."""
+    """Return ratios that are evenly spaced in the logarithm, (bins,) float64."""
     start, span = math.log(low), math.log(high) - math.log(low)
     ratios = [math.exp(start + span * (k + 0.5) / _ASPECT_BINS) for k in range(_ASPECT_BINS)]
     return torch.tensor(ratios, dtype=torch.float64)
@@ -57,7 +57,7 @@ def _tries(
 
 
 def _first_fit(fits_BT: Tensor, *sides_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return whether any try fits, (B,), and each of ``sides_BT`` at the first that does, (B,)."""
+    """Return (B,) bool, True if any try fits, and each of ``sides_BT`` at the first try that fits, (B,)."""
     first_B1 = fits_BT.to(torch.int64).argmax(dim=1, keepdim=True)
     return fits_BT.any(dim=1), [side_BT.gather(1, first_B1)[:, 0] for side_BT in sides_BT]
 
@@ -78,14 +78,14 @@ def resized_crops(
         & (heights_BT > 0)
         & (heights_BT <= image_heights_B[:, None])
     )
-    found_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
+    is_valid_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
     centre_heights_B, centre_widths_B = _centre_sides(image_heights_B, image_widths_B, ratio)
-    heights_B = torch.where(found_B, heights_B, centre_heights_B)
-    widths_B = torch.where(found_B, widths_B, centre_widths_B)
+    heights_B = torch.where(is_valid_B, heights_B, centre_heights_B)
+    widths_B = torch.where(is_valid_B, widths_B, centre_widths_B)
     room_down_B, room_right_B = image_heights_B - heights_B, image_widths_B - widths_B
-    tops_B = torch.where(found_B, keys.integers("crop.top", 0, room_down_B + 1), room_down_B // 2)
-    lefts_B = torch.where(found_B, keys.integers("crop.left", 0, room_right_B + 1), room_right_B // 2)
-    return Rectangles(tops_B, lefts_B, heights_B, widths_B, found_B)
+    tops_B = torch.where(is_valid_B, keys.integers("crop.top", 0, room_down_B + 1), room_down_B // 2)
+    lefts_B = torch.where(is_valid_B, keys.integers("crop.left", 0, room_right_B + 1), room_right_B // 2)
+    return Rectangles(tops_B, lefts_B, heights_B, widths_B, is_valid_B)
 
 
 def _centre_sides(heights_B: Tensor, widths_B: Tensor, ratio: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -107,13 +107,13 @@ ERASED_RATIO = (0.3, 3.3)
 
 
 def erased_parts(keys: Keys, height: int, width: int, probability: float) -> Rectangles:
-    """Return the part of each image of height * width that RandomErasing erases, if ``found``."""
+    """Return the part of each image of height * width that RandomErasing erases, if ``is_valid``."""
     chosen_B = keys.flags("erasing", probability)
     areas_B = torch.full_like(chosen_B, height * width, dtype=torch.int64)
     heights_BT, widths_BT = _tries(keys, "erasing", areas_B, ERASED_SCALE, ERASED_RATIO)
     fits_BT = (heights_BT < height) & (widths_BT < width)
-    found_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
-    heights_B, widths_B = heights_B * found_B, widths_B * found_B
+    is_valid_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
+    heights_B, widths_B = heights_B * is_valid_B, widths_B * is_valid_B
     tops_B = keys.integers("erasing.top", 0, height - heights_B + 1)
     lefts_B = keys.integers("erasing.left", 0, width - widths_B + 1)
-    return Rectangles(tops_B, lefts_B, heights_B, widths_B, found_B & chosen_B)
+    return Rectangles(tops_B, lefts_B, heights_B, widths_B, is_valid_B & chosen_B)

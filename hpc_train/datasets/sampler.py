@@ -1,4 +1,4 @@
-"""Which samples each rank reads, in which order: a pure function of (seed, position, rank, ranks).
+"""The samples that each rank reads, in order: a pure function of (seed, position, rank, ranks).
 
 Called by ``batches``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1 step
 per epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's permutation p. Each rank has
@@ -8,9 +8,10 @@ per epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's per
     rank 1: micro-batch 1 = p[2:4], then spare: micro-batch 1 again, weight 0
     rank 2: micro-batch 2 = p[4:6], then spare: micro-batch 2 again, weight 0
 
-With K = 2 repeats (arXiv:1902.05509) step 0 reads the first G / K = 4 indices, each twice in succession. As
-timm's RepeatAugSampler deals them to ranks, they are dealt to the micro-batches: number i receives every M-th
-from the i-th, so that different ones receive the repeats of a sample. With (index, repeat):
+With K = 2 repeats (arXiv:1902.05509) step 0 reads the first G / K = 4 indices, each twice in succession. They
+are dealt to the micro-batches as timm's RepeatAugSampler deals them to ranks: micro-batch i receives every
+M-th, starting at the i-th, so that the repeats of a sample are in different micro-batches. With (index,
+repeat):
 
     micro-batch 0 = (p[0], 0) (p[2], 0)    micro-batch 1 = (p[0], 1) (p[2], 1)
     micro-batch 2 = (p[1], 0) (p[3], 0)    micro-batch 3 = (p[1], 1) (p[3], 1)
@@ -43,8 +44,9 @@ from hpc_train.topology.batch_arithmetic import (
 
 @dataclass(frozen=True)
 class Position:
-    """The position of training: ``step`` steps are done; ``skipped`` windows are skipped, sorted, without
-    duplicates.
+    """The position of training: ``step`` steps are done and the windows ``skipped`` are skipped.
+
+    ``skipped`` is sorted and has no duplicates.
     """
 
     step: int
@@ -55,7 +57,7 @@ class Position:
         assert list(self.skipped) == sorted(set(self.skipped)), f"not sorted or not unique: {self.skipped}"
 
     def windows(self) -> Iterator[int]:
-        """Yield the window of step ``step``, then those of the following steps, without end."""
+        """Yield the window of step ``step``, then the windows of the following steps, without end."""
         window = self.step
         for skipped in self.skipped:
             window += skipped <= window
@@ -93,15 +95,17 @@ class Slot:
 
 
 def _unpickle_slot(values: dict[str, Any], tensors: dict[str, bytes]) -> Slot:
-    read = {name: torch.from_numpy(np.frombuffer(each, np.int64).copy()) for name, each in tensors.items()}
+    read = {
+        name: torch.from_numpy(np.frombuffer(content, np.int64).copy()) for name, content in tensors.items()
+    }
     return Slot(**values | read)
 
 
 class MicroBatchSampler(DistributedSampler[Slot]):
     """Yields this rank's slots, step by step, from ``position`` to ``total_steps``, over epochs.
 
-    For ``DataLoader(batch_sampler=…)``. ``set_epoch`` is not needed and has no effect: the epoch follows from
-    the position. Raises BadFileError if a global batch does not fit the data or the ranks.
+    For ``DataLoader(batch_sampler=…)``. ``set_epoch`` is not needed and has no effect, because the position
+    determines the epoch. Raises BadFileError if a global batch does not fit the data or the ranks.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         return Slot(step, window, epoch, number, weight, indices, num_valid=size)
 
     def _repeated(self, slice_number: int, number: int) -> tuple[Tensor, Tensor]:
-        """Return the places in the permutation, and the repeats, of a micro-batch: two tensors (m,)."""
+        """Return the positions in the permutation, and the repeats, of a micro-batch: two tensors (m,)."""
         dealt = torch.arange(number, self._global_batch_size, self.micro_batches)
         first = slice_number * (self._global_batch_size // self._repeats)
         return first + dealt // self._repeats, dealt % self._repeats

@@ -1,7 +1,7 @@
 """Samples that can't be read, with ``data.on_bad_sample: skip``: their replacements and their reports.
 
-Readers (in the loader processes) find the replacement and send the bad sample along with the batch; the rank
-records it here when it uses that batch, so that samples that were prefetched and never used don't count.
+Readers (in the loader processes) choose the replacement and send the bad sample along with the batch; the
+rank records it here when it uses that batch, so that samples that were prefetched but never used don't count.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample, SampleKey, all_known, append, of_attempt
 from hpc_train.run.files import UnreadableFileError
 
-#: Replacements that are tried for one sample. If all are bad, the data are not there at all.
+#: Maximum number of replacements to try for one sample. If all are bad, the data are not there at all.
 TRIES = 100
 _SHOWN = 5
 _log = logging.getLogger(__name__)
 
 
 def stand_ins(seed: int, epoch: int, index: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (hash, index) of the samples to try in place of sample ``index`` of ``count``.
+    """Yield (hash, index) of the samples to try instead of sample ``index`` of ``count``.
 
-    A pure function: any rank, loader process or attempt tries the same ones in the same order. The hash seeds
-    the generators that reading the sample may draw from.
+    A pure function: any rank, loader process or attempt tries the same samples in the same order. The hash
+    seeds the generators that reading the sample may use.
     """
     for number in range(TRIES):
         word = hash_words(seed, epoch, index, number)
@@ -34,7 +34,7 @@ def stand_ins(seed: int, epoch: int, index: int, count: int) -> Iterator[tuple[i
 
 
 class BadSamples:
-    """The bad samples known to one rank of one attempt; each is logged, written and counted once."""
+    """The bad samples that one rank of one attempt has seen; each is logged, written and counted once."""
 
     def __init__(self, paths: RunPaths, attempt: int, rank: int) -> None:
         self._attempt = paths.attempt(attempt)
@@ -46,42 +46,43 @@ class BadSamples:
 
     @property
     def count(self) -> int:
-        """Different samples that this rank was the first to report, in any attempt: the ranks' counts
-        add up.
+        """Number of samples that this rank was the first to report, in any attempt.
+
+        The counts of all ranks add up.
         """
         return self._count
 
     @property
     def earlier(self) -> int:
-        """Different samples that earlier attempts reported."""
+        """Number of samples that earlier attempts reported."""
         return len(self._earlier)
 
     def note(self, samples: Iterable[BadSample]) -> None:
-        """Report those that were not reported before."""
+        """Report the samples that were not reported before."""
         new = {s.key: s for s in samples if s.key not in self._seen and s.key not in self._earlier}
         if not new:
             return
         self._seen |= new.keys()
-        # In a later epoch another rank meets the same sample; it has been reported by then.
+        # In a later epoch another rank meets the same sample, which has been reported by then.
         named = of_attempt(self._attempt)
-        own = [sample for key, sample in new.items() if key not in named]
-        self._count += len(own)
-        for sample in own:
+        unreported = [sample for key, sample in new.items() if key not in named]
+        self._count += len(unreported)
+        for sample in unreported:
             _log.warning("data: skipped, since it can't be read: %s", printable(str(sample)))
         try:
-            append(self._file, own)
+            append(self._file, unreported)
         except (OSError, UnreadableFileError) as error:  # a full disk is reported by the checkpoints
             _log.warning("%s can't be written: %s", self._file, error)
 
 
 def too_many(paths: RunPaths, at_most: int) -> BadFileError:
     """Return the error of a run with more bad samples than ``data.max_bad_samples`` allows."""
-    known = list(all_known(paths).values())
-    named = [printable(f"  {sample}") for sample in known[:_SHOWN]]
-    if len(known) > _SHOWN:
-        named.append(f"  … and {len(known) - _SHOWN} more, in attempts/*/rank-*.bad_samples.jsonl")
+    bad_samples = list(all_known(paths).values())
+    named = [printable(f"  {sample}") for sample in bad_samples[:_SHOWN]]
+    if len(bad_samples) > _SHOWN:
+        named.append(f"  … and {len(bad_samples) - _SHOWN} more, in attempts/*/rank-*.bad_samples.jsonl")
     headline = (
         f"data.max_bad_samples: more than {at_most} samples can't be read; fix or remove them, or write a "
-        f"larger number than {max(at_most, len(known) - 1)}:"
+        f"larger number than {max(at_most, len(bad_samples) - 1)}:"
     )
     return BadFileError([headline, *named])

@@ -1,4 +1,4 @@
-"""Structures of tensors: dicts, tuples, and lists where samples differ in shape."""
+"""Structures of tensors: dicts, tuples, and lists if samples differ in shape."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 
-#: Of a batch: a tensor (B, …), a list of B tensors, or a dict or tuple of these.
+#: A batch's tensor (B, …), a list of B tensors, or a dict or tuple of these.
 Tensors = Any
 
 
 def map_tensors(
     function: Callable[[Tensor], Any], tensors: Tensors, of_list: Callable[[list[Tensor]], Any] | None = None
 ) -> Any:
-    """Return the same structure with ``function`` of each tensor, and ``of_list``, if given, of each list."""
+    """Return the same structure with ``function`` of each tensor, and ``of_list``, if set, of each list."""
     if isinstance(tensors, dict):
         return {key: map_tensors(function, value, of_list) for key, value in tensors.items()}
     if isinstance(tensors, tuple):
@@ -27,21 +27,21 @@ def map_tensors(
 
 
 def tensors_of(tensors: Tensors) -> Iterator[Tensor]:
-    """Yield the tensors of a structure, those of a list one by one."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tensors)
-    yield from found
+    """Yield the tensors of a structure, and each tensor of a list."""
+    collected: list[Tensor] = []
+    map_tensors(collected.append, tensors)
+    yield from collected
 
 
 def is_structured(tensors: Tensors) -> bool:
-    """Tell whether it is a structure rather than one tensor or a list of them."""
+    """Return True for a structure, False for a tensor or a list of tensors."""
     return isinstance(tensors, (dict, tuple))
 
 
 def collate(samples: Sequence[Any], stack: Callable[[Sequence[Tensor], str], Any], name: str = "") -> Tensors:
     """Return the samples' common structure with ``stack`` of its tensors and their name (``a.0``).
 
-    Raises BadFileError where two samples are structured differently.
+    Raises BadFileError if two samples differ in structure.
     """
     if not any(map(is_structured, samples)):
         return stack(samples, name)
@@ -49,7 +49,7 @@ def collate(samples: Sequence[Any], stack: Callable[[Sequence[Tensor], str], Any
     for sample in samples:
         if _keys(sample) != first:
             raise BadFileError(
-                f"data: samples of one batch have {_in_words(first)} and {_in_words(_keys(sample))}"
+                f"data: samples of one batch have {_parts_text(first)} and {_parts_text(_keys(sample))}"
                 f"{f' in {name}' if name else ''}; return the same structure for each sample"
             )
     prefix = f"{name}." if name else ""
@@ -59,13 +59,13 @@ def collate(samples: Sequence[Any], stack: Callable[[Sequence[Tensor], str], Any
 
 
 def _keys(sample: Any) -> tuple[Any, ...] | None:
-    """Return what a structure is indexed by; None of a tensor."""
+    """Return the keys or indices of a structure; None for a tensor."""
     if isinstance(sample, dict):
         return tuple(sorted(sample, key=str))
     return tuple(range(len(sample))) if isinstance(sample, tuple) else None
 
 
-def _in_words(keys: tuple[Any, ...] | None) -> str:
+def _parts_text(keys: tuple[Any, ...] | None) -> str:
     if keys is None:
         return "a single tensor"
     return f"the parts {', '.join(map(str, keys))}" if keys else "no parts"

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Targets: of one sample as a tensor, of several as a batch, and whether they fit the task.
+"""Targets: one sample's target as a tensor, several as a batch, and a check that they fit the task.
 
 Called by ``reading``, on the ranks and in ``hpc-train prepare`` alike.
 
@@ -40,24 +40,24 @@ class MisfitError(Exception):
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """Checks targets for the task that the file names. Without ``spec`` any numbers are accepted."""
+    """Checks targets for the experiment's task. Without ``spec`` any numbers are accepted."""
 
     task: str
     spec: TargetSpecs = None
 
     def batch(self, targets: Tensors) -> Tensors:
-        """Return the targets of a batch as the task reads them. Raises MisfitError for the first misfit."""
+        """Return the targets of a batch for the task. Raises MisfitError for the first misfit."""
         return self._each_part(targets, self._whole)
 
     def accepts(self, targets: Tensor) -> bool:
-        """Tell whether ``batch`` would return any of these targets unchanged."""
+        """Return True if ``batch`` would return any of these targets unchanged."""
         try:
             return self.batch(targets) is targets
         except MisfitError:
             return False
 
     def one(self, target: Any) -> Tensors:
-        """Return one sample's target as the task reads it. Raises MisfitError if it does not fit."""
+        """Return one sample's target for the task. Raises MisfitError if it does not fit."""
         try:
             tensors = as_targets(target)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -67,46 +67,46 @@ class TargetCheck:
     def stacked(self, targets: Sequence[Tensors], indices: Sequence[int]) -> Tensors:
         """Return the targets of several samples as those of a batch.
 
-        Raises BadFileError, naming two samples, if dtypes or shapes differ that may not.
+        Raises BadFileError, naming two samples, if dtypes or shapes differ that must be equal.
         """
 
         def stack(parts: Sequence[Tensor], name: str) -> Tensors:
             spec = self.spec.get(name) if isinstance(self.spec, dict) else self.spec
-            # Masks are stacked once they have been moved to one size.
+            # Masks are stacked after they have been moved to one size.
             is_list = spec is not None and (spec.is_ragged or spec.geometry == "mask")
             return list(parts) if is_list else _stack(parts, indices, name)
 
         return collate(targets, stack)
 
     def refuse_other_sides(self, targets: Tensors, sides: Sequence[int]) -> None:
-        """Raise MisfitError where a mask of one sample has other sides than its image, (H, W)."""
+        """Raise MisfitError if a mask of one sample differs in size from its image, (H, W)."""
         for name, mask in parts_moved_as("mask", self.spec, targets):
             if tuple(mask.shape[-2:]) != tuple(sides):
-                found = f"{_named(name)}of {mask.shape[-2]}x{mask.shape[-1]} pixels"
+                mask_size = f"{_named(name)}of {mask.shape[-2]}x{mask.shape[-1]} pixels"
                 is_turned = tuple(mask.shape[-2:]) == tuple(reversed(sides))
                 remedy = (
                     "if the image has an EXIF orientation, write data.exif_orientation: apply"
                     if is_turned
                     else "make both the same size"
                 )
-                raise MisfitError(0, f"{found}, and its image has {sides[0]}x{sides[1]}; {remedy}")
+                raise MisfitError(0, f"{mask_size}, and its image has {sides[0]}x{sides[1]}; {remedy}")
 
     def _each_part(self, targets: Tensors, check: Callable[[Any, TargetSpec, str], Any]) -> Tensors:
-        """Return ``targets`` with ``check`` of each part that the task has a spec for."""
+        """Return ``targets`` with ``check`` applied to each part that has a spec."""
         if self.spec is None:
             return targets
         if isinstance(self.spec, TargetSpec):
             if is_structured(targets):
-                raise self._misfit(0, _structure_in_words(targets), _FIX_DATA)
+                raise self._misfit(0, _structure_text(targets), _FIX_DATA)
             return check(targets, self.spec, "")
         if not (isinstance(targets, dict) and self.spec.keys() <= targets.keys()):
-            raise self._misfit(0, _structure_in_words(targets), _FIX_DATA)
+            raise self._misfit(0, _structure_text(targets), _FIX_DATA)
         return targets | {name: check(targets[name], spec, name) for name, spec in self.spec.items()}
 
     def _whole(self, targets: Tensors, spec: TargetSpec, name: str) -> Tensors:
         """Return a batch's targets, (B, …) or a list of B."""
         if is_structured(targets) or (isinstance(targets, list) and not spec.is_ragged):
-            raise self._misfit(0, f"{_named(name)}{_structure_in_words(targets)}", _FIX_DATA, spec)
+            raise self._misfit(0, f"{_named(name)}{_structure_text(targets)}", _FIX_DATA, spec)
         if not spec.is_ragged:
             return self._fitting(targets, spec, name)
         return [
@@ -116,37 +116,39 @@ class TargetCheck:
     def _fitting(self, targets_B: Tensor, spec: TargetSpec, name: str, first: int = 0) -> Tensor:
         """Return (B, …) targets of the samples from place ``first`` on."""
         if not (_has_kind(targets_B, spec) and _has_shape(targets_B, spec)):
-            raise self._misfit(first, f"{_named(name)}{_in_words(targets_B[0])}", _FIX_DATA, spec)
+            raise self._misfit(first, f"{_named(name)}{_tensor_text(targets_B[0])}", _FIX_DATA, spec)
         is_converted = spec.kind == "integer" and spec.geometry != "mask"
         converted_B = targets_B.to(torch.int64) if is_converted else targets_B
         if not _are_in_bounds(converted_B, spec):
             place = int(_out_of_bounds(converted_B, spec).to(torch.int8).argmax())
             raise self._misfit(
-                first + place, f"{_named(name)}{_in_words(targets_B[place])}", _FIX_VALUE, spec
+                first + place, f"{_named(name)}{_tensor_text(targets_B[place])}", _FIX_VALUE, spec
             )
         return converted_B
 
-    def _misfit(self, place: int, found: str, remedy: str, spec: TargetSpec | None = None) -> MisfitError:
+    def _misfit(
+        self, place: int, description: str, remedy: str, spec: TargetSpec | None = None
+    ) -> MisfitError:
         needed = spec or self.spec
         if needed is None:
-            return MisfitError(place, f"{found}; return a number, a tensor, an array or a PIL image")
-        words = f"a dict with {', '.join(needed)}" if isinstance(needed, dict) else str(needed)
-        return MisfitError(place, f"{found}, and task {self.task} needs {words}; {remedy}")
+            return MisfitError(place, f"{description}; return a number, a tensor, an array or a PIL image")
+        requirement = f"a dict with {', '.join(needed)}" if isinstance(needed, dict) else str(needed)
+        return MisfitError(place, f"{description}, and task {self.task} needs {requirement}; {remedy}")
 
 
 def parts_moved_as(geometry: str, spec: TargetSpecs, targets: Tensors) -> Iterator[tuple[str, Any]]:
     """Yield the name (empty for a single tensor) and the part of each target with this ``geometry``."""
     specs = spec.items() if isinstance(spec, dict) else [("", spec)]
-    for name, each in specs:
-        if each is not None and each.geometry == geometry:
+    for name, item in specs:
+        if item is not None and item.geometry == geometry:
             yield name, targets[name] if name else targets
 
 
 def as_targets(target: Any) -> Tensors:
     """Return a sample's target as a tensor, or as a structure of tensors.
 
-    A dict is a structure, and so is a tuple with a tensor, an array, an image or a structure in it; one of
-    numbers is a tensor. Raises TypeError, ValueError or RuntimeError for what is not made of numbers.
+    A dict is a structure, and so is a tuple that contains a tensor, an array, an image or a structure; a
+    tuple of numbers is a tensor. Raises TypeError, ValueError or RuntimeError for anything but numbers.
     """
     if isinstance(target, Mapping):
         return {str(key): as_targets(value) for key, value in target.items()}
@@ -179,8 +181,8 @@ def _stack(targets: Sequence[Tensor], indices: Sequence[int], name: str) -> Tens
     for index, target in zip(indices, targets, strict=True):
         if (target.dtype, target.shape) != (first.dtype, first.shape):
             raise BadFileError(
-                f"data: sample {indices[0]} has the target {_named(name)}{_in_words(first)}, and sample "
-                f"{index} {_in_words(target)}; return targets of the same dtype and shape"
+                f"data: sample {indices[0]} has the target {_named(name)}{_tensor_text(first)}, and sample "
+                f"{index} {_tensor_text(target)}; return targets of the same dtype and shape"
             )
     return torch.stack(list(targets))
 
@@ -188,7 +190,7 @@ def _stack(targets: Sequence[Tensor], indices: Sequence[int], name: str) -> Tens
 def refuse_moved_masks(images: Sequence[Tensor] | Tensor, targets: Tensors, key: str | None) -> None:
     """Raise BadFileError if ``key`` flips, crops or resizes images but not their masks or boxes.
 
-    In a structure any part with two dimensions or more per sample may be one.
+    In a structure any part with two dimensions or more per sample may be a mask or boxes.
     """
     if key is None:
         return
@@ -219,14 +221,14 @@ def _has_kind(targets: Tensor, spec: TargetSpec) -> bool:
 def _has_shape(targets_B: Tensor, spec: TargetSpec) -> bool:
     if spec.shape is None:
         return True
-    found = targets_B.shape[1:]
-    return len(found) == len(spec.shape) and all(
-        wanted in (None, size) for size, wanted in zip(found, spec.shape, strict=True)
+    shape = targets_B.shape[1:]
+    return len(shape) == len(spec.shape) and all(
+        wanted in (None, size) for size, wanted in zip(shape, spec.shape, strict=True)
     )
 
 
 def _are_in_bounds(targets_B: Tensor, spec: TargetSpec) -> bool:
-    """Tell whether all values are; in one pass, since each batch is checked."""
+    """Return True if all values are; in one pass, since each batch is checked."""
     if (spec.minimum is None and spec.maximum is None) or targets_B.numel() == 0:
         return True
     lowest, highest = (value.item() for value in targets_B.aminmax())  # both NaN if a value is
@@ -237,7 +239,7 @@ def _are_in_bounds(targets_B: Tensor, spec: TargetSpec) -> bool:
 
 
 def _out_of_bounds(targets_B: Tensor, spec: TargetSpec) -> Tensor:
-    """Return for each sample, (B,) bool, whether a value is out of bounds; NaN always is."""
+    """Return (B,) bool, True for samples with a value out of bounds; NaN always is."""
     fits = torch.ones_like(targets_B, dtype=torch.bool)
     if spec.minimum is not None:
         fits &= targets_B >= spec.minimum
@@ -252,15 +254,15 @@ def _named(name: str) -> str:
     return f"'{name}' " if name else ""
 
 
-def _structure_in_words(targets: Tensors) -> str:
+def _structure_text(targets: Tensors) -> str:
     if isinstance(targets, Tensor):
-        return _in_words(targets)
+        return _tensor_text(targets)
     if isinstance(targets, dict):
         return f"a dict with {', '.join(targets) or 'nothing'}"
     return f"a {type(targets).__name__}"
 
 
-def _in_words(target: Tensor) -> str:
+def _tensor_text(target: Tensor) -> str:
     dtype, shape = str(target.dtype).removeprefix("torch."), tuple(target.shape)
     if target.dim() == 0:
         return f"{target.item()} ({dtype} of shape ())"

@@ -1,4 +1,4 @@
-"""RandAugment with timm's operations that get stronger with the magnitude (``rand-m9-mstd0.5-inc1``).
+"""RandAugment with timm's operations whose strength increases with the magnitude (``rand-m9-mstd0.5-inc1``).
 
 Operations, their order, ranges and probability are those of ``timm.data.auto_augment``; magnitudes are 0…10,
 not rounded. Images stay tensors: rotations, shears and shifts are bilinear, and fill with gray.
@@ -22,7 +22,7 @@ MAX_MAGNITUDE = 10
 PROBABILITY = 0.5
 #: timm's default.
 _FILL = 128.0
-#: Below it, SolarizeAdd adds.
+#: SolarizeAdd changes darker pixels only.
 _DARK = 128
 
 #: Strength 0…1, whether to negate, height and width → the operation's argument.
@@ -98,7 +98,7 @@ def _posterize(image: Tensor, bits: float) -> Tensor:
 
 
 def _solarize(image: Tensor, threshold: float) -> Tensor:
-    # Compared with bytes, 256 would be 0.
+    # As a uint8, 256 would be 0.
     return image if threshold > 255 else torch.where(image >= threshold, 255 - image, image)
 
 
@@ -156,7 +156,7 @@ def timm_randaugment(
 
 
 def apply(image: Tensor, name: str, magnitude: float, negative: bool) -> Tensor:
-    """Apply the operation ``name`` at ``magnitude``, clipped to 0…10; ``negative``: where it has a sign."""
+    """Apply the operation ``name`` at ``magnitude``, clipped to 0…10; ``negative`` negates signed ones."""
     operation, argument = OPERATIONS[name]
     strength = min(max(magnitude, 0.0), MAX_MAGNITUDE) / MAX_MAGNITUDE
     return operation(image, argument(strength, negative, image.shape[-2], image.shape[-1]))

@@ -1,8 +1,8 @@
 """Compares token shards with the hashes in their headers.
 
 ``prepare`` checks all shards. Before a run reads them, the first rank of each node checks them within a time
-limit (``training.data_staging``), and shards that were intact are remembered for a day in the user's cache
-folder, by their hash, location, inode, size and time of change, so the attempts of a sweep read them once.
+limit (``training.data_staging``). Intact shards are cached for a day in the user's cache folder, by their
+hash, location, inode, size and time of change, so the attempts of a sweep read them once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpc_train.data_facts.token_shards import HEADER_BYTES, DamagedShardError, T
 from hpc_train.paths import cache_folder
 from hpc_train.run.files import read_json, write_json
 
-#: Assumed: at 1 GB/s these are 60 thousand million tokens of uint16.
+#: Assumed: at 1 GB/s these are 60 billion tokens of uint16.
 CHECK_LIMIT_S = 120.0
 _REMEMBERED_S = 24 * 3600.0
 _READERS = 4
@@ -39,12 +39,12 @@ def hash_of_file(path: Path, offset: int = 0) -> str:
 
 
 def check_all(shards: TokenShards) -> None:
-    """Read all shards. Raises DamagedShardError for one whose hash is not that of its header."""
+    """Read all shards. Raises DamagedShardError for a shard that does not match the hash in its header."""
     _check(_listed(shards), math.inf, lambda fraction: None)
 
 
 def check_before_use(shards: TokenShards, report: Callable[[float], None]) -> None:
-    """Check the shards that are not remembered as intact, until ``CHECK_LIMIT_S`` have passed.
+    """Check the shards that are not cached as intact, until ``CHECK_LIMIT_S`` have passed.
 
     ``report`` receives the fraction checked so far. Logs a warning if time was short. Raises
     DamagedShardError. Files of nanoGPT and llm.c have no hash.
@@ -78,7 +78,7 @@ def _identity(shard: Shard) -> str:
 
 
 def _remembered(memory: Path) -> dict[str, float]:
-    """Return identity → time of the check, of checks within the last day."""
+    """Return identity → time of the check, for checks within the last day."""
     try:
         intact = (read_json(memory) or {}).get("intact")
     except OSError:
@@ -92,7 +92,7 @@ def _remembered(memory: Path) -> dict[str, float]:
 
 
 def _check(shards: list[Shard], deadline: float, report: Callable[[float], None]) -> list[Shard]:
-    """Return the shards that are intact, all if there is time. Raises DamagedShardError."""
+    """Return the intact shards, all if there is time. Raises DamagedShardError."""
     intact = []
     pool = ThreadPoolExecutor(_READERS)
     try:

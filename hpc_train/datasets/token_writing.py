@@ -1,7 +1,7 @@
-"""Writes token shards, in ``hpc-train prepare``: the format is that of ``data_facts.token_shards``.
+"""Writes token shards, in ``hpc-train prepare``, in the format of ``data_facts.token_shards``.
 
-Each shard is written under a temporary name, synced and renamed, and the index comes last, so a ``prepare``
-that is killed leaves nothing that ranks read, and two at once write the same files.
+Each shard is written under a temporary name, synced and renamed, and the index comes last, so a killed
+``prepare`` leaves nothing that ranks read, and two concurrent ones write the same files.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.run.files import replacing, write_json, write_text
 from hpc_train.run.storage_errors import storage_error
 
-#: Documents that are encoded at once, by the threads of the tokenizer; fewer if they are long.
+#: Documents that the tokenizer's threads encode at a time; fewer if they are long.
 _BATCH, _BATCH_CHARACTERS = 512, 1 << 23
-_SAY_EVERY_S = 30.0
-#: Folders that this process has written or checked: the runs of a sweep share them.
+_REPORT_EVERY_S = 30.0
+#: Folders that this process has written or checked, because the runs of a sweep share them.
 _checked: set[Path] = set()
 
 _Sources = Mapping[str, Sequence[Path]]
-#: Where it is (file, or file and line), and its text.
+#: Location (file, or file and line), and text.
 _Document = tuple[str, str]
 
 
 def ensure(data: DataConfig, args: TokensArgs) -> None:
     """Write the shards of the text in ``data.root`` unless they are intact and up to date.
 
-    Reads existing shards in full, and text that was touched since. Does nothing where the root
-    has no text. Raises BadFileError for text that can't be read, StorageError if the disk refuses the shards.
+    Reads existing shards in full, and text that was touched since. Does nothing if the root has no text.
+    Raises BadFileError for text that can't be read, StorageError if the disk refuses the shards.
     """
     root = root_of(data)
     texts = sources(root)
-    _say_unread(root, texts if texts["train"] else raw_files(root))
+    _report_unread(root, texts if texts["train"] else raw_files(root))
     if not texts["train"]:
         return
     folder = shards_folder(root, args, texts)
@@ -92,7 +92,7 @@ def ensure(data: DataConfig, args: TokensArgs) -> None:
     _checked.add(folder)
 
 
-def _say_unread(root: Path, read: _Sources) -> None:
+def _report_unread(root: Path, read: _Sources) -> None:
     unread = unread_texts(root, {path for paths in read.values() for path in paths})
     if unread:
         say(
@@ -119,7 +119,7 @@ def _refuse_other_vocabulary(tokenizer: Tokenizer, args: TokensArgs) -> None:
 
 
 def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
-    """Whether there are shards of the text as it is; says why not where there are some."""
+    """Return True if there are shards of the current text; print the reason if they can't be used."""
     if not (folder / INDEX).is_file():
         return False
     try:
@@ -128,23 +128,23 @@ def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
     except DamagedShardError as error:
         say(f"{error}; writing it again")
         return False
-    known = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources") or {}
+    indexed = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources") or {}
     changed = [
         path
         for paths in texts.values()
         for path in paths
-        if not _is_same(path, known.get(str(path.relative_to(root))))
+        if not _is_same(path, indexed.get(str(path.relative_to(root))))
     ]
     if changed:
         say(f"data.root: {changed[0]} has changed since it was tokenized; writing the shards again")
     return not changed
 
 
-def _is_same(path: Path, known: Any) -> bool:
-    """Compare a source with what the index has of it: in full if it was touched since (``st_ctime``)."""
-    if not isinstance(known, dict):
+def _is_same(path: Path, entry: Any) -> bool:
+    """Compare a source with its entry in the index: in full if it was touched since (``st_ctime``)."""
+    if not isinstance(entry, dict):
         return False
-    return known.get("time_ns") == path.stat().st_ctime_ns or known.get("xxh3_128") == hash_of_file(path)
+    return entry.get("time_ns") == path.stat().st_ctime_ns or entry.get("xxh3_128") == hash_of_file(path)
 
 
 def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
@@ -156,16 +156,16 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
             copy.write(file.read_bytes())
     if isinstance(tokenizer, TikToken):
         write_text(folder / VOCABULARY, json.dumps(tokenizer.vocabulary()), sync=True)
-    what = {
+    token_format = {
         "dtype": "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32",
         "vocabulary_size": tokenizer.vocabulary_size,
         "tokenizer": args.tokenizer if file is None else TOKENIZER,
     }
-    # Before they are read: a file that changes meanwhile is found by its time.
+    # Before they are read: a file that changes meanwhile is detected by its time.
     times = {path: path.stat().st_ctime_ns for paths in texts.values() for path in paths}
     parts: dict[str, list[dict[str, Any]]] = {}
     for part in (part for part in PARTS if texts[part]):
-        writer = _SplitWriter(folder, part, what, args.shard_tokens)
+        writer = _SplitWriter(folder, part, token_format, args.shard_tokens)
         for path in texts[part]:
             for tokens in _encoded(tokenizer, _documents(path, args)):
                 writer.add(tokens, tokenizer)
@@ -173,7 +173,7 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         tokens, documents = (sum(entry[key] for entry in parts[part]) for key in ("tokens", "documents"))
         written = f"{counted(tokens, 'token')} of {counted(documents, 'document')} written"
         say(f"data.root: {folder}: {part}: {written}")
-    content = what | {
+    content = token_format | {
         "end_of_document": tokenizer.end_of_document,
         "characters": tokenizer.characters if isinstance(tokenizer, Characters) else None,
         "parts": parts,
@@ -196,7 +196,7 @@ def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:
 
 
 def _characters(texts: _Sources, args: TokensArgs) -> str:
-    """Return training's characters, sorted, then those that only validation has, as ``text`` does."""
+    """Return training's characters, sorted, then those only in validation, as in ``text``."""
     seen: dict[str, set[str]] = {
         part: set().union(*(text for path in paths for _, text in _documents(path, args)))
         for part, paths in texts.items()
@@ -274,7 +274,7 @@ def refusing_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, 
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[Tokens]:
-    """Yield the tokens of each document, encoded several at once."""
+    """Yield the tokens of each document, encoded in batches."""
     batch: list[_Document] = []
     size = 0
     for document in documents:
@@ -287,12 +287,13 @@ def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[T
 
 
 def _encode(tokenizer: Tokenizer, batch: list[_Document]) -> list[Tokens]:
-    """Return the tokens of each document. Raises BadFileError, naming the document, if one can't be encoded
-    or has the end of a document in it.
+    """Return the tokens of each document.
+
+    Raises BadFileError, naming the document, if it can't be encoded or contains the end-of-document token.
     """
     try:
         encoded = tokenizer.encode([text for _, text in batch])
-    except Exception as error:  # the libraries raise Exception itself
+    except Exception as error:  # the libraries raise the base class Exception
         place = batch[0][0]
         if len(batch) > 1:  # find the document
             return [tokens for document in batch for tokens in _encode(tokenizer, [document])]
@@ -313,28 +314,28 @@ def _encode(tokenizer: Tokenizer, batch: list[_Document]) -> list[Tokens]:
 class _SplitWriter:
     """Writes documents as a stream of tokens, cut into shards of equal length."""
 
-    def __init__(self, folder: Path, part: str, what: Mapping[str, Any], shard_tokens: int) -> None:
-        self._folder, self._part, self._what = folder, part, what
-        self._dtype = np.dtype(what["dtype"]).newbyteorder("<")
+    def __init__(self, folder: Path, part: str, token_format: Mapping[str, Any], shard_tokens: int) -> None:
+        self._folder, self._part, self._token_format = folder, part, token_format
+        self._dtype = np.dtype(token_format["dtype"]).newbyteorder("<")
         self._shard_tokens = shard_tokens
         self._buffer: list[Tokens] = []
         self._filled = 0
-        #: Of the documents that start in this shard.
+        #: Starts of the documents in this shard.
         self._starts: list[int] = []
         self._entries: list[dict[str, Any]] = []
-        self._num_tokens, self._said_at = 0, time.monotonic()
+        self._num_tokens, self._reported_at = 0, time.monotonic()
 
     def add(self, tokens: Tokens, tokenizer: Tokenizer) -> None:
         """Append a document and its end."""
         self._starts.append(self._filled)
         self._append(tokens.astype(self._dtype))
         self._append(np.array([tokenizer.end_of_document], self._dtype))
-        if time.monotonic() > self._said_at + _SAY_EVERY_S:
-            self._said_at = time.monotonic()
+        if time.monotonic() > self._reported_at + _REPORT_EVERY_S:
+            self._reported_at = time.monotonic()
             say(f"data.root: {self._part}: {self._num_tokens} tokens so far")
 
     def finish(self) -> list[dict[str, Any]]:
-        """Write what is left; return the index's entries of all shards."""
+        """Write the rest; return the index's entries of all shards."""
         if self._filled or not self._entries:
             self._write()
         return self._entries
@@ -351,7 +352,7 @@ class _SplitWriter:
 
     def _write(self) -> None:
         tokens = np.concatenate([np.zeros(0, self._dtype), *self._buffer]).tobytes()
-        end = documents_offset(self._filled, str(self._what["dtype"])) - HEADER_BYTES
+        end = documents_offset(self._filled, str(self._token_format["dtype"])) - HEADER_BYTES
         content = tokens.ljust(end, b"\0") + np.array(self._starts, "<u8").tobytes()
         counted = {
             "tokens": self._filled,
@@ -360,7 +361,7 @@ class _SplitWriter:
         }
         name = f"{self._part}-{len(self._entries):05d}.tokens"
         with replacing(self._folder / name, sync=True) as file:
-            file.write(header_of({**self._what, **counted}))
+            file.write(header_of({**self._token_format, **counted}))
             file.write(content)
         self._entries.append({"file": name, **counted})
         self._buffer, self._filled, self._starts = [], 0, []

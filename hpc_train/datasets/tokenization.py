@@ -17,10 +17,10 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, shortened
 
 Tokens = np.ndarray[Any, Any]
-#: Kept beside the shards: the copy of the tokenizer's file; the bytes of each token, in base64.
+#: Files beside the shards: the copy of the tokenizer's file; the bytes of each token, in base64.
 TOKENIZER, VOCABULARY = "tokenizer.json", "vocabulary.json"
 _NUM_BYTES = 256
-#: What tokenizer.json files call the end of a document; the first that a file has counts.
+#: Names of the end of a document in tokenizer.json files; the first one that a file has counts.
 _ENDS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[EOS]", "[SEP]",
 )  # fmt: skip
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     end_of_document: int
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text, without any special ones."""
+        """Return the tokens of each text, without special tokens."""
 
 
 class Bytes:
@@ -73,7 +73,7 @@ class Characters:
 
 
 class TikToken:
-    """An encoding of tiktoken, whose file it fetches at the first use: only in ``prepare``."""
+    """An encoding of tiktoken, which downloads its file at the first use: only in ``prepare``."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -81,11 +81,13 @@ class TikToken:
         except ImportError as error:
             raise _missing(name, "tiktoken") from error
         if name not in tiktoken.list_encoding_names():
-            known = ", ".join(["bytes", "characters", *tiktoken.list_encoding_names()])
-            raise BadFileError(f"data.args.tokenizer: {name!r} is unknown; write one of {known}, or a path")
+            encodings = ", ".join(["bytes", "characters", *tiktoken.list_encoding_names()])
+            raise BadFileError(
+                f"data.args.tokenizer: {name!r} is unknown; write one of {encodings}, or a path"
+            )
         try:
             self._encoding = tiktoken.get_encoding(name)
-        except Exception as error:  # of requests, or of a damaged file in its cache
+        except Exception as error:  # raised by requests, or for a damaged file in its cache
             raise BadFileError(
                 f"data.args.tokenizer: tiktoken can't load {name}: {shortened(str(error), 300)}; run prepare "
                 "with network access, or set TIKTOKEN_CACHE_DIR to a folder that has the file"
@@ -98,7 +100,7 @@ class TikToken:
         return [np.array(tokens, np.uint32) for tokens in self._encoding.encode_ordinary_batch(list(texts))]
 
     def vocabulary(self) -> list[str]:
-        """Return the bytes of each token, in base64; of numbers that are no token, none."""
+        """Return the bytes of each token, in base64; empty for numbers that are not tokens."""
         return [base64.b64encode(self._bytes_of(token)).decode() for token in range(self.vocabulary_size)]
 
     def _bytes_of(self, token: int) -> bytes:
@@ -118,7 +120,7 @@ class TokenizerFile:
             raise _missing(str(path), "tokenizers") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # the library raises the base class Exception
             raise BadFileError(
                 f"data.args.tokenizer: {path} can't be read: {error}; write the path of a tokenizer.json"
             ) from error
@@ -128,13 +130,13 @@ class TokenizerFile:
         # A document may contain the name of a special token, such as </s>.
         self._tokenizer.encode_special_tokens = True
         self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        found = [end for name in _ENDS if (end := self._tokenizer.token_to_id(name)) is not None]
-        if not found:
+        ends = [end for name in _ENDS if (end := self._tokenizer.token_to_id(name)) is not None]
+        if not ends:
             raise BadFileError(
                 f"data.args.tokenizer: {path} has no token for the end of a document ({', '.join(_ENDS)}); "
                 "add one of them"
             )
-        self.end_of_document: int = found[0]
+        self.end_of_document: int = ends[0]
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, uint32, without those that the tokenizer adds at its ends."""
@@ -161,10 +163,10 @@ class Decoder(Protocol):
 
 
 class Vocabulary:
-    """The bytes of each token, as ``prepare`` keeps them: decodes without tiktoken and without network."""
+    """The bytes of each token, as ``prepare`` stores them: decodes without tiktoken and without network."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = [base64.b64decode(each) for each in json.loads(path.read_text(encoding="utf-8"))]
+        self._bytes = [base64.b64decode(token) for token in json.loads(path.read_text(encoding="utf-8"))]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
@@ -172,7 +174,7 @@ class Vocabulary:
 
 
 def decoder_of(info: DataInfo) -> Decoder | None:
-    """Return what decodes tokens of the data; None where this machine has nothing that does."""
+    """Return a decoder for tokens of the data; None if this machine has none."""
     if info.class_names:
         return Characters("".join(info.class_names))
     if info.tokenizer in (None, "bytes"):

@@ -1,9 +1,9 @@
-"""How loader processes send their batches to the rank, so that none is lost on the way.
+"""Sends batches from loader processes to the rank without losing any.
 
 torch sends a batch as file descriptors of shared memory, through a Unix socket below ``TMPDIR``. If the
 thread that sends raises (a full /dev/shm, a path too long for a socket, no more threads or files),
-multiprocessing prints the error and drops the batch, and the rank waits for it. Here such a batch travels
-through the pipe between the two processes instead: slower, but it needs nothing else. A batch that can't be
+multiprocessing prints the error and drops the batch, and the rank waits for it. Here such a batch is sent
+through the pipe between the two processes instead: slower, but without other resources. A batch that can't be
 pickled is replaced by a ``Failure``. Called by ``workers``.
 """
 
@@ -25,16 +25,16 @@ from hpc_train.distributed import shared_memory
 from hpc_train.distributed.forking import RunningContext
 from hpc_train.errors import StorageError
 
-#: Bytes of the path of a Unix socket (struct sockaddr_un, without the final NUL).
+#: Maximum path length of a Unix socket in bytes (struct sockaddr_un, without the final NUL).
 _SOCKET_PATH_BYTES = 107
-#: What multiprocessing appends to the temporary folder.
+#: The path that multiprocessing appends to the temporary folder.
 _SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", shared_memory.FOLDER)
 _log = logging.getLogger(__name__)
 
 
 def require_shared_memory() -> None:
-    """Raise StorageError if loader processes can't start for want of semaphores."""
+    """Raise StorageError if loader processes can't start because there are no semaphores."""
     if reason := shared_memory.refusal():
         raise StorageError(
             f"data.workers: {reason}; loader processes need it: have it mounted writable and larger "
@@ -47,7 +47,7 @@ def socket_folder() -> str | None:
     """Return a folder for the sockets of loader processes; None: the temporary folder, as usual."""
     try:
         usual = tempfile.gettempdir()
-    except OSError:  # no folder can be written: batches go through the pipe
+    except OSError:  # no folder is writable: batches go through the pipe
         return None
     if len(os.fsencode(usual)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES:
         return None
@@ -58,12 +58,12 @@ def socket_folder() -> str | None:
 
 
 def use_socket_folder(folder: str | None) -> None:
-    """Have this loader process make its sockets below ``folder``, as ``socket_folder`` returns it."""
+    """Make this loader process create its sockets below ``folder``, the result of ``socket_folder``."""
     if folder is None:
         return
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
-        multiprocessing.util.get_temp_dir()  # made once per process, and removed at its end
+        multiprocessing.util.get_temp_dir()  # created once per process, and removed at its end
     finally:
         tempfile.tempdir = before
 
@@ -93,9 +93,9 @@ class _InPipe:
 
 
 class LoaderQueue(_Queue):
-    """multiprocessing's queue; a loader process sends by the pipe alone what its thread can't send.
+    """multiprocessing's queue; a loader process sends items through the pipe if its thread can't send them.
 
-    Items of loader processes are (number, batch). In the rank, which sends slots, the queue is the usual one.
+    Items of loader processes are (number, batch). In the rank, which sends slots, the queue is unchanged.
     """
 
     _has_warned = False
@@ -115,19 +115,19 @@ class LoaderQueue(_Queue):
         return os.getpid() != self._opid  # type: ignore[attr-defined]  # private names
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        """Called by the thread that sends where it could not send ``item``."""
+        """Called by the sending thread if it could not send ``item``."""
         if not self._is_loader:
             traceback.print_exception(error)
             return
         if isinstance(item, tuple):
-            self._sem.acquire()  # type: ignore[attr-defined]  # given back for this item, which is sent now
+            self._sem.acquire()  # type: ignore[attr-defined]  # released for this item, which is sent now
             self._send_by_pipe(error, item)
-        elif not isinstance(error, BrokenPipeError):  # the pipe itself failed, and the rank is still there
+        elif not isinstance(error, BrokenPipeError):  # the pipe failed, but the rank still exists
             traceback.print_exception(error)
             os._exit(1)
 
     def _send_by_pipe(self, error: Exception, item: tuple[Any, Any]) -> None:
-        """Send ``item``, which ``error`` prevented, through the pipe."""
+        """Send ``item``, which failed with ``error``, through the pipe."""
         number, content = item
         try:
             message = ForkingPickler.dumps((number, _InPipe(content)))
@@ -159,9 +159,9 @@ class LoaderQueue(_Queue):
 
 def _failure(content: Any, error: Exception) -> Failure:
     """Return the failure that is sent to the rank instead of an item that can't be pickled."""
-    said = getattr(content, "exc_msg", None)  # torch's wrapper of an exception whose class can't be pickled
-    if said is not None:
-        return Failure(str(said), kind="crash")
+    message = getattr(content, "exc_msg", None)  # torch's wrapper of an unpicklable exception
+    if message is not None:
+        return Failure(str(message), kind="crash")
     text = "".join(traceback.format_exception(error))
     return Failure(
         f"a loader process could not send a batch: {text}",

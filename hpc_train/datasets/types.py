@@ -1,4 +1,4 @@
-"""Facts about a data set for the model and the task, what a task needs of the data, and a batch.
+"""Facts about a data set for the model and the task, a task's requirements on targets, and a batch.
 
 Shared by data sets, models, tasks and strategies, which don't import each other.
 """
@@ -17,7 +17,7 @@ from hpc_train.datasets.structures import Tensors, map_tensors
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Facts about a data set that reach the model, the task and the normalisation on the device."""
+    """Facts about a data set for the model, the task and the normalisation on the device."""
 
     #: For sequences: the size of the vocabulary.
     num_classes: int
@@ -31,53 +31,53 @@ class DataInfo:
     sequence_length: int | None = None
     #: The value of pixels without a class in masks, and of tokens that are not predicted.
     ignore_index: int | None = None
-    #: Of the target of one sample: (), or (K,) for several classes, probabilities or numbers at once. Tasks
+    #: Shape of one sample's target: (), or (K,) for several classes, probabilities or numbers at once. Tasks
     #: with other targets (masks, boxes, tokens) don't read it.
     target_shape: tuple[int, ...] = ()
-    #: What decodes tokens without ``class_names``: ``bytes``, an encoding of tiktoken, or the path of a
+    #: Decoder of tokens without ``class_names``: ``bytes``, an encoding of tiktoken, or the path of a
     #: tokenizer.json.
     tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What a task needs as the target of one sample; loaders and ``prepare`` reject anything else."""
+    """A task's requirements on the target of one sample; loaders and ``prepare`` reject other targets."""
 
-    #: In words, with the article: ``a class number``.
+    #: A phrase with the article: ``a class number``.
     description: str
     #: ``integer``: any integer dtype or bool, converted to int64. ``float``: any floating-point dtype, kept.
     kind: Literal["integer", "float", "any"] = "any"
-    #: Of one sample, without the batch. None as a size: any size; None for all: any shape.
+    #: Shape of one sample, without the batch. None as a size: any size; None for all: any shape.
     shape: tuple[int | None, ...] | None = None
     #: The minimum and maximum value, inclusive; None: no bound.
     minimum: float | None = None
     maximum: float | None = None
-    #: Samples differ in shape (boxes, points): a batch has a list of B tensors in place of a tensor (B, …).
+    #: Samples differ in shape (boxes, points): a batch has a list of B tensors instead of a tensor (B, …).
     is_ragged: bool = False
-    #: What crops, flips and resizing of the image do to the target. ``mask``: (H, W), moved by nearest
+    #: Effect of crops, flips and resizing of the image on the target. ``mask``: (H, W), moved by nearest
     #: neighbour; an integer mask keeps its dtype. ``boxes``: (n, 4) of left, top, right, bottom in pixels,
-    #: moved and clipped. ``per box``: n rows, of which those of dropped boxes are dropped. The last two are
-    #: ragged. None: nothing, and augmentation that moves pixels is refused for such targets.
+    #: moved and clipped. ``per box``: n rows; the rows of dropped boxes are dropped. The last two are
+    #: ragged. None: no effect; augmentation that moves pixels is refused for such targets.
     geometry: Literal["mask", "boxes", "per box"] | None = None
-    #: A value that is allowed outside of the bounds, and that pads masks (which otherwise get 0).
+    #: A value that is allowed outside of the bounds; masks are padded with it (default: 0).
     ignored: int | None = None
 
     def __str__(self) -> str:
         kind = {"integer": "integers", "float": "floating-point numbers", "any": "numbers"}[self.kind]
-        shape = "any shape" if self.shape is None else f"shape {_in_words(self.shape)}"
+        shape = "any shape" if self.shape is None else f"shape {_shape_text(self.shape)}"
         low = "" if self.minimum is None else f", at least {self.minimum:g}"
         high = "" if self.maximum is None else f", at most {self.maximum:g}"
         ignored = "" if self.ignored is None else f", or {self.ignored} to ignore"
         return f"{self.description} ({kind} of {shape}{low}{high}{ignored})"
 
 
-def _in_words(shape: tuple[int | None, ...]) -> str:
-    """Return ``(3, any)`` as tuples are written."""
+def _shape_text(shape: tuple[int | None, ...]) -> str:
+    """Return the shape as a tuple is written, such as ``(3, any)``."""
     sizes = ["any" if size is None else str(size) for size in shape]
     return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
 
 
-#: Of one tensor, or of the parts of a dict that the task reads; None: the task takes any target.
+#: The spec of one tensor, or of the parts of a dict that the task reads; None: any target.
 TargetSpecs = TargetSpec | dict[str, TargetSpec] | None
 
 
@@ -86,9 +86,9 @@ class Batch:
     """One micro-batch, of training or evaluation.
 
     ``inputs`` and ``targets`` are each a tensor (B, …), or a dict or tuple of them; targets of samples that
-    differ in shape are a list of B tensors. The loader makes them on the CPU (images uint8, not
-    normalised; tokens int64; targets in the dtype and shape that the data set gives them, or that the task's
-    ``target_spec`` names) or, after ``to``, on the device. ``number`` is its index i of 0…M−1 in the step
+    differ in shape are a list of B tensors. The loader creates them on the CPU (images uint8, not
+    normalised; tokens int64; targets with the dtype and shape of the data set, or of the task's
+    ``target_spec``); after ``to`` they are on the device. ``number`` is the index i of 0…M−1 in the step
     (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
     padding. ``sides`` (B, 2) int64, for images in the evaluation: height and width before they were resized.
     ``loss_factor``, shape (), float64, only if the task has a ``weight``: M times the micro-batch's share of

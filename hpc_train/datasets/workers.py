@@ -1,6 +1,6 @@
-"""Loader processes: how they start, ignore the job's signals, die with their rank and are shut down.
+"""Loader processes: they start, ignore the job's signals, die with their rank and are shut down.
 
-``BatchStream`` is the rank's view of them.
+``BatchStream`` is the rank's interface to them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from hpc_train.distributed import parent_process, shared_memory, signals
 from hpc_train.distributed.timed_call import within
 from hpc_train.errors import ExitCode, UserError
 
-#: A killed loader process is soon known to be dead; it may break a connection slightly earlier.
+#: The death of a killed loader process is detected soon, but its connection may break slightly earlier.
 _DEATH_LIMIT_S = 2.0
 #: Assumed: torch's thread that pins memory waits for the device, which may hang; it copies a batch in less.
 _SHUTDOWN_LIMIT_S = 10.0
-#: Batches that a rank without loader processes reads at a time, and their size together. Assumed.
+#: Maximum number of batches that a rank without loader processes reads at a time, and their total size in
+#: bytes. Assumed.
 _MAX_AHEAD, _MAX_AHEAD_BYTES = 8, 256 << 10
-#: What ``_has_come`` needs of torch's private iterator; present from torch 1.2 to 2.15.
+#: Attributes of torch's private iterator that ``_has_arrived`` uses; present from torch 1.2 to 2.15.
 _LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "_try_get_data")
 
 
 class WorkerLostError(UserError):
-    """A loader process was killed, or ended by itself."""
+    """A loader process was killed, or ended unexpectedly."""
 
     exit_code = ExitCode.WORKER_LOST
 
@@ -56,8 +57,8 @@ class WorkerLostError(UserError):
 class BatchStream(Iterator[Read]):
     """The batches of a sampler, in order, prefetched by ``workers`` processes, or read here if that is 0.
 
-    Loader processes start at once. ``close`` ends them; it is called at the end, and always at exit. Python's
-    signal handlers run while ``next`` waits.
+    Loader processes start immediately. ``close`` ends them; it is called at the end, and always at exit.
+    Python's signal handlers run while ``next`` waits.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class BatchStream(Iterator[Read]):
         if workers:
             self._iterator, self._deaths = _loader_iterator(reader, sampler, workers, pins=pins)
         else:
-            self._iterator = _OwnReads(reader, sampler, pins=pins)
-        self._can_tell = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
-        #: Received from the loader and not yet requested; the exception that ended it comes last.
+            self._iterator = _DirectReads(reader, sampler, pins=pins)
+        self._can_poll = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
+        #: Received from the loader but not yet requested; the exception that ended it comes last.
         self._taken: deque[Read | Failure | Exception] = deque()
         _open_streams.add(self)
 
@@ -85,12 +86,12 @@ class BatchStream(Iterator[Read]):
         return taken
 
     def holds(self, count: int, within_s: float = 0.0) -> bool:
-        """Whether the next ``count`` batches, or the exception that ends them earlier, arrive ``within_s``.
+        """Return True if the next ``count`` batches, or the exception that ends them, arrive ``within_s``.
 
-        True if nothing is prefetched, or torch's loader can't be polled.
+        Also True if nothing is prefetched, or torch's loader can't be polled.
         """
         end = time.monotonic() + within_s
-        while self._can_tell and self._iterator is not None and len(self._taken) < count:
+        while self._can_poll and self._iterator is not None and len(self._taken) < count:
             taken = self._take(until=end)
             if taken is None:
                 return False
@@ -100,12 +101,12 @@ class BatchStream(Iterator[Read]):
     def _take(self, *, until: float | None = None) -> Read | Failure | Exception | None:
         """Return the loader's next batch, or the exception that ends it, for ``__next__`` to raise.
 
-        Waits for it, or until that monotonic time: then returns None.
+        Waits for it, at most until the monotonic time ``until``: then returns None.
         """
         if self._iterator is None:
             return StopIteration()
         try:
-            return next(self._iterator) if until is None or _has_come(self._iterator, until) else None
+            return next(self._iterator) if until is None or _has_arrived(self._iterator, until) else None
         except StopIteration as end:
             self._end_workers()
             return end
@@ -113,7 +114,7 @@ class BatchStream(Iterator[Read]):
             return self._explained(error)
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the error message for a lost loader process, reported by torch or as a broken connection."""
+        """Return the error for a lost loader process, reported by torch or as a broken connection."""
         workers = {worker.sentinel: worker for worker in getattr(self._iterator, "_workers", [])}
         if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
@@ -127,11 +128,11 @@ class BatchStream(Iterator[Read]):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The loader processes, none once closed."""
+        """The loader processes; empty once closed."""
         return [worker.pid for worker in getattr(self._iterator, "_workers", [])]
 
     def close(self) -> None:
-        """End the loader processes and drop what they read. May be called again."""
+        """End the loader processes and drop the batches they read. May be called again."""
         self._taken.clear()
         self._end_workers()
 
@@ -154,7 +155,7 @@ class BatchStream(Iterator[Read]):
 def _loader_iterator(
     reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool
 ) -> tuple[Any, _Deaths | None]:
-    """Return torch's iterator over the batches, and who watches its loader processes, which have started."""
+    """Return torch's iterator over the batches, whose loader processes have started, and their watcher."""
     require_shared_memory()
     loader: DataLoader[Any] = DataLoader(
         reader,
@@ -170,16 +171,17 @@ def _loader_iterator(
     )
     with _quiet_start():
         iterator = iter(loader)
-        # With pinned memory torch's own thread reads the pipe, and the rank sees who has died.
+        # With pinned memory torch's thread reads the pipe, and the rank can see which process has died.
         return iterator, None if pins else _Deaths(iterator)
 
 
 class _Deaths:
     """Lets a rank that reads from the loader's pipe notice that a loader process was killed while it wrote.
 
-    The rank is then in the middle of a message that no one completes, which no time limit and no stop signal
-    ends: the pipe stays open as long as anyone could write to it. So the rank closes its own end for writing,
-    and a thread kills the other loader processes once one has died: the rank reads the end of the pipe.
+    The rank is then in the middle of a message that is never completed, and neither a time limit nor a stop
+    signal ends the read: the pipe stays open as long as any process could write to it. So the rank closes its
+    own end for writing, and a thread kills the other loader processes once one has died: the rank reads the
+    end of the pipe.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -191,13 +193,13 @@ class _Deaths:
         if results is not None and hasattr(results, "_writer"):  # private names; without them nothing changes
             results._writer.close()
         self._workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", [])}
-        # It holds no lock at any time, so that evaluation can fork loader processes meanwhile.
+        # It never holds a lock, so that evaluation can fork loader processes meanwhile.
         self._thread = threading.Thread(target=self._watch, name="loader-deaths", daemon=True)
         if self._workers:
             self._thread.start()
 
     def end(self) -> None:
-        """Return once the thread has ended; the loader processes have, or soon will."""
+        """Return once the thread has ended; the loader processes have ended, or will soon."""
         if self._workers:
             self._thread.join(_DEATH_LIMIT_S)
 
@@ -208,15 +210,15 @@ class _Deaths:
         self.first = self._workers[dead[0]]
         for worker in self._workers.values():
             if worker is not self.first:
-                with suppress(OSError, ValueError):  # the rank has just ended it, too
+                with suppress(OSError, ValueError):  # the rank has ended it, too
                     worker.kill()
 
 
-class _OwnReads(Iterator[Read | Failure]):
-    """The batches, read by the rank itself when it asks for them.
+class _DirectReads(Iterator[Read | Failure]):
+    """The batches, read by the rank itself on request.
 
-    Small ones of data in memory are read several at a time: the code that reads them is then in the CPU's
-    caches for all but the first, and evicts that of the step less often.
+    Small batches of data in memory are read several at a time: the code that reads them is then in the CPU's
+    caches for all but the first, and evicts the code of the step less often.
     """
 
     def __init__(self, reader: SlotReader, sampler: Sampler[Slot], *, pins: bool) -> None:
@@ -224,7 +226,7 @@ class _OwnReads(Iterator[Read | Failure]):
         self._slots = iter(sampler)
         self._pins = pins
         self._ahead: deque[Read | Failure] = deque()
-        self._at_a_time = 0  # until a batch is known
+        self._at_a_time = 0  # until the first batch is read
 
     def __next__(self) -> Read | Failure:
         if self._ahead:
@@ -240,7 +242,7 @@ class _OwnReads(Iterator[Read | Failure]):
         return read.pin_memory() if self._pins and isinstance(read, Read) else read
 
     def _number_like(self, first: Read | Failure) -> int:
-        """Return how many batches of this one's size are read at a time."""
+        """Return the number of batches of this one's size that are read at a time."""
         if isinstance(first, Failure) or not self._reader.is_in_memory:
             return 1
         nbytes = sum(tensor.nbytes for tensor in tensors_of((first.batch.inputs, first.batch.targets)))
@@ -255,34 +257,34 @@ def _lost(worker: Any) -> WorkerLostError:
             f"data.workers: a loader process ended by itself (pid {worker.pid}, exit code {code}); its error "
             "is in the rank's log"
         )
-    what = f"data.workers: a loader process was killed (pid {worker.pid}, signal {-code})"
+    event = f"data.workers: a loader process was killed (pid {worker.pid}, signal {-code})"
     if -code == signal.SIGKILL:
         return WorkerLostError(
-            f"{what}; most often the node's memory, or that of the job, ran out; ask for more memory, or "
+            f"{event}; most often the node's memory, or that of the job, ran out; ask for more memory, or "
             "write fewer workers or a smaller micro_batch_size"
         )
     if -code == signal.SIGBUS:
         return WorkerLostError(
-            f"{what}; memory that it mapped has no page behind it: {shared_memory.FOLDER} is full "
+            f"{event}; memory that it mapped has no page behind it: {shared_memory.FOLDER} is full "
             f"({shared_memory.sizes()}), or a file of the data became shorter"
         )
-    return WorkerLostError(f"{what}; see the rank's log")
+    return WorkerLostError(f"{event}; see the rank's log")
 
 
-def _has_come(iterator: Any, until: float) -> bool:
-    """Whether torch's loader would return its next batch, or its end, without waiting; receives what has
-    arrived.
+def _has_arrived(iterator: Any, until: float) -> bool:
+    """Return True if torch's loader would return its next batch, or its end, without waiting.
 
-    Works like ``_MultiProcessingDataLoaderIter._next_data``, but waits only ``until`` that monotonic time. A
-    thread that waits in ``next`` would need none of torch's private names; but evaluation forks its loader
-    processes next to training's loader, and any lock that such a thread holds at that moment stays locked in
-    the child forever. Here everything happens in the thread that forks.
+    Receives the batches that have arrived. Works like ``_MultiProcessingDataLoaderIter._next_data``, but
+    waits only until the monotonic time ``until``. A thread that waits in ``next`` would need none of torch's
+    private names; but evaluation forks its loader processes next to training's loader, and any lock that such
+    a thread holds at that moment stays locked in the child forever. Here everything happens in the thread
+    that forks.
     """
     tasks = iterator._task_info
     while iterator._rcvd_idx < iterator._send_idx and len(tasks[iterator._rcvd_idx]) == 1:
         came, item = iterator._try_get_data(timeout=max(0.0, until - time.monotonic()))
         if not came:
-            # Once torch's pin-memory thread has ended nothing arrives: ``next`` reports it.
+            # Once torch's pin-memory thread has ended, nothing arrives: ``next`` reports it.
             pinning = getattr(iterator, "_pin_memory_thread", None)
             return pinning is not None and not pinning.is_alive()
         number, read = item
@@ -294,7 +296,7 @@ def _has_come(iterator: Any, until: float) -> bool:
 _open_streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
-@atexit.register  # after multiprocessing.util's own handler, so it runs before that one waits for them
+@atexit.register  # after multiprocessing.util's own handler, so it runs before that handler waits for them
 def _close_streams() -> None:
     for stream in list(_open_streams):
         stream.close()
@@ -308,8 +310,8 @@ def _quiet_start() -> Iterator[None]:
     """Start loader processes with the job's signals blocked, and keep torch's SIGCHLD handler out.
 
     Blocked: a signal between a fork and its ``_prepare_worker`` would run the rank's handler there. SIGCHLD:
-    torch's handler raises wherever the rank happens to be, even in the middle of a save. Without it a lost
-    loader process is noticed when its batch is waited for, which is soon enough.
+    torch's handler raises at any point of the rank's code, even in the middle of a save. Without it a lost
+    loader process is noticed when the rank waits for its batch, which is soon enough.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD) if in_main_thread else None
@@ -326,7 +328,7 @@ def _prepare_worker(rank: int, sockets: str | None, worker: int) -> None:
     # Slurm and terminals send these to all processes of a job; only the rank may act on them.
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Torch's own watchdog is blocked with a read: on a file system that hangs, forever.
+    # Torch's watchdog blocks together with a read: forever on a file system that hangs.
     parent_process.die_with(rank)
     torch.set_num_threads(1)
     use_socket_folder(sockets)

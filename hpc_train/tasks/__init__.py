@@ -1,1 +1,1 @@
-"""Task plug-ins: what a micro-batch's loss is and what evaluation sums up."""
+"""Task plug-ins: the loss of a micro-batch and the sums that evaluation adds up."""

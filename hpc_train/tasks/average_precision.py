@@ -20,23 +20,23 @@ def average_precision(
     """Return the mean over classes at IoU 0.5 to 0.95, and at IoU 0.5, with 100 detections per image.
 
     ``detections``: for each of N samples (D, 6) of left, top, right, bottom, label and score; ``boxes``: for
-    each (K, 6), of which the last column says whether it is a crowd. Both are 0 where there are no boxes.
+    each (K, 6), whose last column is 1 for a crowd, else 0. Both results are 0 if there are no boxes.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    found = _table(detections)
-    if len(found) == 0 or sum(map(len, boxes)) == 0:
+    table = _table(detections)
+    if len(table) == 0 or sum(map(len, boxes)) == 0:
         return 0.0, 0.0
-    with redirect_stdout(io.StringIO()):  # it prints what it does
+    with redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = COCO()
         truth.dataset = _dataset(boxes, num_classes)
         truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(found[:, [0, 1, 2, 3, 4, 6, 5]]), "bbox")
+        evaluation = COCOeval(truth, truth.loadRes(table[:, [0, 1, 2, 3, 4, 6, 5]]), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    # -1 where no box counts, because all are crowds.
+    # -1 if no box counts because all are crowds.
     return max(0.0, float(evaluation.stats[0])), max(0.0, float(evaluation.stats[1]))
 
 
@@ -64,9 +64,9 @@ def _dataset(boxes: Sequence[Tensor], num_classes: int) -> dict[str, list[dict[s
 def _table(rows: Sequence[Tensor]) -> np.ndarray[Any, Any]:
     """Return the rows of all samples: sample, left, top, width, height, and the last two columns."""
     table = [
-        np.concatenate([np.full((len(each), 1), sample), each.double().numpy()], axis=1)
-        for sample, each in enumerate(rows)
+        np.concatenate([np.full((len(values), 1), sample), values.double().numpy()], axis=1)
+        for sample, values in enumerate(rows)
     ]
-    found = np.concatenate(table) if table else np.zeros((0, 7))
-    found[:, 3:5] -= found[:, 1:3]
-    return found
+    stacked = np.concatenate(table) if table else np.zeros((0, 7))
+    stacked[:, 3:5] -= stacked[:, 1:3]
+    return stacked

@@ -1,4 +1,4 @@
-"""The protocol of a task, how one is made of its name, and what several tasks share."""
+"""The protocol of a task, how a task is created from its name, and functions that several tasks share."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _METHODS = ("forward", "loss", "sums", "metrics")
 
 
 class Task(Protocol):
-    """What is learnt, in three steps: the model's outputs, their loss, and sums that evaluation merges.
+    """A training objective in three steps: the model's outputs, their loss, and sums that evaluation merges.
 
     Constructed as ``Task(experiment, info)`` from the file and the data set's ``DataInfo``. It may have an
     attribute ``target_spec``, a ``TargetSpec`` or a dict of them: the loader then refuses other targets and
-    names the sample. Without one the task receives targets as the data set gives them.
+    names the sample. Without it the task receives the data set's targets unchanged.
     """
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs, a tensor or a structure of tensors.
 
         Calls ``model`` exactly once. ``batch`` is on the device and its images are normalised. A pipeline
-        calls the stages itself and not this method: there outputs are ``model(batch.inputs)``.
+        runs the stages itself and does not call this method: its outputs are ``model(batch.inputs)``.
         """
         return model(batch.inputs)
 
@@ -45,18 +45,18 @@ class Task(Protocol):
         """
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Return sums over the samples where ``batch.valid`` is true: name → a tensor of any shape.
+        """Return sums over the samples with ``batch.valid`` true: name → a tensor of any shape.
 
         Floating-point sums (float64) are added in an order that does not depend on the number of ranks;
         counts (int64, for example a confusion matrix) are exact in any order. ``count`` is always among them.
         Names, shapes and dtypes never depend on the data. Runs without gradients.
 
-        What can't be summed (detections, scores to rank) is a list of B tensors in place of a sum: a record
-        of each sample, of any shape. Those of valid samples are kept, and gathered from all ranks.
+        Values that can't be summed (detections, scores to rank) are a list of B tensors instead of a sum: one
+        record per sample, of any shape. Records of valid samples are kept, and gathered from all ranks.
         """
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
-        """Turn the sums over all validation data into what a ``val`` row says (``loss``, ``accuracy``, …).
+        """Return the metrics of a ``val`` row (``loss``, …) from the sums over all validation data.
 
         A sum of shape () is a number here, any other a tensor on the CPU. Records are a list of N tensors on
         the CPU, in the order of the validation data.
@@ -68,11 +68,11 @@ class Task(Protocol):
     # ``batch.inputs`` is None. If it is 0, ``loss`` and its gradient must be finite. Without the method, or
     # if the attribute is None, micro-batches weigh the same.
     #
-    # Optional: ``optional_metrics``, a sequence of the names that only some evaluations have: without a value
-    # ``checkpoint.best`` and ``early_stopping`` find no improvement.
+    # Optional: ``optional_metrics``, a sequence of the names of metrics that only some evaluations have. An
+    # evaluation without the metric is no improvement for ``checkpoint.best`` and ``early_stopping``.
     #
-    # Optional: ``predictions(outputs, batch) -> list[dict[str, Any]]``, what ``hpc-train predict`` writes of
-    # each sample of the batch: names → JSON values. Targets may be those of no data.
+    # Optional: ``predictions(outputs, batch) -> list[dict[str, Any]]``, the output of ``hpc-train predict``
+    # for each sample of the batch: names → JSON values. The data may have no targets.
 
 
 @runtime_checkable
@@ -80,10 +80,10 @@ class DrawsPictures(Protocol):
     """Optional: a task that draws its predictions on images, for ``evaluation.images``."""
 
     def picture(self, outputs: Any, batch: Batch, place: int, image: Image.Image) -> Image.Image | None:
-        """Return the picture (RGB, any size) of sample ``place`` of the batch; None for none.
+        """Return the picture (RGB, any size) of sample ``place`` of the batch, or None.
 
-        ``image`` is the sample's input as RGB in its own size, without normalization. Outputs and batch are
-        those of ``sums``. Called on one rank, for a few samples; a function of its arguments alone.
+        ``image`` is the sample's input as RGB in its original size, without normalization. Outputs and batch
+        are those of ``sums``. Called on one rank, for a few samples; a function of its arguments alone.
         """
 
 
@@ -95,24 +95,24 @@ class WholeTask:
         self.target_spec = getattr(task, "target_spec", None)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model itself: the task calls it when it is asked for a loss or for sums."""
+        """Return the model itself: the 0.1 task calls it in ``loss`` and ``evaluation_sums``."""
         return model
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Call the task's ``loss`` with the model or, in a pipeline, with one that returns ``outputs``."""
+        """Call the task's ``loss`` with the model or, in a pipeline, with a module returning ``outputs``."""
         return self._task.loss(_as_model(outputs), batch)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Call the task's ``evaluation_sums``, with a model as in ``loss``."""
+        """Call the task's ``evaluation_sums``, with the same model as in ``loss``."""
         return self._task.evaluation_sums(_as_model(outputs), batch)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
-        """Return the task's own: the method is the same in 0.1."""
+        """Call the task's ``metrics``, which is the same in 0.1."""
         return self._task.metrics(sums)
 
 
 class _Outputs(nn.Module):
-    """A model that has run already."""
+    """A module that returns outputs that were computed before."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -127,9 +127,9 @@ def _as_model(outputs: Any) -> nn.Module:
 
 
 def make_task(experiment: Experiment, info: DataInfo) -> Task:
-    """Return the task that the file names; one written for 0.1 is adapted, with a DeprecationWarning.
+    """Return the experiment's task; a task written for 0.1 is adapted, with a DeprecationWarning.
 
-    Raises BadFileError where the name is not that of a class, a method is missing or ``target_spec`` is none.
+    Raises BadFileError if the name is not that of a class, a method is missing or ``target_spec`` is invalid.
     """
     _refuse_other_data(experiment, info)
     make = registry.load("tasks", experiment.task)
@@ -153,7 +153,7 @@ def make_task(experiment: Experiment, info: DataInfo) -> Task:
 
 
 def _refuse_other_data(experiment: Experiment, info: DataInfo) -> None:
-    """Raise BadFileError where the task reads tokens and the data have none, or the other way round."""
+    """Raise BadFileError if the task reads tokens and the data have none, or vice versa."""
     modality: Modality = "tokens"
     if info.sequence_length is None:  # images and features are alike in a DataInfo
         modality = "features" if "features" in task_facts(experiment.task).modalities else "images"
@@ -172,13 +172,14 @@ def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
     loss = task.loss(outputs, batch)
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
-    found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise BadFileError(f"task: loss returned {found}; return the micro-batch's mean, a tensor of shape ()")
+    kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise BadFileError(f"task: loss returned {kind}; return the micro-batch's mean, a tensor of shape ()")
 
 
 def weighs_batches(task: Task) -> bool:
-    """Return True if the micro-batches of the task differ in weight. An attribute that is not a method is
-    the task's own, such as a tensor of class weights.
+    """Return True if the micro-batches of the task differ in weight.
+
+    An attribute that is not a method has another meaning, such as a tensor of class weights.
     """
     return callable(getattr(task, "weight", None))
 
@@ -193,14 +194,14 @@ def total_weight(task: Task, batch: Batch) -> Tensor:
 
 
 def divided(total: Tensor, weight: Tensor) -> Tensor:
-    """Return ``total`` / ``weight``, and ``total``, which is then 0, if the weight is 0."""
+    """Return ``total`` / ``weight``; if the weight is 0, ``total``, which is then 0 as well."""
     return total / torch.where(weight == 0, 1, weight).to(total.dtype)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return float64 as it is, and anything else as float32: losses and probabilities need as much.
+    """Return float64 unchanged, and any other dtype as float32: losses and probabilities need this precision.
 
-    Raises BadFileError where a model has returned something else than a tensor.
+    Raises BadFileError if a model has returned anything but a tensor.
     """
     if not isinstance(values, Tensor):
         raise BadFileError(f"model.name: the model returned a {type(values).__name__}; return a tensor alone")
@@ -208,9 +209,9 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def checked_logits(outputs: object, axes: str, num_classes: int) -> Tensor:
-    """Return the model's logits, float32 at least. ``axes``: theirs, as ``B, C, H, W``.
+    """Return the model's logits, at least float32. ``axes``: their axes, as ``B, C, H, W``.
 
-    Raises BadFileError where they are no tensor with these axes, or have fewer than ``num_classes`` classes.
+    Raises BadFileError if they are not a tensor with these axes, or have fewer than ``num_classes`` classes.
     """
     logits, names = at_least_float32(cast(Tensor, outputs)), axes.split(", ")
     if logits.dim() != len(names) or logits.shape[names.index("C")] < num_classes:
@@ -222,16 +223,16 @@ def checked_logits(outputs: object, axes: str, num_classes: int) -> Tensor:
 
 
 def class_table(columns: Sequence[str], names: Sequence[str], counts: Tensor) -> bytes:
-    """Return a CSV table of counts (classes, columns): a row for each of ``names``, the classes."""
+    """Return a CSV table of counts (classes, columns), with a row for each class of ``names``."""
     rows = [["class", *columns], *([name, *row] for name, row in zip(names, counts.tolist(), strict=True))]
     return "".join(map(csv_line, rows)).encode()
 
 
 def target_spec(task: Task) -> TargetSpecs:
-    """Return what the task needs as targets; None where it does not say."""
+    """Return the task's ``target_spec``, or None if it has none. Raises BadFileError if it is invalid."""
     spec = getattr(task, "target_spec", None)
     specs = list(spec.values()) if isinstance(spec, dict) else [spec]
-    wrong = next((each for each in specs if each is not None and not isinstance(each, TargetSpec)), None)
+    wrong = next((item for item in specs if item is not None and not isinstance(item, TargetSpec)), None)
     if wrong is not None or (isinstance(spec, dict) and None in specs):
         raise BadFileError(
             f"task: {type(task).__name__}.target_spec is {type(wrong).__name__}; make it a TargetSpec, a "

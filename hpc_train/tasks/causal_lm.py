@@ -1,4 +1,4 @@
-"""``task: causal_lm``: the next token at every place of a sequence, cross entropy.
+"""``task: causal_lm``: predict the next token at each position of a sequence, with cross entropy.
 
 Legend: B sequences, T tokens of a sequence, V size of the vocabulary.
 """
@@ -32,7 +32,7 @@ class CausalLM:
             ignored=info.ignore_index,
         )
         self._ignored = info.ignore_index
-        #: As ``Task`` describes it.
+        #: See ``Task``.
         self.weight = None if self._ignored is None else self._num_predicted
         self._label_smoothing = experiment.optimization.label_smoothing
 
@@ -56,7 +56,7 @@ class CausalLM:
         return (batch.targets != self._ignored).sum()
 
     def _losses(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return the cross entropy of each token, (B·T,), 0 of ignored ones."""
+        """Return the cross entropy of each token, (B·T,); 0 for ignored tokens."""
         if self._ignored is None:
             return functional.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
         return functional.cross_entropy(
@@ -64,9 +64,9 @@ class CausalLM:
         )
 
     def _flat(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits (B·T, V), float32 at least, and targets (B·T,).
+        """Return logits (B·T, V), at least float32, and targets (B·T,).
 
-        Flat also because CUDA's cross entropy over (B, V, T) has no deterministic form.
+        Flattened because CUDA's cross entropy over (B, V, T) has no deterministic implementation.
         """
         logits = checked_logits(outputs, "B, T, C", self._num_tokens)
         return logits.flatten(0, 1), targets.flatten()
@@ -78,7 +78,7 @@ class CausalLM:
         valid = batch.valid.repeat_interleave(batch.targets.shape[1])
         if self._ignored is not None:
             valid = valid & (targets != self._ignored)
-        # No product with ``valid``: what a filled-up sequence gives may be nan.
+        # No product with ``valid``: the values of a padding sequence may be NaN.
         sums = {
             "count": valid,
             "loss": torch.where(valid, losses, torch.zeros_like(losses)),

@@ -1,5 +1,5 @@
 # ruff: noqa: N806  (shape suffixes)
-"""The losses of ``classification``, and how one is made of its name.
+"""The losses of ``classification``, and how a loss is created from its name.
 
 Legend: B samples, C classes.
 """
@@ -25,19 +25,19 @@ class ClassLoss(ABC):
 
     @abstractmethod
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,). ``smoothing``: the share that is spread over all classes."""
+        """Return the loss of each sample, (B,). ``smoothing``: the share that is spread over all classes."""
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether ``weights`` returns any for class numbers."""
+        """True if ``weights`` returns weights for class numbers."""
         return False
 
     def weights(self, targets: Tensor) -> Tensor | None:
-        """Return the weight of each sample in the mean, (B,) float64; None if all have the same."""
+        """Return the weight of each sample in the mean, (B,) float64; None if all weights are equal."""
         return None
 
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """Return the mean over the samples by their weights, ()."""
+        """Return the weighted mean over the samples, ()."""
         losses_B, weights_B = self(logits, targets, smoothing), self.weights(targets)
         return losses_B.mean() if weights_B is None else divided(losses_B.sum(), weights_B.sum())
 
@@ -49,26 +49,27 @@ class CrossEntropy(ClassLoss):
     args: CrossEntropyArgs
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,), multiplied by the class weights if there are any."""
+        """Return the loss of each sample, (B,), multiplied by the class weights if there are any."""
         losses_B, weights_B = self._reduced(logits, targets, smoothing, "none"), self.weights(targets)
-        # With label smoothing torch's loss of a sample of weight 0 is not 0.
+        # With label smoothing torch's loss of a sample with weight 0 is not 0.
         return losses_B if weights_B is None else torch.where(weights_B > 0, losses_B, 0.0)
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether there are ``class_weights``."""
+        """True if there are ``class_weights``."""
         return self.args.class_weights is not None
 
     def weights(self, targets: Tensor) -> Tensor | None:
-        """Return the class weights of the samples' classes, by whose sum torch's mean divides, too. With
-        shares of the classes it divides by the number of samples.
+        """Return the weight of each sample's class; torch's mean divides by the sum of these, too.
+
+        None for shares of the classes: there torch divides by the number of samples.
         """
         if self.args.class_weights is None or targets.is_floating_point():
             return None
         return class_values(self.args.class_weights, targets)
 
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """Return torch's own mean; 0, not NaN, if all samples have the weight 0."""
+        """Return torch's mean; 0, not NaN, if all samples have weight 0."""
         if self.args.class_weights is not None:
             return super().mean(logits, targets, smoothing)
         return self._reduced(logits, targets, smoothing, "mean")
@@ -85,13 +86,13 @@ class CrossEntropy(ClassLoss):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(ClassLoss):
-    """A yes or no per class, averaged over the classes. Of one class per sample it is timm's."""
+    """One binary decision per class, averaged over the classes. With one class per sample: timm's."""
 
     args: BceArgs
     has_several: bool
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,): the mean over its classes."""
+        """Return the loss of each sample, (B,): the mean over its classes."""
         return functional.binary_cross_entropy_with_logits(
             logits,
             smoothed(
@@ -105,13 +106,13 @@ class BinaryCrossEntropy(ClassLoss):
 
 @dataclass(frozen=True)
 class Focal(ClassLoss):
-    """Focal loss of the softmax over the classes or, with several per sample, of the sigmoid of each."""
+    """Focal loss of the softmax over the classes or, with several labels per sample, of each sigmoid."""
 
     args: FocalArgs
     has_several: bool
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,): the sum over the classes or, with several, the mean."""
+        """Return the loss of each sample, (B,): the sum over the classes; with several labels the mean."""
         targets_BC = smoothed(
             as_shares(targets, logits.shape[1], logits.dtype), smoothing, has_several=self.has_several
         )
@@ -135,7 +136,7 @@ class Focal(ClassLoss):
 
 
 def _missing(chances: Tensor) -> Tensor:
-    """Return 1 - p, bounded from below: the slope of its powers below 1 is infinite at 0."""
+    """Return 1 - p, bounded from below: the derivative of its powers below 1 is infinite at 0."""
     return (1 - chances).clamp(min=torch.finfo(chances.dtype).tiny)
 
 
@@ -147,16 +148,16 @@ def as_shares(targets: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
 
 
 def smoothed(targets: Tensor, smoothing: float, *, has_several: bool) -> Tensor:
-    """Spread a share of the targets (B, C) over all classes, or over yes and no where each is a question."""
+    """Spread a share of the targets (B, C) over all classes, or over yes and no if ``has_several``."""
     if smoothing == 0:
         return targets
     return targets * (1 - smoothing) + smoothing / (2 if has_several else targets.shape[1])
 
 
 def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several: bool) -> ClassLoss:
-    """Return the loss of the file. ``has_several``: each class of a sample is a question of its own.
+    """Return the experiment's loss. ``has_several``: each class of a sample is a separate binary decision.
 
-    Raises BadFileError where the arguments are not for this number of classes.
+    Raises BadFileError if the arguments do not fit this number of classes.
     """
     config = config or LossConfig(name="bce" if has_several else "cross_entropy")
     args = CLASSIFICATION[config.name].model_validate(config.args)
@@ -172,7 +173,7 @@ def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several:
 
 
 def check_weights(args: Section, num_classes: int) -> None:
-    """Raise BadFileError where weights of a loss are not one per class."""
+    """Raise BadFileError if the number of a loss's weights differs from the number of classes."""
     for name in ("class_weights", "pos_weight"):
         values = getattr(args, name, None)
         if values is not None and len(values) != num_classes:

@@ -20,17 +20,18 @@ from hpc_train.tasks.base import at_least_float32, checked_logits, class_table
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
-#: What ``accuracy_top5`` is; with fewer classes it would always be 1.
+#: The k of ``accuracy_top5``; with k classes or fewer it would always be 1.
 _TOP = 5
-#: Up to this many classes evaluations keep a confusion matrix (assumed: 2 MB as text).
-_MOST_CONFUSED = 1000
-#: How many labels of a sample its picture names (assumed).
-_NAMED = 4
+#: Maximum number of classes for a confusion matrix in evaluations (assumed: 2 MB as text).
+_MAX_CONFUSION_CLASSES = 1000
+#: Maximum number of labels of a sample in its picture (assumed).
+_MAX_LABELS = 4
 
 
 class Classification:
-    """Logits (B, C) against classes (B,) int64, or (B, C): with cross entropy shares of the classes, with
-    another loss a yes (1) or no (0) per class.
+    """Logits (B, C) against classes (B,) int64 or vectors (B, C).
+
+    Vectors are shares of the classes with cross entropy; with other losses a yes (1) or no (0) per class.
     """
 
     training_metrics = ("accuracy",)
@@ -50,7 +51,7 @@ class Classification:
         self._class_names = info.class_names
         self._label_smoothing = config.label_smoothing
         self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
-        #: As ``Task`` describes it.
+        #: See ``Task``.
         self.weight = self._total_weight if self._losses.weighs_samples else None
         self.target_spec = _class_spec(num_classes)
         if has_vectors:
@@ -65,7 +66,7 @@ class Classification:
         return self._losses.mean(self._logits(outputs), batch.targets, self._label_smoothing)
 
     def _total_weight(self, batch: Batch) -> Tensor:
-        """Return the sum of the samples' class weights; of mixed samples their number."""
+        """Return the sum of the samples' class weights; for mixed samples their number."""
         weights = self._losses.weights(batch.targets)
         return batch.valid.sum() if weights is None else weights.sum()
 
@@ -73,11 +74,11 @@ class Classification:
         return checked_logits(outputs, "B, C", self._num_classes)
 
     def soft_targets(self, targets: Tensor) -> Tensor:
-        """Return targets as shares of the classes, (B, C) float64, which mixup averages."""
+        """Return targets as shares of the classes, (B, C) float64, for mixup."""
         return as_shares(targets, self._num_classes, torch.float64)
 
     def training_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the number of right predictions, (1,): with mixup of the class with the larger share."""
+        """Return the number of correct predictions, (1,): with mixup, of the class with the larger share."""
         if self._has_several:
             is_right = ((outputs >= 0) == (batch.targets > 0.5)).all(dim=1)
         else:
@@ -90,7 +91,7 @@ class Classification:
         """
         logits = self._logits(outputs)
         losses = self._losses(logits, batch.targets)
-        # No product with ``valid``: what a filled-up sample gives may be nan.
+        # No product with ``valid``: the values of a padding sample may be NaN.
         sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
         if (weights := self._losses.weights(batch.targets)) is not None:
             sums["weight"] = torch.where(batch.valid, weights, 0.0)
@@ -105,26 +106,26 @@ class Classification:
             among = (logits.topk(_TOP, dim=1).indices == classes[:, None]).any(dim=1)
             sums["correct5"] = among & batch.valid
         totals: dict[str, Any] = _totals(sums)
-        if logits.shape[1] <= _MOST_CONFUSED:
+        if logits.shape[1] <= _MAX_CONFUSION_CLASSES:
             totals["confusion"] = _confusion(classes, predictions, batch.valid, logits.shape[1])
         return totals
 
     def predictions(self, outputs: Tensor, batch: Batch) -> list[dict[str, Any]]:
-        """Return of each sample the class with the highest probability, and the ``top`` five.
+        """Return for each sample the class with the highest probability, and the ``top`` five.
 
-        With several labels per sample: all ``probabilities``, and the ``labels`` with 0.5 or more.
+        With several labels per sample: all ``probabilities``, and the ``labels`` of at least 0.5.
         """
         logits = self._logits(outputs)
         if self._has_several:
-            return [self._labels(each) for each in logits.sigmoid().tolist()]
+            return [self._labels(row) for row in logits.sigmoid().tolist()]
         highest, classes = logits.softmax(dim=1).topk(min(_TOP, outputs.shape[1]), dim=1)
-        found = zip(highest.tolist(), classes.tolist(), strict=True)
+        rows = zip(highest.tolist(), classes.tolist(), strict=True)
         tops = [
             [
                 {"class": self._class_name(number), "probability": value}
-                for value, number in zip(*each, strict=True)
+                for value, number in zip(*row, strict=True)
             ]
-            for each in found
+            for row in rows
         ]
         return [{**top[0], "top": top} for top in tops]
 
@@ -139,15 +140,15 @@ class Classification:
         """Return means over the validation data."""
         count = sums["count"]
         loss = sums["loss"] / (sums.get("weight", count) or 1.0)  # 0 if all samples have the weight 0
-        found = {"loss": loss, "accuracy": sums["correct"] / count}
+        metrics = {"loss": loss, "accuracy": sums["correct"] / count}
         if "correct5" in sums:
-            found["accuracy_top5"] = sums["correct5"] / count
+            metrics["accuracy_top5"] = sums["correct5"] / count
         if self._has_several:
-            found |= label_metrics(sums)
-        return found
+            metrics |= label_metrics(sums)
+        return metrics
 
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
-        """Return the confusion matrix as a table, or of several classes at once one line per class."""
+        """Return the confusion matrix as a table; with several labels, one line per class."""
         if self._has_several:
             columns = ["true_positives", "false_positives", "false_negatives", "true_negatives"]
             outcomes = sums["outcomes"].T
@@ -159,44 +160,44 @@ class Classification:
         return {"confusion_matrix.csv": class_table(names, names, confusion)}
 
     def picture(self, outputs: Tensor, batch: Batch, place: int, image: Image.Image) -> Image.Image:
-        """Return the image above its class and the predicted one, with its probability.
+        """Return the image above its class and the predicted class with its probability.
 
-        The frame of a right prediction is green, that of a wrong one red. With several labels per sample:
-        the labels, and the predicted ones with their probabilities.
+        The frame is green for a correct prediction and red for a wrong one. With several labels per sample:
+        the labels, and the predicted labels with their probabilities.
         """
         logits = at_least_float32(outputs[place])
         target = batch.targets[place]
         if self._has_several:
-            true, found, chances = target > 0.5, logits >= 0, logits.sigmoid()
-            names, found_names = self._label_names(true), self._label_names(found, chances)
-            is_right = torch.equal(true, found)
+            true, positive, chances = target > 0.5, logits >= 0, logits.sigmoid()
+            names, guesses = self._label_names(true), self._label_names(positive, chances)
+            is_right = torch.equal(true, positive)
         else:
             chances = logits.softmax(dim=0)
             number, predicted = int(_classes(target[None])), int(chances.argmax())
-            names, found_names = [self._short(number)], [f"{self._short(predicted)} {chances[predicted]:.2f}"]
+            names, guesses = [self._short(number)], [f"{self._short(predicted)} {chances[predicted]:.2f}"]
             is_right = number == predicted
         color, verdict = (drawing.RIGHT, "") if is_right else (drawing.WRONG, " (wrong)")
-        lines = _caption("true: ", names, drawing.INK) + _caption("predicted: ", found_names, color)
+        lines = _caption("true: ", names, drawing.INK) + _caption("predicted: ", guesses, color)
         lines[-1] = (lines[-1][0] + verdict, color)
         return drawing.with_caption(drawing.framed(drawing.fitted(image), color), lines)
 
     def _label_names(self, is_label: Tensor, chances: Tensor | None = None) -> list[str]:
-        """Return the names of the labels, those with the highest probability first; of many the first few."""
+        """Return the names of the first few labels, with ``chances`` in order of descending probability."""
         numbers = is_label.nonzero().flatten().tolist()
         if chances is not None:
             numbers.sort(key=lambda number: -float(chances[number]))
         names = [
             self._short(number) + ("" if chances is None else f" {chances[number]:.2f}")
-            for number in numbers[:_NAMED]
+            for number in numbers[:_MAX_LABELS]
         ]
-        more = len(numbers) - _NAMED
+        more = len(numbers) - _MAX_LABELS
         return [*names, f"{more} more"] if more > 0 else names or ["none"]
 
     def _short(self, number: int) -> str:
         return drawing.short(self._class_name(number))
 
     def _names(self, count: int) -> Sequence[str]:
-        return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
+        return self._class_names if len(self._class_names) == count else [str(i) for i in range(count)]
 
 
 def _refuse_one_class(data: str, info: DataInfo) -> NoReturn:
@@ -209,7 +210,7 @@ def _refuse_one_class(data: str, info: DataInfo) -> NoReturn:
 
 
 def _check_top5_is_unused(experiment: Experiment) -> None:
-    """Raise BadFileError if the file follows a metric that the classes are too few for."""
+    """Raise BadFileError if the file follows a metric that needs more classes."""
     for key, followed in (
         ("checkpoint.best.metric", experiment.checkpoint.best),
         ("early_stopping.metric", experiment.early_stopping),
@@ -225,9 +226,9 @@ def _class_spec(num_classes: int) -> TargetSpec:
 
 
 def _vector_spec(num_classes: int, *, has_several: bool) -> TargetSpec:
-    words = "a yes (1) or no (0) per class" if has_several else "the share of each class"
+    meaning = "a yes (1) or no (0) per class" if has_several else "the share of each class"
     kind = "any" if has_several else "float"
-    return TargetSpec(words, kind=kind, shape=(num_classes,), minimum=0, maximum=1)  # type: ignore[arg-type]
+    return TargetSpec(meaning, kind=kind, shape=(num_classes,), minimum=0, maximum=1)  # type: ignore[arg-type]
 
 
 def _totals(sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -235,12 +236,12 @@ def _totals(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _classes(targets: Tensor) -> Tensor:
-    """Return the class of each sample, (B,); of shares the one with the largest."""
+    """Return the class of each sample, (B,); for shares the class with the largest share."""
     return targets if targets.dim() == 1 else targets.argmax(dim=1)
 
 
 def _confusion(classes: Tensor, predictions: Tensor, valid: Tensor, num_classes: int) -> Tensor:
-    """Return (class, prediction) int64, without waiting for the device as ``bincount`` would."""
+    """Return (class, prediction) counts, int64, without the device synchronization of ``bincount``."""
     counts = classes.new_zeros((num_classes, num_classes))
     return counts.index_put_((classes, predictions), valid.to(torch.int64), accumulate=True)
 

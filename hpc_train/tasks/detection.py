@@ -1,4 +1,4 @@
-"""``task: detection``: boxes of objects and their classes, by a model that computes its own losses.
+"""``task: detection``: boxes and classes of objects, with a model that computes its own losses.
 
 Legend: B samples, C classes, K boxes of a sample, D detections in it.
 """
@@ -20,16 +20,16 @@ from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
 from hpc_train.tasks.base import at_least_float32
 
-#: Of the detections that are drawn (assumed): the minimum score, and how many at most.
+#: Drawn detections (assumed): the minimum score and the maximum number.
 _SHOWN_SCORE, _SHOWN = 0.3, 50
 
 
 class Detection:
-    """For detectors with the interface of torchvision's.
+    """For detectors with the interface of torchvision's detectors.
 
-    In training ``model(images, targets)`` returns a dict of losses, of which the sum is minimized; in
-    evaluation ``model(images)`` returns for each image a dict with ``boxes`` (D, 4), ``labels`` (D,) and
-    ``scores`` (D,). Labels are 1…C.
+    In training ``model(images, targets)`` returns a dict of losses, whose sum is minimized; in evaluation
+    ``model(images)`` returns for each image a dict with ``boxes`` (D, 4), ``labels`` (D,) and ``scores``
+    (D,). Labels are 1…C.
     """
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
@@ -71,22 +71,22 @@ class Detection:
         }
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the losses by name, or in evaluation the detections of each image."""
-        return model(batch.inputs, _to_learn(batch)) if model.training else model(batch.inputs)
+        """Return the losses by name; in evaluation the detections of each image."""
+        return model(batch.inputs, _training_targets(batch)) if model.training else model(batch.inputs)
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the sum of the model's losses, each a mean over the images."""
         return torch.stack([at_least_float32(loss) for loss in outputs.values()]).sum()
 
     def sums(self, outputs: list[dict[str, Tensor]], batch: Batch) -> dict[str, Any]:
-        """Return ``count``, and as records ``detections`` (D, 6) and ``boxes`` (K, 6).
+        """Return ``count``, and the records ``detections`` (D, 6) and ``boxes`` (K, 6).
 
-        Left, top, right, bottom and the label, and then the score or whether it is a crowd.
+        Columns: left, top, right, bottom, label, and score (``detections``) or 1 for a crowd (``boxes``).
         """
         targets = zip(*(batch.targets[name] for name in self.target_spec), strict=True)
         return {
             "count": batch.valid.sum(dtype=torch.float64),
-            "detections": [_rows(each["boxes"], each["labels"], each["scores"]) for each in outputs],
+            "detections": [_rows(item["boxes"], item["labels"], item["scores"]) for item in outputs],
             "boxes": [_rows(*target) for target in targets],
         }
 
@@ -98,22 +98,24 @@ class Detection:
         return {"map": precision, "map50": at_50}
 
     def predictions(self, outputs: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Any]]:
-        """Return of each image its ``boxes``, the one with the highest score first.
+        """Return the ``boxes`` of each image, in order of descending score.
 
         Each has ``class``, ``score`` and ``box``: left, top, right and bottom in pixels of the image before
         it was resized. Detections in the padding are omitted.
         """
         assert batch.sides is not None
         return [
-            {"boxes": self._boxes(found, (height, width))}
-            for found, (height, width) in zip(outputs, batch.sides.tolist(), strict=True)
+            {"boxes": self._boxes(output, (height, width))}
+            for output, (height, width) in zip(outputs, batch.sides.tolist(), strict=True)
         ]
 
-    def _boxes(self, found: dict[str, Tensor], sides: tuple[int, int]) -> list[dict[str, Any]]:
-        boxes, are_inside = fitted_back(sides, self._canvas).boxes(at_least_float32(found["boxes"]))
-        order = found["scores"].argsort(descending=True, stable=True)
+    def _boxes(self, output: dict[str, Tensor], sides: tuple[int, int]) -> list[dict[str, Any]]:
+        boxes, are_inside = fitted_back(sides, self._canvas).boxes(at_least_float32(output["boxes"]))
+        order = output["scores"].argsort(descending=True, stable=True)
         order = order[are_inside[order]]
-        rows = zip(*(each[order].tolist() for each in (found["labels"], found["scores"], boxes)), strict=True)
+        rows = zip(
+            *(column[order].tolist() for column in (output["labels"], output["scores"], boxes)), strict=True
+        )
         return [{"class": self._class_name(label), "score": score, "box": box} for label, score, box in rows]
 
     def picture(
@@ -121,7 +123,7 @@ class Detection:
     ) -> Image.Image:
         """Return the image with its boxes, beside the image with the detections over them.
 
-        Boxes are dashed and white, in gray those of crowds; detections have the color of their class.
+        Ground truth is dashed and white, crowds gray; detections have the color of their class.
         """
         targets = [batch.targets[name][place].tolist() for name in self.target_spec]
         boxes = [
@@ -142,9 +144,9 @@ class Detection:
             ]
         )
 
-    def _shown(self, found: dict[str, Tensor]) -> list[drawing.Box]:
-        """Return the detections that are drawn, the one with the highest score last."""
-        rows = zip(*(found[name].tolist() for name in ("scores", "labels", "boxes")), strict=True)
+    def _shown(self, output: dict[str, Tensor]) -> list[drawing.Box]:
+        """Return the detections that are drawn, in order of ascending score."""
+        rows = zip(*(output[name].tolist() for name in ("scores", "labels", "boxes")), strict=True)
         certain = sorted((row for row in rows if row[0] >= _SHOWN_SCORE), key=lambda row: row[0])
         return [
             drawing.Box(corners, f"{self._short(label)} {score:.2f}", drawing.color_of(label - 1))
@@ -159,8 +161,8 @@ class Detection:
         return drawing.short(self._class_name(label))
 
 
-def _to_learn(batch: Batch) -> list[dict[str, Tensor]]:
-    """Return boxes and labels of each sample without crowds, in the precision of the images."""
+def _training_targets(batch: Batch) -> list[dict[str, Tensor]]:
+    """Return boxes and labels of each sample without crowds; boxes have the dtype of the images."""
     targets = zip(*(batch.targets[name] for name in ("boxes", "labels", "iscrowd")), strict=True)
     return [
         {"boxes": boxes[crowds == 0].to(batch.inputs.dtype), "labels": labels[crowds == 0]}

@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""How predictions are drawn on an image, by Pillow: masks, boxes, captions. The tasks call it.
+"""Drawing of predictions on images with Pillow: masks, boxes, captions. Called by the tasks.
 
-Everything drawn is a function of its arguments, bitwise, so that a repeated evaluation has the same picture.
+Pictures are bitwise reproducible functions of their arguments, so a repeated evaluation has the same picture.
 Legend: H rows, W columns.
 """
 
@@ -22,7 +22,7 @@ from hpc_train.errors import printable, shortened
 
 Color: TypeAlias = tuple[int, int, int]
 
-#: Sides in pixels: larger images are shrunk, and small ones magnified by a whole number.
+#: Side lengths in pixels: larger images are shrunk, and smaller ones magnified by an integer.
 LONGEST, SHORTEST = 384, 128
 WHITE: Color = (255, 255, 255)
 INK: Color = (30, 30, 30)
@@ -30,19 +30,19 @@ GRAY: Color = (120, 120, 120)
 RIGHT: Color = (0, 125, 60)
 WRONG: Color = (200, 20, 30)
 
-#: Of the first classes: far apart in hue and lightness, after Trubetskoy's list of distinct colors.
+#: Colors of the first classes: far apart in hue and lightness, after Trubetskoy's list of distinct colors.
 _PALETTE: tuple[Color, ...] = (
     (67, 99, 216), (230, 25, 75), (255, 225, 25), (60, 180, 75), (245, 130, 49), (145, 30, 180),
     (66, 212, 244), (240, 50, 230), (191, 239, 69), (250, 190, 212), (0, 128, 128), (220, 190, 255),
     (154, 99, 36), (255, 250, 200), (128, 0, 0), (170, 255, 195), (128, 128, 0), (255, 216, 177),
     (0, 0, 117), (169, 169, 169),
 )  # fmt: skip
-#: A step by the golden ratio: each hue is far from those before it.
+#: A step by the golden ratio: each hue is far from the previous ones.
 _HUE_STEP = 0.61803398875
-#: How much of a pixel is its class's color, and the brightness of pixels that don't count.
+#: The weight of the class color in a pixel, and the brightness of ignored pixels.
 _OPACITY, _DIMMED = 0.6, 0.35
 _TEXT_SIZE, _LINE, _PADDING = 13, 17, 4
-#: Labels of boxes are smaller: they hide a part of the image.
+#: Labels of boxes are smaller because they hide a part of the image.
 _LABEL_SIZE, _LABEL_LINE = 11, 13
 _LONGEST_NAME = 24
 _DASH = 5
@@ -67,18 +67,18 @@ def color_of(number: int) -> Color:
 
 
 def short(name: object) -> str:
-    """Return a class's name for a picture: one line without control characters, cut off at 24."""
+    """Return the name of a class for a picture: one line, no control characters, at most 24 long."""
     return shortened(" ".join(printable(str(name)).split()), _LONGEST_NAME)
 
 
 def scale_of(width: int, height: int) -> float:
-    """Return the factor by which an image of this size is shown."""
+    """Return the factor by which an image of this size is scaled for display."""
     longest = max(width, height)
     return LONGEST / longest if longest > LONGEST else max(1, math.ceil(SHORTEST / longest))
 
 
 def fitted(image: Image.Image) -> Image.Image:
-    """Return the image in the size in which it is shown."""
+    """Return the image in its displayed size."""
     scale = scale_of(*image.size)
     if scale == 1:
         return image
@@ -89,7 +89,7 @@ def fitted(image: Image.Image) -> Image.Image:
 
 
 def with_classes(image: Image.Image, classes_HW: NDArray[Any], ignored_HW: NDArray[Any]) -> Image.Image:
-    """Return the image in gray under the colors of its pixels' classes; ignored pixels are dark gray."""
+    """Return the image in gray, blended with the colors of its pixels' classes; ignored pixels are darker."""
     gray_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None]
     colors_HW3 = np.zeros((*classes_HW.shape, 3), dtype=np.float32)
     for number in np.unique(classes_HW[~ignored_HW]).tolist():
@@ -100,9 +100,9 @@ def with_classes(image: Image.Image, classes_HW: NDArray[Any], ignored_HW: NDArr
 
 
 def with_boxes(image: Image.Image, boxes: Iterable[Box]) -> Image.Image:
-    """Return the image, in the size in which it is shown, with boxes; the last ones are on top.
+    """Return the image in its displayed size with boxes; the last boxes are on top.
 
-    Boxes with numbers that are not finite are omitted.
+    Boxes with coordinates that are not finite are omitted.
     """
     scale = scale_of(*image.size)
     shown = fitted(image).copy()
@@ -122,7 +122,7 @@ def with_boxes(image: Image.Image, boxes: Iterable[Box]) -> Image.Image:
 
 
 def _corners(box: Box, scale: float, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the corners in the shown image, within it."""
+    """Return the corners in the displayed image, clamped to it."""
     width, height = size
     left, right = (round(min(max(side * scale, 0), width - 1)) for side in box.corners[::2])
     top, bottom = (round(min(max(side * scale, 0), height - 1)) for side in box.corners[1::2])
@@ -144,7 +144,7 @@ def _dashes(corners: tuple[int, int, int, int]) -> Iterator[tuple[int, int, int,
 def _draw_label(
     draw: ImageDraw.ImageDraw, box: Box, corners: tuple[int, int, int, int], size: tuple[int, int]
 ) -> None:
-    """Write the text above the box, or inside where there is no room above."""
+    """Write the text above the box, or inside if there is no room above."""
     left, top, *_ = corners
     width, height = _width(box.text, _LABEL_SIZE) + 4, _LABEL_LINE
     left = max(0, min(left, size[0] - width))
@@ -159,7 +159,7 @@ def _readable_on(color: Color) -> Color:
 
 
 def panels(titled: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """Return images of one height side by side, each under its title."""
+    """Return images of equal height side by side, each below its title."""
     images = [fitted(image) for _, image in titled]
     width = sum(image.width for image in images) + _PADDING * (len(images) - 1)
     row = Image.new("RGB", (width, _LINE + max(image.height for image in images)), WHITE)
@@ -172,7 +172,7 @@ def panels(titled: Sequence[tuple[str, Image.Image]]) -> Image.Image:
 
 
 def with_legend(image: Image.Image, entries: Sequence[tuple[str, Color]]) -> Image.Image:
-    """Return the image above squares of color with their names, in as many lines as they need."""
+    """Return the image above a legend: squares of color with names, on as many lines as needed."""
     places, left, line = [], 0, 0
     for name, _ in entries:
         width = _LINE + _width(name) + 2 * _PADDING
@@ -180,52 +180,52 @@ def with_legend(image: Image.Image, entries: Sequence[tuple[str, Color]]) -> Ima
             left, line = 0, line + 1
         places.append((left, image.height + _PADDING + line * _LINE))
         left += width
-    found = _extended(image, _PADDING + _LINE * (line + 1) if entries else 0)
-    draw = ImageDraw.Draw(found)
+    extended = _extended(image, _PADDING + _LINE * (line + 1) if entries else 0)
+    draw = ImageDraw.Draw(extended)
     for (name, color), (x, y) in zip(entries, places, strict=True):
         draw.rectangle((x, y + 2, x + _LINE - 6, y + _LINE - 4), fill=color, outline=GRAY)
         draw.text((x + _LINE - 2, y), name, fill=INK, font=_font())
-    return found
+    return extended
 
 
 def with_caption(image: Image.Image, lines: Sequence[tuple[str, Color]]) -> Image.Image:
-    """Return the image above lines of text; as wide as the longest line if the image is narrower."""
+    """Return the image above lines of text, widened to the longest line."""
     width = max([image.width, *(_width(text) + 1 for text, _ in lines)])
-    found = _extended(image, _PADDING + _LINE * len(lines), width)
-    draw = ImageDraw.Draw(found)
+    extended = _extended(image, _PADDING + _LINE * len(lines), width)
+    draw = ImageDraw.Draw(extended)
     for number, (text, color) in enumerate(lines):
         draw.text((0, image.height + _PADDING + number * _LINE), text, fill=color, font=_font())
-    return found
+    return extended
 
 
 def framed(image: Image.Image, color: Color) -> Image.Image:
     """Return the image in a frame of this color."""
-    found = Image.new("RGB", (image.width + 6, image.height + 6), color)
-    found.paste(image, (3, 3))
-    return found
+    frame = Image.new("RGB", (image.width + 6, image.height + 6), color)
+    frame.paste(image, (3, 3))
+    return frame
 
 
 def sheet(titled: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """Return all pictures on one sheet that is about as wide as high, each under its title."""
+    """Return all pictures on one roughly square sheet, each below its title."""
     width = max(max(image.width, _width(title)) for title, image in titled) + 4 * _PADDING
     height = max(image.height for _, image in titled) + _LINE + 4 * _PADDING
     columns = min(len(titled), max(1, math.ceil(math.sqrt(len(titled) * height / width))))
     rows = math.ceil(len(titled) / columns)
-    found = Image.new("RGB", (columns * width, rows * height), WHITE)
-    draw = ImageDraw.Draw(found)
+    page = Image.new("RGB", (columns * width, rows * height), WHITE)
+    draw = ImageDraw.Draw(page)
     for number, (title, image) in enumerate(titled):
         left = number % columns * width + 2 * _PADDING
         top = number // columns * height + 2 * _PADDING
         draw.text((left, top), title, fill=GRAY, font=_font())
-        found.paste(image, (left, top + _LINE))
-    return found
+        page.paste(image, (left, top + _LINE))
+    return page
 
 
 def _extended(image: Image.Image, height: int, width: int = 0) -> Image.Image:
     """Return the image with white below it, and to its right up to ``width``."""
-    found = Image.new("RGB", (max(width, image.width), image.height + height), WHITE)
-    found.paste(image)
-    return found
+    canvas = Image.new("RGB", (max(width, image.width), image.height + height), WHITE)
+    canvas.paste(image)
+    return canvas
 
 
 def _width(text: str, size: int = _TEXT_SIZE) -> int:
@@ -234,5 +234,5 @@ def _width(text: str, size: int = _TEXT_SIZE) -> int:
 
 @cache
 def _font(size: int = _TEXT_SIZE) -> Any:
-    """Return the font that Pillow contains."""
+    """Return Pillow's built-in font."""
     return ImageFont.load_default(size)

@@ -1,5 +1,5 @@
 # ruff: noqa: N806  (shape suffixes)
-"""The losses of ``segmentation``, and how one is made of its name.
+"""The losses of ``segmentation``, and how a loss is created from its name.
 
 Legend: B images, H rows, W columns, P pixels of an image, C classes.
 """
@@ -19,7 +19,7 @@ from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs
 from hpc_train.tasks.base import divided
 from hpc_train.tasks.class_losses import check_weights, class_values
 
-#: Types of devices that compute the cross entropy of images; others that of flat pixels.
+#: Device types that compute the cross entropy of (B, C, H, W); others compute it of flat pixels.
 _COMPUTE_IMAGES = ("cpu",)
 
 
@@ -55,7 +55,7 @@ class _CrossEntropy(PixelLoss):
 
     def total(self, logits: Tensor, classes: Tensor, labelled: Tensor) -> Tensor:
         weights = self.args.class_weights
-        if weights is not None:  # with label smoothing the loss of a class of weight 0 would not be 0
+        if weights is not None:  # with label smoothing the loss of a class with weight 0 would not be 0
             labelled = self._weights(classes, labelled) > 0
         return pixel_losses(logits, classes, labelled, self.smoothing, weights).sum()
 
@@ -107,9 +107,9 @@ class _Ohem(PixelLoss):
 
 
 def make_pixel_loss(config: LossConfig | None, num_classes: int, smoothing: float) -> PixelLoss:
-    """Return the loss of the file.
+    """Return the experiment's loss.
 
-    Raises BadFileError where the arguments are not for this number of classes.
+    Raises BadFileError if the arguments do not fit this number of classes.
     """
     config = config or LossConfig(name="cross_entropy")
     args = SEGMENTATION[config.name].model_validate(config.args)
@@ -131,10 +131,10 @@ def pixel_losses(
     smoothing: float = 0.0,
     weights: list[float] | None = None,
 ) -> Tensor:
-    """Return the cross entropy of each pixel, (B, H, W), and 0 for those that are not labelled.
+    """Return the cross entropy of each pixel, (B, H, W), and 0 for unlabelled pixels.
 
-    The CPU computes it of images, in a quarter of the time of flat pixels (measured). CUDA's cross entropy
-    over (B, C, H, W) has no deterministic form, so elsewhere pixels are flat.
+    The CPU computes it from (B, C, H, W), in a quarter of the time of flat pixels (measured). CUDA's cross
+    entropy over (B, C, H, W) has no deterministic implementation, so elsewhere pixels are flattened.
     """
     targets = torch.where(labelled, classes, 0)
     if logits.device.type not in _COMPUTE_IMAGES:
@@ -146,5 +146,5 @@ def pixel_losses(
         label_smoothing=smoothing,
         reduction="none",
     ).view(classes.shape)
-    # No product with ``labelled``: the loss of a padding sample may be nan.
+    # No product with ``labelled``: the loss of a padding sample may be NaN.
     return torch.where(labelled, losses, torch.zeros_like(losses))

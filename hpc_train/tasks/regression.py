@@ -24,7 +24,7 @@ from hpc_train.tasks.base import at_least_float32
 
 
 class Regression:
-    """Outputs (B, K), or (B,) of one number, against targets of shape () or (K,) per sample."""
+    """Outputs (B, K), or (B,) if K is 1, against targets of shape () or (K,) per sample."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         self._losses = _make_loss(experiment.optimization.loss)
@@ -44,10 +44,11 @@ class Regression:
         return self._losses(outputs_BK, targets_BK).mean()
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return ``count``, the sum ``loss`` of the samples' means, and for each number (K,) the sums of the
-        absolute and squared errors, of the targets and of their squares.
+        """Return ``count``, the sum ``loss`` of the samples' means, and sums for each number, (K,).
+
+        The sums are those of the absolute and squared errors, of the targets and of their squares.
         """
-        outputs_BK, targets_BK = (each.double() for each in _pair(outputs, batch.targets))
+        outputs_BK, targets_BK = (values.double() for values in _pair(outputs, batch.targets))
         errors_BK = outputs_BK - targets_BK
         summed = {
             "absolute_error": errors_BK.abs(),
@@ -55,13 +56,13 @@ class Regression:
             "target": targets_BK,
             "squared_target": targets_BK.square(),
         }
-        # No product with ``valid``: what a filled-up sample gives may be nan.
+        # No product with ``valid``: the values of a padding sample may be NaN.
         valid_B1, zero = batch.valid[:, None], torch.zeros_like(errors_BK)
         losses_B = self._losses(outputs_BK, targets_BK).mean(dim=1)
         return {
             "count": batch.valid.sum(dtype=torch.float64),
             "loss": torch.where(batch.valid, losses_B, zero[:, 0]).sum(),
-            **{name: torch.where(valid_B1, each, zero).sum(0) for name, each in summed.items()},
+            **{name: torch.where(valid_B1, values, zero).sum(0) for name, values in summed.items()},
         }
 
     def predictions(self, outputs: Tensor, batch: Batch) -> list[dict[str, Any]]:
@@ -70,14 +71,14 @@ class Regression:
         return [{"prediction": row[0] if len(row) == 1 else row} for row in rows]
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
-        """Return ``loss``, ``mae``, ``rmse`` over all numbers and ``r2``, the mean of that of each number.
+        """Return ``loss``, ``mae``, ``rmse`` over all numbers and ``r2``, the mean of each number's R².
 
-        R² is 1 - squared errors / squared deviations of the targets from their mean; NaN of targets that are
-        all equal.
+        R² is 1 - squared errors / squared deviations of the targets from their mean; NaN if all targets are
+        equal.
         """
         count, squared_errors_K = sums["count"], sums["squared_error"]
         deviations_K = sums["squared_target"] - sums["target"].square() / count
-        # Rounding leaves a little of targets that are all equal.
+        # Rounding errors leave a small deviation if all targets are equal.
         varies_K = deviations_K > 1e-12 * sums["squared_target"]
         r2_K = torch.where(varies_K, 1 - squared_errors_K / deviations_K, math.nan)
         return {
@@ -99,7 +100,7 @@ def _make_loss(config: LossConfig | None) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets as (B, K), float32 at least. Raises BadFileError where K differs."""
+    """Return outputs and targets as (B, K), at least float32. Raises BadFileError if K differs."""
     outputs = at_least_float32(outputs)
     count = targets.shape[1:].numel()
     if outputs.shape not in ((len(targets), count), targets.shape):

@@ -20,17 +20,17 @@ from hpc_train.tasks import drawing
 from hpc_train.tasks.base import checked_logits, class_table
 from hpc_train.tasks.pixel_losses import make_pixel_loss, pixel_losses
 
-#: Of pixels without a class, where the data set does not say it.
+#: The label of pixels without a class, if the data set defines none.
 _IGNORED = 255
-#: The share of the auxiliary output's loss (PSPNet, arXiv:1612.01105).
+#: The weight of the auxiliary output's loss (PSPNet, arXiv:1612.01105).
 _AUXILIARY = 0.4
 
 
 class Segmentation:
     """Logits (B, C, H, W) against masks (B, H, W) of class numbers.
 
-    A model may return a dict as torchvision's do: the logits as ``out`` and, in training, those of an
-    auxiliary head as ``aux``. Logits of another size are resized to that of the mask.
+    A model may return a dict like torchvision's models: the logits as ``out`` and, in training, the logits of
+    an auxiliary head as ``aux``. Logits of another size are resized to that of the mask.
     """
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
@@ -60,26 +60,28 @@ class Segmentation:
         """
         out, *auxiliary = self._logits(outputs)
         loss = self._mean_loss(out, batch.targets)
-        for each in auxiliary:
-            loss = loss + _AUXILIARY * self._mean_loss(each, batch.targets)
+        for logits in auxiliary:
+            loss = loss + _AUXILIARY * self._mean_loss(logits, batch.targets)
         return loss
 
     def weight(self, batch: Batch) -> Tensor:
-        """Return the number of labelled pixels, the sum of their class weights, or the number of images with
-        one, as the loss defines it.
+        """Return the divisor of the loss's mean.
+
+        The number of labelled pixels, the sum of their class weights, or the number of images with labelled
+        pixels, as the loss defines it.
         """
         return self._pixel_loss.weight(*self._classes(batch.targets))
 
     def _classes(self, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class numbers as int64, and which pixels are labelled."""
+        """Return the class numbers as int64, and a mask of the labelled pixels."""
         return masks.to(torch.int64), masks != self._ignored
 
     def _logits(self, outputs: Any) -> list[Tensor]:
-        """Return the logits and, if there are any, those of the auxiliary head."""
-        found = [outputs]
+        """Return the logits and, if there is an auxiliary head, its logits."""
+        logits = [outputs]
         if isinstance(outputs, dict):
-            found = [outputs[name] for name in ("out", "aux") if name in outputs]
-        return [checked_logits(each, "B, C, H, W", self._num_classes) for each in found or [outputs]]
+            logits = [outputs[name] for name in ("out", "aux") if name in outputs]
+        return [checked_logits(values, "B, C, H, W", self._num_classes) for values in logits or [outputs]]
 
     def _mean_loss(self, logits: Tensor, masks: Tensor) -> Tensor:
         return self._pixel_loss(_resized(logits, masks), *self._classes(masks))
@@ -108,13 +110,13 @@ class Segmentation:
         union_C = confusion.sum(0) + confusion.sum(1) - hits_C
         occurs_C = union_C > 0
         ious_C = hits_C / union_C.clamp(min=1)
-        found = {
+        metrics = {
             "loss": sums["loss"] / count,
             "accuracy": float(hits_C.sum()) / count,
             "miou": float(ious_C[occurs_C].mean()) if bool(occurs_C.any()) else 0.0,
         }
         named = zip(self._class_names, ious_C.tolist(), occurs_C.tolist(), strict=True)
-        return found | {f"iou_{name}": iou for name, iou, occurs in named if occurs}
+        return metrics | {f"iou_{name}": iou for name, iou, occurs in named if occurs}
 
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return the confusion matrix as a CSV table: a row per class, a column per prediction."""
@@ -129,23 +131,23 @@ class Segmentation:
         mask_HW = batch.targets[place]
         logits = _resized(out[place : place + 1], mask_HW[None])
         truth_HW = mask_HW.to(torch.int64).cpu().numpy()
-        found_HW = logits.argmax(dim=1)[0].cpu().numpy()
+        predicted_HW = logits.argmax(dim=1)[0].cpu().numpy()
         ignored_HW = truth_HW == self._ignored
         image = image.resize(truth_HW.shape[::-1])
         shown = drawing.panels(
             [
                 ("image", image),
                 ("ground truth", drawing.with_classes(image, truth_HW, ignored_HW)),
-                ("prediction", drawing.with_classes(image, found_HW, ignored_HW)),
+                ("prediction", drawing.with_classes(image, predicted_HW, ignored_HW)),
             ]
         )
-        numbers = sorted({*truth_HW[~ignored_HW].tolist(), *found_HW[~ignored_HW].tolist()})
+        numbers = sorted({*truth_HW[~ignored_HW].tolist(), *predicted_HW[~ignored_HW].tolist()})
         entries = [(drawing.short(self._class_names[number]), drawing.color_of(number)) for number in numbers]
         return drawing.with_legend(shown, entries)
 
 
 def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:
-    """Return names for metrics, ``traffic_light`` of ``Traffic light``; numbers where two are the same."""
+    """Return class names for metrics, such as ``traffic_light``; numbers if two would be the same."""
     names = [re.sub(r"\W+", "_", name.lower()).strip("_") for name in class_names]
     is_usable = len(names) == num_classes == len({*names} - {""})
     return names if is_usable else [str(number) for number in range(num_classes)]
@@ -161,6 +163,6 @@ def _resized(logits: Tensor, masks: Tensor) -> Tensor:
 def _confusion(classes: Tensor, predictions: Tensor, labelled: Tensor, num_classes: int) -> Tensor:
     """Return (class, prediction) int64 counts of the labelled pixels. All have the same shape."""
     cells = num_classes * num_classes
-    # Pixels that don't count are in a cell of their own at the end.
+    # Ignored pixels are counted in an additional cell at the end.
     cells_P = torch.where(labelled, classes * num_classes + predictions, cells).flatten()
     return torch.bincount(cells_P, minlength=cells + 1)[:cells].view(num_classes, num_classes)

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Multi-label metrics of ``classification``: each class of a sample is a question of its own.
+"""Multi-label metrics of ``classification``: each class of a sample is a separate binary decision.
 
 Legend: B samples of a batch, N of the validation data, C classes.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hpc_train.datasets.types import Batch
 
-#: The rows of ``outcomes``: (the class is there, it is predicted).
+#: The rows of ``outcomes``: (class is present, class is predicted).
 _OUTCOMES = ((True, True), (False, True), (True, False), (False, False))
 
 
 def label_sums(logits_BC: Tensor, targets_BC: Tensor, batch: Batch) -> dict[str, Any]:
-    """Return what ``label_metrics`` needs. A class is predicted from a probability of ½ on.
+    """Return the sums that ``label_metrics`` reads. A class is predicted if its probability is at least ½.
 
     ``correct``: samples with all classes right; ``outcomes``, (4, C) int64: true positives, false positives,
     false negatives and true negatives of each class; ``scores``: a record (2, C) of each sample.
@@ -38,7 +38,7 @@ def label_sums(logits_BC: Tensor, targets_BC: Tensor, batch: Batch) -> dict[str,
 def label_metrics(sums: dict[str, Any]) -> dict[str, float]:
     """Return ``f1_micro``, ``f1_macro`` and ``map_multilabel``, without the classes that no sample has.
 
-    They are scikit-learn's, with an F1 score of 0 for a class that is neither there nor predicted.
+    Defined as in scikit-learn, with an F1 score of 0 for a class that is neither present nor predicted.
     """
     hits_C, wrong_C, missed_C, _ = sums["outcomes"].double()
     scores_NC, are_true_NC = torch.stack(sums["scores"]).unbind(1)

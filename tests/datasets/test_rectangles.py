@@ -46,7 +46,7 @@ def test_crops_are_distributed_as_torchvisions() -> None:
 
 def test_a_long_thin_image_falls_back_to_the_centre() -> None:
     crops = crops_of(10, 1000)
-    lost = ~crops.found
+    lost = ~crops.is_valid
     assert lost.any()
     assert crops.heights[lost].unique().tolist() == [10]
     assert crops.widths[lost].unique().tolist() == [13]
@@ -55,8 +55,8 @@ def test_a_long_thin_image_falls_back_to_the_centre() -> None:
 
 def test_erased_parts_have_the_area_and_probability_asked_for() -> None:
     parts = erased_parts(Keys(0, 0, torch.arange(4000)), 100, 100, 0.25)
-    assert abs(parts.found.double().mean() - 0.25) < 0.03
-    area = (parts.heights * parts.widths)[parts.found].double() / 10_000
+    assert abs(parts.is_valid.double().mean() - 0.25) < 0.03
+    area = (parts.heights * parts.widths)[parts.is_valid].double() / 10_000
     assert area.min() > 0.015
     assert area.max() < 0.34
     assert abs(area.mean() - 0.175) < 0.02

@@ -1,1 +1,1 @@
-"""The built-in data sets, and the factory for the user's own."""
+"""The built-in data sets, and the factory for user code."""

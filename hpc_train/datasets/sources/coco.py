@@ -2,10 +2,10 @@
 """``coco``: ``root/train.json`` in COCO's format, images in ``root/train/``; likewise ``val`` or ``test``.
 
 A target is a dict: ``boxes`` (K, 4) float32, left, top, right, bottom in pixels; ``labels`` (K,) int64, 1…C;
-``iscrowd`` (K,) int64; ``image_id`` () int64. Images without boxes are samples like all others.
+``iscrowd`` (K,) int64; ``image_id`` () int64. Images without boxes are ordinary samples.
 
-The files are parsed once, by ``prepare``, which writes an index; without one each rank parses them, with the
-same result.
+The files are parsed once, by ``prepare``, which writes an index; without an index each rank parses them, with
+the same result.
 
 Legend: N images, K boxes, of one image or of all, C categories.
 """
@@ -39,14 +39,14 @@ from hpc_train.datasets.sources.values import MAX_INTEGER, text_problem
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, counted
 
-#: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
+#: Pixels by which a box may exceed its image, because coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
-#: Of an image and of a coordinate, in pixels: more than any format of images can have.
+#: Maximum side of an image, and coordinate, in pixels: more than any image format supports.
 _MAX_SIDE = 2**31 - 1
-#: Primes larger than any number of images that is read within the limit of time.
+#: Primes larger than any number of images that can be read within the time limit.
 _STRIDES = (7919, 104729)
 
-#: Of a split, in the index.
+#: Arrays of a split, in the index.
 _ARRAYS = frozenset({"targets", "names", "sides", "starts", "corners", "labels", "crowds"})
 
 
@@ -54,11 +54,10 @@ class CocoSplit:
     """The images of one JSON file, in its order."""
 
     def __init__(self, folder: Path, arrays: Mapping[str, Array], channels: int) -> None:
-        """``arrays``: of the index; ``names`` and ``targets``, which are the ids, of the images (N,).
+        """``arrays``: arrays of the index; ``names`` and ``targets`` (the ids) of the images, (N,).
 
-        Their ``sides`` (N, 2) are width and height. Of the boxes, those of an image next to each other:
-        ``corners`` (K, 4), ``labels`` and ``crowds``
-        (K,), and where those of image i begin, ``starts`` (N + 1,).
+        ``sides`` (N, 2) are their width and height. The boxes are grouped by image: ``corners`` (K, 4),
+        ``labels`` and ``crowds`` (K,), and the first box of each image, ``starts`` (N + 1,).
         """
         self.channels = channels
         self._folder = os.fspath(folder)
@@ -69,7 +68,7 @@ class CocoSplit:
         return len(self._names)
 
     def file_content(self, index: int, /) -> tuple[bytes, dict[str, Any]]:
-        """Return what the file of a sample contains, and its boxes."""
+        """Return the content of a sample's file, and its boxes."""
         content = image_content(self._file(index), self._where(index))
         return content, self.target(index)
 
@@ -94,11 +93,11 @@ class CocoSplit:
     def target(self, index: int) -> dict[str, Any]:
         """Return the boxes of a sample; see the module."""
         arrays = self._arrays
-        own = slice(*arrays["starts"][index : index + 2].tolist())
+        boxes = slice(*arrays["starts"][index : index + 2].tolist())
         return {
-            "boxes": arrays["corners"][own],
-            "labels": arrays["labels"][own],
-            "iscrowd": arrays["crowds"][own],
+            "boxes": arrays["corners"][boxes],
+            "labels": arrays["labels"][boxes],
+            "iscrowd": arrays["crowds"][boxes],
             "image_id": arrays["targets"][index],
         }
 
@@ -136,7 +135,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
 
 
 def _check_sides(split: CocoSplit, rules: PixelRules) -> None:
-    """Compare the sizes of image files with those of the JSON file, evenly and within a limit of time."""
+    """Compare the sizes of image files with the JSON file, evenly and within a time limit."""
     deadline, count = time.monotonic() + COUNT_LIMIT_S, len(split)
     step = next((n for n in _STRIDES if math.gcd(n, count) == 1), 1)
     for number in range(count):
@@ -149,31 +148,31 @@ def _check_sides(split: CocoSplit, rules: PixelRules) -> None:
 
 
 def _sides_of_file(split: CocoSplit, index: int, rules: PixelRules) -> tuple[int, int] | None:
-    """Return height and width; None for a file that can't be read, which is reported with its sample."""
+    """Return height and width; None for an unreadable file, which is reported with its sample."""
     try:
         shape = read_image(split.file_content(index)[0], split.channels, index, rules).shape
-    except Exception:  # whatever Pillow raises
+    except Exception:  # any error of Pillow
         return None
     return shape[-2], shape[-1]
 
 
 def _parsed(root: Path, files: Mapping[str, Path], args: CocoArgs, *, has_remarks: bool) -> Index:
-    """Return the files as arrays. Raises BadFileError for the first entry that is wrong."""
+    """Return the files as arrays. Raises BadFileError for the first invalid entry."""
     parsed = {part: _AnnotationFile(root, path, args) for part, path in files.items()}
     train = parsed["train"]
-    for each in parsed.values():
-        if each.categories != train.categories:
+    for file in parsed.values():
+        if file.categories != train.categories:
             raise BadFileError(
-                f"data.root: the categories in {each.path} differ from those of {train.path}; make ids and "
+                f"data.root: the categories in {file.path} differ from those of {train.path}; make ids and "
                 "names equal"
             )
-    splits, names = {part: each.arrays() for part, each in parsed.items()}, tuple(train.categories.values())
+    splits, names = {part: file.arrays() for part, file in parsed.items()}, tuple(train.categories.values())
     facts: dict[str, Any] = {}
     if has_remarks:
         remarks = [f"{path} is not read" for path in _unused(root, files)]
-        for part, each in parsed.items():
-            remarks += file_remarks(each.folder, {each.path.name: splits[part]["names"].tolist()})
-            remarks += each.remarks
+        for part, file in parsed.items():
+            remarks += file_remarks(file.folder, {file.path.name: splits[part]["names"].tolist()})
+            remarks += file.remarks
         remarks += class_remarks(names, {part: split["labels"] - 1 for part, split in splits.items()})
         facts["remarks"] = remarks
     return Index(splits, names, facts)
@@ -190,7 +189,7 @@ class _AnnotationFile:
     def __init__(self, root: Path, path: Path, args: CocoArgs) -> None:
         self.path = path
         self.folder = path.with_suffix("")
-        #: Sentences on entries that may be mistakes.
+        #: Sentences about entries that may be mistakes.
         self.remarks: list[str] = []
         self._names = NamedFiles(root, args.roots, self.folder)
         self._args = args
@@ -199,7 +198,7 @@ class _AnnotationFile:
         self.categories = self._categories()
 
     def arrays(self) -> dict[str, Array]:
-        """Return the arrays of ``CocoSplit``. Raises BadFileError for the first entry that is wrong."""
+        """Return the arrays of ``CocoSplit``. Raises BadFileError for the first invalid entry."""
         image_ids, names, sides = self._images(self._document["images"])
         boxes = self._boxes(image_ids, sides)
         return {"names": names, "targets": image_ids, "sides": sides.astype(np.int64), **boxes}
@@ -211,34 +210,34 @@ class _AnnotationFile:
             raise self._error(f"is not valid JSON ({error})", "write it again, or get it again") from error
         for key in ("images", "annotations", "categories"):
             entries = document.get(key) if isinstance(document, dict) else None
-            if not (isinstance(entries, list) and all(isinstance(each, dict) for each in entries)):
+            if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
                 raise self._error(f"has no list {key!r}", "write it in the format of COCO")
-        found: dict[str, list[dict[str, Any]]] = document
-        return found
+        checked: dict[str, list[dict[str, Any]]] = document
+        return checked
 
     def _categories(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for each in self._document["categories"]:
-            number, name = each.get("id"), each.get("name")
-            if not _is_integer(number) or not isinstance(name, str) or text_problem(name) or number in found:
+        names: dict[int, str] = {}
+        for category in self._document["categories"]:
+            number, name = category.get("id"), category.get("name")
+            if not _is_integer(number) or not isinstance(name, str) or text_problem(name) or number in names:
                 raise self._error(
-                    f"has the category {each!r:.60}", "give each an id of its own, an integer, and a name"
+                    f"has the category {category!r:.60}", "give each an id of its own, an integer, and a name"
                 )
-            found[number] = name
-        if not found:
+            names[number] = name
+        if not names:
             raise self._error("has no categories", "write what its category_id refer to")
-        return dict(sorted(found.items()))
+        return dict(sorted(names.items()))
 
     def _images(self, images: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
         """Return ids (N,), file names (N,) and sides (N, 2), width and height."""
-        there = _files(self.folder)
+        existing = _files(self.folder)
         ids: set[int] = set()
         names: list[bytes] = []
-        for each in images:
-            number, name = each.get("id"), each.get("file_name")
-            sides = each.get("width"), each.get("height")
+        for image in images:
+            number, name = image.get("id"), image.get("file_name")
+            sides = image.get("width"), image.get("height")
             if not _is_integer(number) or number in ids:
-                raise self._error(f"has the image {each!r:.80}", "give each an id of its own, an integer")
+                raise self._error(f"has the image {image!r:.80}", "give each an id of its own, an integer")
             if not isinstance(name, str) or not all(
                 _is_integer(side) and 0 < side <= _MAX_SIDE for side in sides
             ):
@@ -246,17 +245,19 @@ class _AnnotationFile:
                     f"has the image {number} without file_name, width and height", "write them, in pixels"
                 )
             names.append(self._names.checked(name, f"{self.path}, image {number}"))
-            # Files behind a link to a folder are not among those that were listed.
-            if name not in there and not (self.folder / name).is_file():
+            # Files behind a link to a folder are not in this listing.
+            if name not in existing and not (self.folder / name).is_file():
                 raise self._error(
                     f"has the image {number}, whose file {self.folder / name} does not exist",
                     "fix file_name, or remove the image and its annotations",
                 )
             ids.add(number)
         return (
-            np.array([each["id"] for each in images], dtype=np.int64),
+            np.array([image["id"] for image in images], dtype=np.int64),
             np.array(names),
-            np.array([[each["width"], each["height"]] for each in images], dtype=np.float64).reshape(-1, 2),
+            np.array([[image["width"], image["height"]] for image in images], dtype=np.float64).reshape(
+                -1, 2
+            ),
         )
 
     def _boxes(self, image_ids: Array, sides_N2: Array) -> dict[str, Array]:
@@ -264,16 +265,18 @@ class _AnnotationFile:
         place = {number: place for place, number in enumerate(image_ids.tolist())}
         label = {number: label for label, number in enumerate(self.categories, start=1)}
         rows: list[tuple[float, ...]] = []
-        for each in annotations:
-            image, category = each.get("image_id"), each.get("category_id")
+        for annotation in annotations:
+            image, category = annotation.get("image_id"), annotation.get("category_id")
             if not _is_integer(image) or image not in place:
-                raise self._bad(each, "which is none of its images", "fix image_id")
+                raise self._bad(annotation, "which is none of its images", "fix image_id")
             if not _is_integer(category) or category not in label:
-                raise self._bad(each, f"with the unknown category_id {category!r:.40}", "add the category")
-            crowd = each.get("iscrowd", 0)
+                raise self._bad(
+                    annotation, f"with the unknown category_id {category!r:.40}", "add the category"
+                )
+            crowd = annotation.get("iscrowd", 0)
             if not isinstance(crowd, (int, float)) or crowd not in (0, 1):
-                raise self._bad(each, f"with iscrowd {crowd!r:.40}", "write 0 or 1")
-            rows.append((place[image], label[category], crowd, *self._box(each)))
+                raise self._bad(annotation, f"with iscrowd {crowd!r:.40}", "write 0 or 1")
+            rows.append((place[image], label[category], crowd, *self._box(annotation)))
         repeated = len(rows) - len(set(rows))
         if repeated:
             self.remarks.append(f"{self.path.name} has {counted(repeated, 'annotation')} more than once")
@@ -294,42 +297,44 @@ class _AnnotationFile:
 
     def _box(self, annotation: dict[str, Any]) -> list[float]:
         box = annotation.get("bbox")
-        is_box = isinstance(box, list) and len(box) == 4 and all(type(each) in (int, float) for each in box)
-        if not is_box or not all(abs(each) <= _MAX_SIDE for each in box or ()):
+        is_box = (
+            isinstance(box, list) and len(box) == 4 and all(type(number) in (int, float) for number in box)
+        )
+        if not is_box or not all(abs(number) <= _MAX_SIDE for number in box or ()):
             raise self._bad(
                 annotation, f"with the bbox {box!r:.60}", "write [left, top, width, height] in pixels"
             )
-        return [float(each) for each in box or ()]
+        return [float(number) for number in box or ()]
 
     def _check(
         self, annotations: list[dict[str, Any]], table: Array, corners_K4: Array, sides_N2: Array
     ) -> Array:
-        """Return (K,) bool: which boxes to keep. Raises BadFileError for the first that is wrong."""
+        """Return (K,) bool, True for boxes to keep. Raises BadFileError for the first invalid box."""
         sides_K2 = sides_N2[table[:, 0].astype(np.int64)]
         is_inside: Array = np.all(
             (corners_K4[:, :2] >= -_TOLERANCE) & (corners_K4[:, 2:] <= sides_K2 + _TOLERANCE), axis=1
         )
-        # Clipped, and in the precision of the targets.
+        # Clipped, and in the dtype of the targets.
         clipped = np.clip(corners_K4, 0, np.tile(sides_K2, 2)).astype(np.float32)
         has_area = (clipped[:, 2:] > clipped[:, :2]).all(axis=1)
         is_right: Array = np.asarray(is_inside & has_area)
         if self._args.bad_boxes == "fail" and not is_right.all():
             first = int(np.argmin(is_right))
             width, height = sides_K2[first].astype(int).tolist()
-            what = f"outside of its {width}x{height} pixels" if not is_inside[first] else "without area"
+            problem = f"outside of its {width}x{height} pixels" if not is_inside[first] else "without area"
             raise self._bad(
                 annotations[first],
-                f"with the bbox {annotations[first]['bbox']} (left, top, width, height) {what}",
+                f"with the bbox {annotations[first]['bbox']} (left, top, width, height) {problem}",
                 "fix it, or write data.args: {bad_boxes: drop}",
             )
         return is_right
 
-    def _bad(self, annotation: dict[str, Any], what: str, remedy: str) -> BadFileError:
+    def _bad(self, annotation: dict[str, Any], problem: str, remedy: str) -> BadFileError:
         number, image = annotation.get("id"), annotation.get("image_id")
-        return self._error(f"has the annotation {number!r:.40} of image {image!r:.40}, {what}", remedy)
+        return self._error(f"has the annotation {number!r:.40} of image {image!r:.40}, {problem}", remedy)
 
-    def _error(self, what: str, remedy: str) -> BadFileError:
-        return BadFileError(f"data.root: {self.path} {what}; {remedy}")
+    def _error(self, problem: str, remedy: str) -> BadFileError:
+        return BadFileError(f"data.root: {self.path} {problem}; {remedy}")
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
@@ -337,9 +342,9 @@ def _is_integer(value: Any) -> TypeGuard[int]:
 
 
 def _files(folder: Path) -> set[str]:
-    """Return the files below ``folder``, relative to it. One listing takes less time than a look at each."""
-    found: set[str] = set()
+    """Return the files below ``folder``, relative to it. One listing is faster than a check per file."""
+    files: set[str] = set()
     for parent, _, names in os.walk(folder):
         inner = os.path.relpath(parent, folder)
-        found.update(names if inner == "." else (f"{inner}/{name}" for name in names))
-    return found
+        files.update(names if inner == "." else (f"{inner}/{name}" for name in names))
+    return files

@@ -18,12 +18,12 @@ from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.types import DataInfo
 
-_GREATEST = 16
-#: 8x8 pixels are scaled to 32x32, so that models made for CIFAR accept them.
+_MAX_VALUE = 16
+#: 8x8 pixels are scaled to 32x32, so that models for CIFAR accept them.
 _ENLARGED = 4
-#: Every fifth sample is validation: the split does not depend on any library's shuffling.
+#: Every fifth sample is validation, so the split does not depend on any library's shuffling.
 _VAL_EVERY = 5
-#: Measured on the training part.
+#: Measured on the training split.
 _MEAN, _STD = 0.30586, 0.37628
 
 
@@ -49,6 +49,6 @@ def _load() -> tuple[Tensor, Tensor]:
     """Return images (1797, 1, 32, 32) uint8 in 0…255 and classes (1797,) int64."""
     with files(__package__).joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
         small, classes = arrays["images"], arrays["classes"]
-    scaled = np.round(small.astype(np.float64) * 255 / _GREATEST).astype(np.uint8)
+    scaled = np.round(small.astype(np.float64) * 255 / _MAX_VALUE).astype(np.uint8)
     enlarged = scaled.repeat(_ENLARGED, axis=1).repeat(_ENLARGED, axis=2)
     return torch.from_numpy(enlarged)[:, None], torch.from_numpy(classes.astype(np.int64))

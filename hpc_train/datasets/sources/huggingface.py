@@ -2,7 +2,7 @@
 
 ``data.root`` is a folder written by ``save_to_disk``. ``huggingface/<name>`` names a data set of the hub:
 ``prepare`` downloads it and saves it to ``data.root``, if that does not exist. Ranks use no network; they map
-the Arrow files, so all of a node share their memory.
+the Arrow files, so the processes of a node share their memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.run.files import read_text
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
-#: What a ClassLabel has where the class is not known.
+#: The value of a ClassLabel if the class is unknown.
 _NO_CLASS = -1
 #: Larger numbers are ids, not classes: a model has an output for each class.
-_MOST_CLASSES = 1 << 24
+_MAX_CLASSES = 1 << 24
 _ROWS_AT_ONCE = 10_000
-#: Of ``datasets``: the names of the splits, which are folders.
+#: File of ``datasets`` with the names of the splits, which are folders.
 _SPLITS_FILE = "dataset_dict.json"
 
 
@@ -90,7 +90,7 @@ class HuggingFaceImages:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a split, and how messages name them."""
+    """The rows of a split, and their names in messages."""
 
     data: Any
     root: Path
@@ -109,7 +109,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _FirstRow:
-    """The first row with a value, looked for when a message names it."""
+    """The first row with a value, searched only when a message names it."""
 
     rows: Rows
     column: str
@@ -123,7 +123,7 @@ class _FirstRow:
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
-    """Return the splits that the arguments name. ``rest``: the name of a data set of the hub, or nothing."""
+    """Return the configured splits. ``rest``: the name of a data set of the hub, or empty."""
     args = parse_args(HuggingFaceArgs, config)
     library = _library()
     root = root_of(config)
@@ -135,7 +135,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     names, numbers = _classes(library, splits, columns[1], args)
     has_classes = args.target == "class"
     files = NamedFiles(root, args.roots)
-    made = {
+    images = {
         name: HuggingFaceImages(
             replace(rows, data=_raw(library, rows.data, columns)),
             columns,
@@ -155,7 +155,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     mean, std = mean_and_std(args.channels)
     num_classes = len(names) if has_classes else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
-    return DataSource(made["train"], made.get("val"), info)
+    return DataSource(images["train"], images.get("val"), info)
 
 
 def _library() -> Any:
@@ -193,25 +193,25 @@ def _splits(
         raise BadFileError(f"data.root: {root} is not a folder on this machine; {remedy}")
     _check_data_files(root)
     try:
-        found = library.load_from_disk(str(root))
+        splits = library.load_from_disk(str(root))
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise BadFileError(
             f"data.root: {root} has no data set of Hugging Face: {error}; write one by save_to_disk"
         ) from error
-    if not hasattr(found, "keys"):
-        found = {args.train: found}
-    val = args.val or next((name for name in _VAL_SPLITS if name in found), None)
+    if not hasattr(splits, "keys"):
+        splits = {args.train: splits}
+    val = args.val or next((name for name in _VAL_SPLITS if name in splits), None)
     wanted = {"train": args.train} | ({} if val is None else {"val": val})
     for key, name in wanted.items():
-        if name not in found:
+        if name not in splits:
             raise BadFileError(
-                f"data.args.{key}: {root} has no split {shortened(name)!r}; write one of {', '.join(found)}"
+                f"data.args.{key}: {root} has no split {shortened(name)!r}; write one of {', '.join(splits)}"
             )
-    unused = [name for name in found if name not in wanted.values()]
+    unused = [name for name in splits if name not in wanted.values()]
     if has_remarks and unused:
         say(f"data.root: {root}: splits that are not read: {listed(unused, 5)}")
     # A format that was set when the data were saved would hide columns, or return tensors.
-    return {key: Rows(found[name].with_format(None), root, name) for key, name in wanted.items()}
+    return {key: Rows(splits[name].with_format(None), root, name) for key, name in wanted.items()}
 
 
 def _check_data_files(root: Path) -> None:
@@ -252,15 +252,17 @@ def _columns(library: Any, rows: Any, args: HuggingFaceArgs) -> tuple[str, str]:
     return image, _column("target_column", args.target_column, others, features)
 
 
-def _column(key: str, given: str | None, candidates: Sequence[str], features: Any) -> str:
-    known = ", ".join(features)
-    if given is not None and given not in features:
-        raise BadFileError(f"data.args.{key}: there is no column {shortened(given)!r}; write one of {known}")
-    if given is None and len(candidates) != 1:
+def _column(key: str, configured: str | None, candidates: Sequence[str], features: Any) -> str:
+    names = ", ".join(features)
+    if configured is not None and configured not in features:
         raise BadFileError(
-            f"data.args.{key}: is missing, and {len(candidates)} columns may be meant; write one of {known}"
+            f"data.args.{key}: there is no column {shortened(configured)!r}; write one of {names}"
         )
-    return given or candidates[0]
+    if configured is None and len(candidates) != 1:
+        raise BadFileError(
+            f"data.args.{key}: is missing, and {len(candidates)} columns may be meant; write one of {names}"
+        )
+    return configured or candidates[0]
 
 
 def _check_columns(library: Any, splits: Mapping[str, Rows], columns: tuple[str, str]) -> None:
@@ -293,7 +295,7 @@ def _kind(library: Any, feature: Any) -> str:
 def _classes(
     library: Any, splits: Mapping[str, Rows], column: str, args: HuggingFaceArgs
 ) -> tuple[tuple[str, ...], dict[str, Mapping[Any, int] | None]]:
-    """Return the class names, and of each split the numbers of the targets that are not class numbers."""
+    """Return the class names, and for each split the numbers of targets that are not class numbers."""
     feature = splits["train"].data.features[column]
     unchanged: dict[str, Mapping[Any, int] | None] = dict.fromkeys(splits)
     if args.target == "number":
@@ -313,11 +315,15 @@ def _classes(
     numbers: dict[str, Mapping[Any, int] | None] = {}
     for key, rows in splits.items():
         cells = values[key]
-        found = np.array(
+        class_numbers = np.array(
             [classes.number(cell, Place(_FirstRow(rows, column, cell), column)) for cell in cells], np.int64
         )
         numbers[key] = dict(
-            zip(cells, classes.finish(found).tolist() if key == "train" else found.tolist(), strict=True)
+            zip(
+                cells,
+                classes.finish(class_numbers).tolist() if key == "train" else class_numbers.tolist(),
+                strict=True,
+            )
         )
     return classes.names, numbers
 
@@ -326,12 +332,12 @@ def _present_classes(
     splits: Mapping[str, Rows], column: str, numbers: Mapping[str, Mapping[Any, int] | None]
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the class numbers that occur in each split."""
-    found = {}
+    present = {}
     for key, rows in splits.items():
         mapping, values = numbers[key], rows.data.unique(column)
         classes = values if mapping is None else [mapping[value] for value in values if value in mapping]
-        found[key] = np.array([number for number in classes if number is not None], np.int64)
-    return found
+        present[key] = np.array([number for number in classes if number is not None], np.int64)
+    return present
 
 
 def _no_classes(column: str, feature: Any) -> BadFileError:
@@ -344,15 +350,15 @@ def _no_classes(column: str, feature: Any) -> BadFileError:
 def _numbered(
     splits: Mapping[str, Rows], column: str, values: Mapping[str, Sequence[Any]]
 ) -> tuple[str, ...]:
-    """Return the names of classes that are numbers, from 0 to the largest of the training split."""
+    """Return the names of classes that are numbers, from 0 to the largest in the training split."""
     count = 1 + max((value for value in values["train"] if value is not None), default=-1)
     for key, rows in splits.items():
         for value in values[key]:
             place = Place(_FirstRow(rows, column, value), column)
             if value is None:
                 raise place.missing(value)
-            if not 0 <= value < _MOST_CLASSES:
-                rule = f"not a class number, 0 to {_MOST_CLASSES - 1}"
+            if not 0 <= value < _MAX_CLASSES:
+                rule = f"not a class number, 0 to {_MAX_CLASSES - 1}"
                 raise place.error(value, rule, "write class numbers from 0, or names")
             if value >= count:
                 rule = f"a class that the training split lacks (its largest is {count - 1})"
@@ -376,7 +382,7 @@ def _check_targets(
 
 
 def _renumbered(library: Any, rows: Any, column: str, names: tuple[str, ...]) -> dict[Any, int] | None:
-    """Return a split's number of a class → its place in ``names``, the classes of training; None if equal."""
+    """Return a split's class number → its index in ``names``, the training classes; None if equal."""
     feature = rows.features[column]
     if not isinstance(feature, library.ClassLabel) or tuple(feature.names) == names:
         return None
@@ -389,7 +395,7 @@ def _renumbered(library: Any, rows: Any, column: str, names: tuple[str, ...]) ->
 
 
 def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:
-    """Return the rows with the two columns, and images as the files that they are stored as."""
+    """Return the rows with the two columns, and images as the stored files."""
     if not isinstance(rows.features[columns[0]], library.Image):
         raise BadFileError(
             f"data.args.image_column: the column {columns[0]} has no images; write another one"

@@ -1,4 +1,4 @@
-"""The image files below a folder, and those that are skipped; the images that ``predict --data`` reads."""
+"""The image files below a folder, and those that are skipped; the images of ``predict --data``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.data_facts.root_layout import is_skipped
 from hpc_train.datasets.images import image_content
 from hpc_train.errors import BadFileError
 
-#: Extensions that a notice lists.
+#: Maximum number of extensions in a notice.
 _SHOWN = 5
 
 
@@ -47,12 +47,12 @@ class Skipped:
         self._add(self._MASK, path)
 
     def add_other(self, path: Path) -> None:
-        """Count a file whose extension is not one of an image."""
+        """Count a file whose extension is not that of an image."""
         self._extensions[path.suffix.lower() or "none"] += 1
         self._examples.setdefault("", self._shown(path))
 
     def add_beside_classes(self, folder: Path) -> None:
-        """Count what is in a split's folder and in no class folder."""
+        """Count the entries of a split's folder outside the class folders."""
         for path in sorted(folder.iterdir()):
             if is_skipped(path.name):
                 self.add_hidden(path)
@@ -105,7 +105,7 @@ class ImageFiles:
         self.channels = channels
         skipped = Skipped(root)
         self._files = [root] if root.is_file() else list(images_below(root, skipped))
-        #: Lines on what is below the folder and is not read.
+        #: Lines about unread entries below the folder.
         self.notices = tuple(line.replace("data.root", "--data", 1) for line in skipped.notices())
         if not self._files:
             raise BadFileError(
@@ -117,7 +117,7 @@ class ImageFiles:
         return len(self._files)
 
     def file_content(self, index: int, /) -> tuple[bytes, int]:
-        """Return what the file of a sample contains, and 0."""
+        """Return the content of a sample's file, and 0."""
         return image_content(os.fspath(self._files[index])), 0
 
     def path(self, index: int) -> Path:
@@ -128,7 +128,7 @@ class ImageFiles:
 def images_below(folder: Path, skipped: Skipped | None = None) -> Iterator[Path]:
     """Yield the images below a folder, sorted, without hidden files and links to folders.
 
-    What is not yielded is counted in ``skipped``.
+    Skipped entries are counted in ``skipped``.
     """
     counted = Skipped(folder) if skipped is None else skipped
     for parent, folders, names in os.walk(folder):

@@ -1,7 +1,7 @@
 """``image_list``: images and their targets from a CSV, TSV or Parquet file with one row per image.
 
-A list is parsed once, by ``prepare``, which writes an index; without one each rank parses it, with the same
-result. Rows keep their order.
+A list is parsed once, by ``prepare``, which writes an index; without an index each rank parses it, with the
+same result. Rows keep their order.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, listed, shortened
 
 _PARQUET = ".parquet"
-#: Of a split, in the index.
+#: Arrays of a split, in the index.
 ARRAYS = frozenset({"targets", "lines", "ends", "bytes"})
 
 
 class ListedImages:
-    """A ``FileSplit`` of the images that a list names."""
+    """A ``FileSplit`` of the images in a list."""
 
     def __init__(self, root: Path, listing: Path, arrays: dict[str, Array], channels: int) -> None:
         """``arrays``: of the index; paths as ``packed_texts``, ``lines`` (N,) and ``targets`` (N, …)."""
@@ -46,7 +46,7 @@ class ListedImages:
         return len(self._targets)
 
     def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
-        """Return what the image file contains, and the row's target: int64 (), or float32 () or (K,)."""
+        """Return the content of the image file, and the row's target: int64 (), or float32 () or (K,)."""
         row = f"{self._list}:{self._arrays['lines'][index]}"
         return image_content(self._file(index), row), self._targets[index]
 
@@ -94,7 +94,7 @@ def _check_file(split: str, path: Path) -> None:
 
 
 def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_remarks: bool) -> Index:
-    """Return the lists as arrays. Raises BadFileError, naming file and line, for the first bad row."""
+    """Return the lists as arrays. Raises BadFileError with file and line for the first bad row."""
     targets, files = _Targets(args), NamedFiles(root, args.roots)
     names: dict[str, list[bytes]] = {}
     splits: dict[str, dict[str, Array]] = {}
@@ -107,7 +107,7 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
         remarks += file_remarks(root, names)
         if args.target == "class":
             remarks += class_remarks(
-                targets.names, {split: each["targets"] for split, each in splits.items()}
+                targets.names, {split: arrays["targets"] for split, arrays in splits.items()}
             )
         facts["remarks"] = remarks
     return Index(splits, targets.names, facts)
@@ -209,19 +209,19 @@ def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]
 
 
 def _place(path: Path, header: Sequence[str], args: ImageListArgs, column: str) -> int:
-    """Return where the column is. Raises BadFileError if it is not there, or twice."""
+    """Return the index of the column. Raises BadFileError if it does not occur exactly once."""
     if header.count(column) == 1:
         return header.index(column)
     key = "path_column" if column == args.path_column else "target_column"
-    found = ", ".join(map(shortened, header[:10])) or "nothing"
+    names = ", ".join(map(shortened, header[:10])) or "nothing"
     how = "has no column" if column not in header else "has twice the column"
     raise BadFileError(
-        f"data.args.{key}: {path} {how} {shortened(column)!r} (its header: {found}); write one of the header"
+        f"data.args.{key}: {path} {how} {shortened(column)!r} (its header: {names}); write one of the header"
     )
 
 
 def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:
-    """Yield rows as ``_rows`` does; the line counts rows from 1."""
+    """Yield rows like ``_rows``; the line counts rows from 1."""
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:

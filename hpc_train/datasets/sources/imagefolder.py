@@ -36,17 +36,17 @@ class FolderSplit:
         paths: list[bytes] = []
         counts: list[int] = []
         for name in class_names:
-            found = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name, skipped)]
-            if not found:
+            files = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name, skipped)]
+            if not files:
                 raise BadFileError(
                     f"data.root: {folder / name} contains no image ({', '.join(IMAGE_EXTENSIONS)}); "
                     "add some, or remove it"
                 )
-            paths += found
-            counts.append(len(found))
+            paths += files
+            counts.append(len(files))
         self.folder = folder
         # Arrays, not lists: reference counts would copy a list's memory into every loader process.
-        #: Of the files, relative to ``folder``.
+        #: Paths of the files, relative to ``folder``.
         self.paths = np.array(paths)
         self.classes = np.repeat(np.arange(len(counts)), counts)
 
@@ -58,7 +58,7 @@ class FolderSplit:
         return decode(content, self.channels), target
 
     def file_content(self, index: int, /) -> tuple[bytes, int]:
-        """Return what the file of a sample contains, and the sample's class."""
+        """Return the content of a sample's file, and the sample's class."""
         return image_content(self._file(index)), int(self.classes[index])
 
     def path(self, index: int) -> Path:
@@ -72,7 +72,7 @@ class FolderSplit:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val`` and ``test`` there is no validation.
 
-    With ``data.cache`` they are those of a pack, which ``prepare`` (``download``) writes.
+    With ``data.cache`` they are the splits of a pack, which ``prepare`` (``download``) writes.
     """
     refuse_rest(config)
     args = parse_args(ImageFolderArgs, config)
@@ -113,13 +113,16 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
 
 
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
-    own = class_folders(folder)
-    if own != class_names:
-        missing, unknown = sorted(set(class_names) - set(own)), sorted(set(own) - set(class_names))
-        found = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []
-        found += [f"{len(unknown)} unknown ({', '.join(unknown[:5])})"] if unknown else []
+    val_names = class_folders(folder)
+    if val_names != class_names:
+        missing, unknown = (
+            sorted(set(class_names) - set(val_names)),
+            sorted(set(val_names) - set(class_names)),
+        )
+        differences = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []
+        differences += [f"{len(unknown)} unknown ({', '.join(unknown[:5])})"] if unknown else []
         raise BadFileError(
-            f"data.root: the classes in {folder} differ from those of train: {'; '.join(found)}; "
+            f"data.root: the classes in {folder} differ from those of train: {'; '.join(differences)}; "
             "make them equal"
         )
-    return FolderSplit(folder, own, channels, skipped)
+    return FolderSplit(folder, val_names, channels, skipped)

@@ -1,4 +1,4 @@
-"""Data sets that keep all images in one array (CIFAR, MNIST, SVHN, …), read as whole batches."""
+"""Data sets with all images in one array (CIFAR, MNIST, SVHN, …), read as whole batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def in_memory(split: Any) -> AnySplit:
     """Return a TensorSplit of the same samples if ``split`` has them in ``data``; else ``split`` itself.
 
-    Whether the array equals what ``__getitem__`` returns is checked for the first and the last sample, in
-    each layout that the shape allows.
+    The array is compared with the results of ``__getitem__`` for the first and the last sample, in each
+    layout that the shape allows.
     """
     images, targets = _bytes(getattr(split, "data", None), len(split)), all_targets(split)
     if images is None or targets is None:
@@ -54,9 +54,9 @@ def _agrees(split: Any, images: Tensor, targets: Tensor, index: int) -> bool:
 
 
 def _is_class(target: Any, number: int) -> bool:
-    """Whether ``__getitem__`` returns that class: a ``target_transform`` may return something else."""
+    """Return True if ``__getitem__`` returns that class; with a ``target_transform`` it may not."""
     try:
-        given = as_target(target)
+        value = as_target(target)
     except (TypeError, ValueError, RuntimeError):
         return False
-    return given.shape == () and given.dtype in _INTEGERS and int(given) == number
+    return value.shape == () and value.dtype in _INTEGERS and int(value) == number

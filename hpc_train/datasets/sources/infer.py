@@ -1,5 +1,5 @@
-"""Infers what a data set does not define: channels and classes from its attributes and first sample, mean and
-standard deviation from its name.
+"""Infers facts that a data set does not define: channels and classes from its attributes and first sample,
+mean and standard deviation from its name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hpc_train.datasets.targets import as_targets
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
-#: Where torchvision's data sets and most others store all targets.
+#: Attributes in which torchvision's data sets and most others store all targets.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels")
-#: Per channel, of images scaled to 0…1.
+#: Per channel, for images scaled to 0…1.
 _IMAGENET_MEAN = (0.485, 0.456, 0.406)
 _IMAGENET_STD = (0.229, 0.224, 0.225)
-#: Of ImageNet in gray, with the weights of luminance.
+#: ImageNet in gray, with the weights of luminance.
 _GRAY_MEAN, _GRAY_STD = (0.459,), (0.226,)
 
 _BY_NAME = {
@@ -35,7 +35,7 @@ _BY_NAME = {
 
 
 def infer_info(name: str, train: Any, val: Any) -> DataInfo:
-    """Return the information on a data set that has none of its own."""
+    """Return the information on a data set that defines none."""
     channels, num_classes = count_channels(train), count_classes(train, val)
     mean, std = mean_and_std(channels, name)
     _check_same_classes(train, val)
@@ -44,27 +44,27 @@ def infer_info(name: str, train: Any, val: Any) -> DataInfo:
 
 
 def shape_of_targets(split: Any) -> tuple[int, ...]:
-    """Return () or (K,), the shape of the first sample's target; () too where it is anything else."""
+    """Return () or (K,), the shape of the first sample's target; () also for any other target."""
     target = _first_target(split)
     return tuple(target.shape) if target is not None and target.dim() == 1 else ()
 
 
 def _first_target(split: Any) -> torch.Tensor | None:
-    """Return the target of the first sample; None where it is not one tensor."""
+    """Return the target of the first sample; None if it is not a single tensor."""
     try:
         if isinstance(split, ArraySplit):
-            found = map_tensors(lambda part: part[0], split.batch(torch.tensor([0]))[1])
+            target = map_tensors(lambda part: part[0], split.batch(torch.tensor([0]))[1])
         else:
-            found = as_targets(split[0][1])
+            target = as_targets(split[0][1])
     except (TypeError, ValueError, RuntimeError):
-        return None  # whoever reads the samples names the one that is no target
-    return found if isinstance(found, torch.Tensor) else None
+        return None  # reading the samples reports the one without a valid target
+    return target if isinstance(target, torch.Tensor) else None
 
 
 def count_channels(split: Any) -> int:
-    """Return the channels of the first image, or its features; PIL counts as gray or as colour.
+    """Return the channels of the first image, or its features; PIL images are gray or colour.
 
-    Of several inputs the first image counts; 0 where none is an image.
+    With several inputs, the channels of the first image; 0 if none is an image.
     """
     if len(split) == 0:
         raise BadFileError("data: the training data are empty")
@@ -83,13 +83,13 @@ def count_channels(split: Any) -> int:
 
 
 def all_targets(split: Any) -> torch.Tensor | None:
-    """Return the targets (N,) int64 that a data set stores, None if it does not."""
+    """Return the targets (N,) int64 that a data set stores, or None."""
     for attribute in _TARGET_ATTRIBUTES:
-        found = getattr(split, attribute, None)
-        if found is None:
+        stored = getattr(split, attribute, None)
+        if stored is None:
             continue
         try:
-            targets = torch.as_tensor(found)
+            targets = torch.as_tensor(stored)
         except (TypeError, ValueError, RuntimeError):
             continue
         if targets.shape == (len(split),) and not targets.is_floating_point():
@@ -98,8 +98,8 @@ def all_targets(split: Any) -> torch.Tensor | None:
 
 
 def count_classes(train: Any, val: Any) -> int:
-    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; of
-    targets that are vectors their length, of numbers 1.
+    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; for
+    vector targets their length, for numbers 1.
 
     Raises BadFileError if the data set has none of these, or the validation data have more classes.
     """
@@ -112,23 +112,23 @@ def count_classes(train: Any, val: Any) -> int:
     if outputs := _num_outputs(train):
         return outputs
     targets = [all_targets(part) for part in (train, val) if part is not None]
-    known = [int(part.max()) for part in targets if part is not None and len(part)]
-    if not known:
+    maxima = [int(part.max()) for part in targets if part is not None and len(part)]
+    if not maxima:
         raise BadFileError(
             f"data: {type(train).__name__} does not define the number of classes; give it an attribute "
             "num_classes, classes (a list of names) or targets (a list of whole numbers), or return a "
             "DataSource"
         )
-    if known[-1] > known[0]:
+    if maxima[-1] > maxima[0]:
         raise BadFileError(
-            f"data: the validation data have the class {known[-1]}, and the largest of the training data is "
-            f"{known[0]}; fix the targets, or give the data set an attribute num_classes"
+            f"data: the validation data have the class {maxima[-1]}, and the largest of the training data is "
+            f"{maxima[0]}; fix the targets, or give the data set an attribute num_classes"
         )
-    return known[0] + 1
+    return maxima[0] + 1
 
 
 def _check_same_classes(train: Any, val: Any) -> None:
-    """Raise BadFileError if training and validation data list other classes, or in another order."""
+    """Raise BadFileError if training and validation data list different classes, or in another order."""
     ours, theirs = (getattr(split, "classes", None) for split in (train, val))
     if not all(isinstance(names, (list, tuple)) for names in (ours, theirs)):
         return
@@ -144,7 +144,7 @@ def _check_same_classes(train: Any, val: Any) -> None:
 
 
 def _num_outputs(split: Any) -> int | None:
-    """Return the number of values of a target that is not a class; None where it is, or may be."""
+    """Return the number of values of a target that is not a class; None if it is or may be one."""
     target = _first_target(split) if len(split) else None
     if target is None or target.dim() > 1 or not (target.dim() or target.is_floating_point()):
         return None
@@ -152,7 +152,7 @@ def _num_outputs(split: Any) -> int | None:
 
 
 def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
-    """Return the class names if the data set has one for each class, else nothing."""
+    """Return the class names if the data set has one for each class, else ()."""
     names = getattr(split, "classes", None)
     if not isinstance(names, (list, tuple)) or len(names) != num_classes:
         return ()
@@ -162,11 +162,11 @@ def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
 def mean_and_std(channels: int, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of torchvision's data set ``name``, or ImageNet's.
 
-    0.5 and 0.25 for other than 1 or 3 channels.
+    Returns 0.5 and 0.25 unless ``channels`` is 1 or 3.
     """
-    known = _BY_NAME.get(name)
-    if known is not None and len(known[0]) == channels:
-        return known
+    statistics = _BY_NAME.get(name)
+    if statistics is not None and len(statistics[0]) == channels:
+        return statistics
     if channels == 3:
         return _IMAGENET_MEAN, _IMAGENET_STD
     if channels == 1:

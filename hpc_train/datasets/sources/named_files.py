@@ -1,7 +1,8 @@
-"""The files that a list names: which it may name, and how they differ from the files of the folder.
+"""The files in a list: the permitted names, and differences from the files of the folder.
 
-A list may have been written by someone else, so it names regular files below ``data.root`` or a folder of
-``data.args.roots``. Links are followed, because folders of images on shared storage are often linked.
+A list may have been written by someone else, so it may name only regular files below ``data.root`` or a
+folder of ``data.args.roots``. Links are followed, because folders of images on shared storage are often
+linked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
-from hpc_train.datasets.sources.values import in_words, text_problem
+from hpc_train.datasets.sources.values import cell_text, text_problem
 from hpc_train.errors import BadFileError, counted, listed, printable, shortened
 from hpc_train.paths import expanded
 
@@ -26,8 +27,8 @@ class NamedFiles:
         """``root``, ``roots``: ``data.root`` and ``data.args.roots``. ``folder``: default ``root``."""
         self._root = root
         self._folder = os.fspath(folder or root)
-        self._stated = [os.path.abspath(expanded(path)) for path in roots]  # noqa: PTH100  (.. removed)
-        self._own = [os.path.abspath(root), os.path.realpath(root)]  # noqa: PTH100
+        self._extra_roots = [os.path.abspath(expanded(path)) for path in roots]  # noqa: PTH100  (.. removed)
+        self._root_paths = [os.path.abspath(root), os.path.realpath(root)]  # noqa: PTH100
 
     def checked(self, name: Any, where: str) -> bytes:
         """Return the name in bytes. Raises BadFileError unless it is a name below the root or the roots."""
@@ -49,8 +50,8 @@ class NamedFiles:
         is_absolute, has_parent = name.startswith("/"), ".." in name.split("/")
         if not is_absolute and not has_parent:
             return True
-        # A name with ``..`` is below the root for certain only if no folder before it is a link.
-        roots = self._stated + (self._own if not has_parent else [])
+        # A name with ``..`` is certainly below the root only if no folder before it is a link.
+        roots = self._extra_roots + (self._root_paths if not has_parent else [])
         path = os.path.normpath(os.path.join(self._folder, name))  # noqa: PTH118
         return any(os.path.commonpath([root, os.path.abspath(path)]) == root for root in roots)  # noqa: PTH100
 
@@ -61,13 +62,12 @@ class NamedFiles:
 
 def _name_error(name: Any, where: str, problem: str, remedy: str) -> BadFileError:
     return BadFileError(
-        f"data.root: {where} names the file {shortened(in_words(name), 200)!r}, which {problem}; {remedy}"
+        f"data.root: {where} names the file {shortened(cell_text(name), 200)!r}, which {problem}; {remedy}"
     )
 
 
 def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
-    """Yield sentences on rows that name the same file, and images below ``folder`` that no row names, and
-    rows whose file does not exist.
+    """Yield remarks on files in several rows, images below ``folder`` in no row, and files that don't exist.
 
     ``lists``: file of the list → its names.
     """
@@ -89,7 +89,7 @@ def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator
 def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
     deadline, unnamed, files_seen = time.monotonic() + COUNT_LIMIT_S, [], set()
     root = os.fsencode(folder)
-    own = {os.path.relpath(name, root) if name.startswith(b"/") else name for name in names}
+    relative_names = {os.path.relpath(name, root) if name.startswith(b"/") else name for name in names}
     for parent, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(b"."))
         if time.monotonic() > deadline:
@@ -99,14 +99,14 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
         for name in files:
             path = name if inner == b"." else inner + b"/" + name
             is_image = os.fsdecode(name).lower().endswith(IMAGE_EXTENSIONS) and not name.startswith(b".")
-            if path in own:
+            if path in relative_names:
                 files_seen.add(path)
             elif is_image:
                 unnamed.append(path)
     if unnamed:
         yield f"{counted(len(unnamed), 'image')} below {folder} are in no list: {_examples(sorted(unnamed))}"
     missing = []
-    for path in sorted(own - files_seen):
+    for path in sorted(relative_names - files_seen):
         if time.monotonic() > deadline:
             return
         if not os.path.isfile(os.path.join(root, path)):  # noqa: PTH113, PTH118  (links are not in the walk)
@@ -116,7 +116,7 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
 
 
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences on classes without samples. ``classes``: split → class numbers (N,) from 0."""
+    """Yield remarks on classes without samples. ``classes``: split → class numbers (N,) from 0."""
     for split, numbers in classes.items():
         present = set(numbers.tolist())
         absent = [shortened(name) for number, name in enumerate(names) if number not in present]

@@ -28,9 +28,9 @@ from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
-#: PIL modes of one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
+#: PIL modes with one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
 _NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B")
-#: Rawmode of gray PNG files of two and four bits → what Pillow multiplies the stored values by.
+#: Rawmode of gray PNG files of two and four bits → the factor by which Pillow scales the stored values.
 _SCALED_BY = {"L;2": 85, "L;4": 17}
 _SHOWN = 3
 
@@ -45,22 +45,22 @@ class MaskedImages:
         self._rules = rules
         self._classes = _classes_of_values(args)
         self._images, self._masks = os.fspath(folder / "images"), os.fspath(folder / "masks")
-        found = [
+        paths = [
             os.fsencode(path.relative_to(self._images)) for path in images_below(folder / "images", skipped)
         ]
-        if not found:
+        if not paths:
             raise BadFileError(
                 f"data.root: {self._images} contains no images; put some there, or fix the path"
             )
         # An array, not a list: reference counts would copy a list's memory into every loader process.
-        self._paths = np.array(found)
+        self._paths = np.array(paths)
         self._refuse_missing_masks(skipped)
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
-        """Return what the image file contains, and its mask (H, W), uint8 where the file has 8 bits."""
+        """Return the content of the image file, and its mask (H, W), uint8 if the file has 8 bits."""
         content = image_content(self._image(index))
         path = self.mask_path(index)
         mask = read_mask(path, self._rules)
@@ -105,7 +105,7 @@ class MaskedImages:
 
 
 def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
-    """Return the numbers that a mask file stores, (H, W): uint8, or int32 of 16 bits and more."""
+    """Return the numbers in a mask file, (H, W): uint8, or int32 for 16 bits and more."""
     with open_image(image_content(path), rules.max_pixels) as image:
         if image.mode not in _NUMBERS:
             raise BadFileError(
@@ -122,7 +122,7 @@ def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
 
 
 def _classes_of_values(args: SegmentationFolderArgs) -> Tensor | None:
-    """Return the class of each value of 16 bits, (65536,) int32, -1 for none; None: values are classes."""
+    """Return the class of each 16-bit value, (65536,) int32, -1 for none; None: values are classes."""
     if not args.mask_values:
         return None
     classes = torch.full((1 << 16,), -1, dtype=torch.int32)

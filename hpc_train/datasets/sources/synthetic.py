@@ -1,7 +1,7 @@
 # ruff: noqa: N806  (shape suffixes)
-"""``synthetic``: images generated on the fly, always the same, that a model can learn to classify.
+"""``synthetic``: reproducible images generated on the fly that a model can learn to classify.
 
-An image is the mean of its class's coarse pattern and of its own noise. Nothing is stored, so a million
+An image is the mean of its class's coarse pattern and of the sample's noise. Nothing is stored, so a million
 images need no memory.
 
 Legend: B images, C channels, H rows, W columns, K classes.
@@ -21,7 +21,7 @@ from hpc_train.datasets.types import DataInfo
 
 #: Side of the grid of a class's pattern.
 _COARSE = 4
-#: Validation has a fifth as many samples as training, none of which training uses.
+#: Validation has a fifth as many samples as training; training uses none of them.
 _VAL_PART = 5
 _TRAIN, _VAL, _PATTERNS = 0, 1, 2
 #: The mean of two numbers uniform over 0…1 has a standard deviation of √(1/24).
@@ -55,7 +55,7 @@ class SyntheticSplit:
         classes_B = indices % self._num_classes
         pattern_BCHW = self._coarse_KCHW[classes_B][:, :, self._cells][:, :, :, self._cells]
         noise_BCHW = _random_bytes(self._part, indices, self._shape)
-        # The mean without overflow: shared bits, and half of those that differ.
+        # The mean without overflow: common bits, plus half of the differing bits.
         return (pattern_BCHW & noise_BCHW) + ((pattern_BCHW ^ noise_BCHW) >> 1), classes_B
 
 
@@ -63,8 +63,8 @@ def _random_bytes(part: int, indices: Tensor, shape: tuple[int, int, int]) -> Te
     """Return (B, *shape) uint8, eight from each 64-bit number."""
     channels, height, width = shape
     num_bytes = channels * height * width
-    words = Keys(0, part, indices).words_many("pixels", -(-num_bytes // 8))
-    return words.view(torch.uint8)[:, :num_bytes].reshape(-1, *shape)
+    numbers = Keys(0, part, indices).words_many("pixels", -(-num_bytes // 8))
+    return numbers.view(torch.uint8)[:, :num_bytes].reshape(-1, *shape)
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:

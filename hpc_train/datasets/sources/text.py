@@ -65,7 +65,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     args = parse_args(TextArgs, config)
     root = root_of(config)
     if download and root.is_dir():
-        _say_unread(root)
+        _report_unread(root)
     train, val = _parts(root, args)
     vocabulary = _vocabulary(train, val) if args.tokens == "characters" else list(range(_NUM_BYTES))
     info = DataInfo(
@@ -80,7 +80,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     return DataSource(train_split, None if val is None else _split("validation", val, vocabulary, args), info)
 
 
-def _say_unread(root: Path) -> None:
+def _report_unread(root: Path) -> None:
     unread = unread_texts(root, {train_file(root), root / "val.txt"})
     if unread:
         files = f"{counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)})"
@@ -125,7 +125,7 @@ def _read(path: Path, args: TextArgs) -> _Codes:
 
 
 def _vocabulary(train: _Codes, val: _Codes | None) -> list[int]:
-    """Return training's characters, sorted, then those that only validation has: no token is unknown.
+    """Return training's characters, sorted, then those only in validation, so that no token is unknown.
 
     The numbers of training's tokens do not depend on the validation text.
     """

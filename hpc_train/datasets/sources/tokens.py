@@ -2,11 +2,11 @@
 """``tokens``: sequences of token shards that ``prepare`` wrote, or of nanoGPT's and llm.c's files.
 
 The shards of a split are one long stream of documents, each followed by its end-of-document token. Sample i
-is tokens [iT, iT + T) with targets [iT + 1, iT + T + 1), wherever shards and documents end: every token but
-the first is a target once, and an incomplete sequence at the end is dropped.
+is tokens [iT, iT + T) with targets [iT + 1, iT + T + 1), regardless of the ends of shards and documents:
+every token but the first is a target once, and an incomplete sequence at the end is dropped.
 
 Shards are read by ``pread``, not mapped: a mapped file that is truncated or can't be read kills the process
-instead of raising an error, and what was read would count as the rank's memory.
+instead of raising an error, and mapped pages would count as the rank's memory.
 
 Legend: B sequences, T tokens of a sequence.
 """
@@ -44,27 +44,27 @@ from hpc_train.datasets.tokenization import TOKENIZER, VOCABULARY
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
-#: Shards that a process has open: a rank may have few files, and shuffled samples come from all shards.
+#: Maximum number of open shards: a rank may open few files, and shuffled samples come from all shards.
 _MAX_OPEN = 64
 _CHECKED_AT_ONCE = 1 << 22
 
 
 class OpenShards:
-    """Descriptors of shards, opened when needed and kept while they are among the last that were used."""
+    """Descriptors of shards: opened on demand; the most recently used ones stay open."""
 
     def __init__(self) -> None:
         self._descriptors: OrderedDict[Path, int] = OrderedDict()
 
     def descriptor(self, path: Path) -> int:
         """Return the open file. Raises OSError."""
-        found = self._descriptors.get(path)
-        if found is None:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
             while len(self._descriptors) >= _MAX_OPEN:
                 os.close(self._descriptors.popitem(last=False)[1])
-            found = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         else:
             self._descriptors.move_to_end(path)
-        return found
+        return descriptor
 
     def __len__(self) -> int:
         return len(self._descriptors)
@@ -85,7 +85,7 @@ class TokenSplit:
         self._ends = list(accumulate(shard.num_tokens for shard in self._shards))
         self._dtype = np.dtype(shards.dtype).newbyteorder("<")
         self._vocabulary_size = vocabulary_size = shards.vocabulary_size
-        # Nothing to check where every number of the dtype is a token.
+        # Nothing to check if every number of the dtype is a token.
         self._checks = vocabulary_size < 1 << (8 * self._dtype.itemsize)
         self._sequence_length = sequence_length
         self._open = OpenShards()
@@ -125,7 +125,7 @@ class TokenSplit:
         return inputs[0], targets[0]
 
     def _place(self, token: int) -> tuple[Shard, int]:
-        """Return the shard of a token of the stream, and its number within that shard."""
+        """Return the shard of a token of the stream, and the token's number within that shard."""
         number = bisect_right(self._ends, token)
         return self._shards[number], token - (self._ends[number - 1] if number else 0)
 
@@ -189,7 +189,7 @@ def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
 
 
 def _decoding(shards: TokenShards, args: TokensArgs) -> str:
-    """Return what decodes the tokens, as ``DataInfo`` has it."""
+    """Return ``DataInfo.tokenizer``."""
     if shards.folder is None or shards.tokenizer in ("bytes", "characters"):
         return shards.tokenizer
     return f"{shards.folder}/{VOCABULARY if tokenizer_file(args) is None else TOKENIZER}"

@@ -27,7 +27,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.validate.part_rules import unlisted
 
-# For EPS Pillow starts a program. No class of torchvision opens it below; this is in case of one that does.
+# For EPS Pillow starts a program. torchvision's classes are restricted below; this is a second safeguard.
 EpsImagePlugin.gs_binary = False
 
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
@@ -35,7 +35,7 @@ _VAL_SPLITS = ("val", "valid", "test")
 
 
 class _Pillow(ModuleType):
-    """A module of Pillow in which some names are replaced."""
+    """A module of Pillow with some names replaced."""
 
     def __init__(self, module: ModuleType, **replaced: Any) -> None:
         super().__init__(module.__name__)
@@ -47,7 +47,7 @@ class _Pillow(ModuleType):
 
 
 def _restrict_formats() -> None:
-    """Let the modules of ``torchvision.datasets``, which open files themselves, open ``FORMATS`` only."""
+    """Restrict the modules of ``torchvision.datasets``, which open files themselves, to ``FORMATS``."""
     image = _Pillow(Image, open=open_lazily)
     replaced = {"Image": (Image, image), "PIL": (PIL, _Pillow(PIL, Image=image))}
     for module in vars(torchvision.datasets).values():
@@ -71,33 +71,33 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
 
 
 def _class(name: str) -> Any:
-    found = getattr(torchvision.datasets, name, None) if name else None
-    if inspect.isclass(found) and issubclass(found, torch.utils.data.Dataset):
-        return found
-    known = sorted(torchvision.datasets.__all__)
-    raise unlisted(("data", "name"), "torchvision", "data set for this", name, known).as_error()
+    value = getattr(torchvision.datasets, name, None) if name else None
+    if inspect.isclass(value) and issubclass(value, torch.utils.data.Dataset):
+        return value
+    names = sorted(torchvision.datasets.__all__)
+    raise unlisted(("data", "name"), "torchvision", "data set for this", name, names).as_error()
 
 
 def _parameters(cls: Any) -> set[str]:
-    """Return what the constructor takes, including what it passes on by ``**kwargs`` to its base class."""
-    found: set[str] = set()
+    """Return the constructor's parameters, including those it passes to its base class by ``**kwargs``."""
+    names: set[str] = set()
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):
             continue
         parameters = inspect.signature(owner.__init__).parameters.values()
-        found |= {parameter.name for parameter in parameters}
+        names |= {parameter.name for parameter in parameters}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return found
+    return names
 
 
 def _masked(name: str, cls: Any, root: Path, config: DataConfig, download: bool) -> DataSource:
-    made = MASKED_SETS[name]
-    args = config.args | made.fixed | ({"download": download} if "download" in _parameters(cls) else {})
+    masked_set = MASKED_SETS[name]
+    args = config.args | masked_set.fixed | ({"download": download} if "download" in _parameters(cls) else {})
     train, val = (
-        _construct(name, cls, root, {**args, made.split_argument: part}) for part in ("train", "val")
+        _construct(name, cls, root, {**args, masked_set.split_argument: part}) for part in ("train", "val")
     )
-    return made.source(train, val, PixelRules.of(config))
+    return masked_set.source(train, val, PixelRules.of(config))
 
 
 def _parts(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> tuple[Any, Any]:

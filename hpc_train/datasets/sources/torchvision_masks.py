@@ -1,6 +1,6 @@
 """``torchvision/Cityscapes`` and ``torchvision/VOCSegmentation``: a class number per pixel.
 
-torchvision finds the files; they are read as those of ``segmentation_folder``. Called by ``torchvision``.
+torchvision finds the files; they are read like those of ``segmentation_folder``. Called by ``torchvision``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _VOC_CLASSES = (
 
 @dataclass(frozen=True)
 class MaskedSet:
-    """How a class of torchvision names its splits and its files."""
+    """The names that a class of torchvision has for its splits and files."""
 
-    #: The argument that chooses ``train`` or ``val``.
+    #: The argument that selects ``train`` or ``val``.
     split_argument: str
     class_names: tuple[str, ...]
-    #: Of a split of torchvision's: the masks' files, in the order of ``images``.
+    #: torchvision's split → the masks' files, in the order of ``images``.
     masks: Callable[[Any], Iterable[str]]
-    #: Arguments that are not the user's.
+    #: Arguments that the user can't set.
     fixed: dict[str, Any] = field(default_factory=dict)
     #: Number in a mask → class, (256,) uint8; None: they are the same.
     classes: Tensor | None = None
@@ -80,7 +80,7 @@ class MaskedFiles:
         return len(self._images)
 
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
-        """Return what the image file contains, and its mask of classes (H, W), uint8."""
+        """Return the content of the image file, and its mask of classes (H, W), uint8."""
         mask = read_mask(self.mask_path(index), self._rules)
         return image_content(self._image(index)), mask if self._classes is None else self._classes[
             mask.long()
@@ -101,23 +101,23 @@ class MaskedFiles:
 def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:
     """Return the names of Cityscapes' 19 evaluated classes, and the number in a file → class."""
     evaluated = sorted(
-        (each for each in Cityscapes.classes if not each.ignore_in_eval), key=lambda c: c.train_id
+        (entry for entry in Cityscapes.classes if not entry.ignore_in_eval), key=lambda c: c.train_id
     )
     classes = torch.full((256,), _IGNORED, dtype=torch.uint8)
-    for each in evaluated:
-        classes[each.id] = each.train_id
-    return tuple(each.name for each in evaluated), classes
+    for entry in evaluated:
+        classes[entry.id] = entry.train_id
+    return tuple(entry.name for entry in evaluated), classes
 
 
-_CITYSCAPES_CLASSES, _OF_CITYSCAPES = _evaluated_cityscapes()
-#: torchvision's class → how it is read.
+_CITYSCAPES_CLASSES, _CITYSCAPES_CLASS_OF = _evaluated_cityscapes()
+#: torchvision's class → its splits and files.
 MASKED_SETS = {
     "Cityscapes": MaskedSet(
         "split",
         _CITYSCAPES_CLASSES,
         lambda split: [targets[0] for targets in split.targets],
         {"target_type": "semantic"},
-        _OF_CITYSCAPES,
+        _CITYSCAPES_CLASS_OF,
     ),
     "VOCSegmentation": MaskedSet("image_set", _VOC_CLASSES, lambda split: split.masks),
 }

@@ -19,12 +19,12 @@ from hpc_train.errors import BadFileError, listed, shortened
 
 Array = np.ndarray[Any, Any]
 
-#: Integers that int64 can hold.
+#: Maximum of int64.
 MAX_INTEGER = 2**63 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: Larger whole numbers of float64 may be rounded.
+#: Larger integers in float64 may be rounded.
 _MAX_WHOLE_FLOAT = 2.0**53
-#: The longest path of Linux, in bytes; also the longest class name.
+#: The maximum length of a path on Linux, in bytes; also that of a class name.
 _MAX_TEXT_BYTES = 4096
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 #: Class names that are sorted by size.
@@ -43,13 +43,13 @@ class Place(NamedTuple):
     column: str = ""
 
     def error(self, cell: Any, rule: str, remedy: str) -> BadFileError:
-        """Return the error of a cell that breaks ``rule`` (``not a number``)."""
-        value = repr(shortened(in_words(cell)))
+        """Return the error for a cell that breaks ``rule`` (``not a number``)."""
+        value = repr(shortened(cell_text(cell)))
         holds = f"has {value} in {self.column}" if self.column else f"has the target {value}"
         return BadFileError(f"data.root: {self.where} {holds}, {rule}; {remedy}")
 
     def missing(self, cell: Any) -> BadFileError:
-        """Return the error of a missing label."""
+        """Return the error for a missing label."""
         if self.column and (cell is None or cell == ""):
             return BadFileError(
                 f"data.root: {self.where} has no {self.column}; fill it in, or remove the row"
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         return self.error(cell, "not a class but a missing label", remedy)
 
 
-def in_words(cell: Any) -> str:
+def cell_text(cell: Any) -> str:
     """Return a cell as text for a message."""
     try:
         return str(cell)
@@ -67,7 +67,7 @@ def in_words(cell: Any) -> str:
 
 
 def text_problem(text: str) -> str | None:
-    """Return the reason why ``text`` can be neither a name of a class nor of a file; None if it can."""
+    """Return the reason why ``text`` can't be the name of a class or file, else None."""
     if "\0" in text:
         return "which contains a NUL byte"
     try:
@@ -78,7 +78,7 @@ def text_problem(text: str) -> str | None:
 
 
 def number_of(cell: Any, place: Place) -> float:
-    """Return a number that float32 can hold. Raises BadFileError for anything else."""
+    """Return a number within the range of float32. Raises BadFileError for anything else."""
     number = as_number(cell)
     if math.isnan(number):
         raise place.error(cell, "not a number", "fix it")
@@ -88,7 +88,7 @@ def number_of(cell: Any, place: Place) -> float:
 
 
 def as_number(cell: Any) -> float:
-    """Return a number or the number that a text spells; NaN for anything else, also for a truth value."""
+    """Return a number, also if spelled as text; NaN for anything else, including booleans."""
     if isinstance(cell, str):
         return float(cell) if _NUMBER.fullmatch(cell) else math.nan
     if isinstance(cell, (bool, np.bool_)) or not isinstance(cell, (int, float, np.integer, np.floating)):
@@ -100,30 +100,30 @@ def as_number(cell: Any) -> float:
 
 
 def numbers_of(cell: Any, place: Place, length: int | None) -> float | list[float]:
-    """Return a number, or a list of ``length`` numbers (0: a single number; None: either of them).
+    """Return a number, or a list of ``length`` numbers (0: a single number; None: either).
 
     Raises BadFileError for anything else.
     """
     is_list = isinstance(cell, (list, tuple))
-    found = len(cell) if is_list else 0
-    if length not in (None, found) or (is_list and not found):
+    count = len(cell) if is_list else 0
+    if length not in (None, count) or (is_list and not count):
         wanted = f"{length} numbers" if length else "a number"
         raise place.error(cell, f"not {wanted}", "fix it")
     if not is_list:
         return number_of(cell, place)
     if any(math.isnan(as_number(part)) for part in cell):
-        raise place.error(cell, f"not {found} numbers", "fix it")
+        raise place.error(cell, f"not {count} numbers", "fix it")
     return [number_of(part, place) for part in cell]
 
 
 class ClassNumbers:
-    """Numbers the classes of samples, read one by one: first those of training, then those of validation.
+    """Numbers the classes of samples, read one by one: first the training, then the validation samples.
 
-    Classes are text, whole numbers or truth values, and all of the same kind.
+    Classes are text, integers or booleans, and all of the same kind.
     """
 
     def __init__(self, classes: Sequence[str] | None, num_classes: int | None) -> None:
-        """``classes``, ``num_classes``: those of ``data.args``. Raises BadFileError if both are given."""
+        """``classes``, ``num_classes``: from ``data.args``. Raises BadFileError if both are set."""
         if classes is not None and num_classes is not None:
             raise BadFileError("data.args.num_classes: follows from data.args.classes; take one of them out")
         if classes is not None and len(set(classes)) < len(classes):
@@ -138,10 +138,10 @@ class ClassNumbers:
         self._first: tuple[str, Any, Place] | None = None
 
     def number(self, cell: Any, place: Place) -> int:
-        """Return the number of a class, a preliminary one before ``finish``.
+        """Return the number of a class, which is preliminary before ``finish``.
 
-        Raises BadFileError for a cell that is missing or not a class, and for a name that is unknown once the
-        classes are known.
+        Raises BadFileError for a cell that is missing or not a class, and for an unknown name once the
+        classes are final.
         """
         name = self._name(cell, place)
         number = self._numbers.get(name)
@@ -159,7 +159,7 @@ class ClassNumbers:
 
     def _name(self, cell: Any, place: Place) -> str:
         if type(cell) is str and cell in self._numbers and self._first and self._first[0] == "text":
-            return cell  # as in most rows
+            return cell  # the most frequent case
         kind, name = _class_of(cell, place, self._numbers)
         if self._first is None:
             self._first = kind, cell, place
@@ -167,7 +167,7 @@ class ClassNumbers:
             other = self._first
             raise place.error(
                 cell,
-                f"a class that is {kind}, and {other[2].where} has {in_words(other[1])!r:.40}, {other[0]}",
+                f"a class that is {kind}, and {other[2].where} has {cell_text(other[1])!r:.40}, {other[0]}",
                 "write all classes as text, or all as numbers",
             )
         return name

@@ -1,9 +1,9 @@
 """``webdataset``: samples in the tar files (shards) of the WebDataset format, read by random access.
 
-A sample is the members that follow each other with the same name up to the first dot, like ``0001.jpg`` and
-``0001.cls``. ``prepare`` reads the headers of all shards once and writes an index with place and size of each
-image, and its target. Ranks read images by ``pread``, so an epoch has every sample once, in the order of the
-permutation, as that of any other data set.
+A sample is a sequence of members with the same name up to the first dot, like ``0001.jpg`` and ``0001.cls``.
+``prepare`` reads the headers of all shards once and writes an index with the offset and size of each image,
+and its target. Ranks read images by ``pread``, so an epoch has every sample once, in the order of the
+permutation, like any other data set.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from hpc_train.datasets.token_writing import refusing_repeated
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, counted, listed, shortened
 
-#: What compressed files begin with.
+#: First bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-#: Headers in front of a member's own, with its long name or other fields; a longer one is damaged.
+#: Headers before a member's main header, with its long name or other fields; a longer one is damaged.
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _LONG_HEADERS = (*_PAX_TYPES, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 _MAX_HEADER_BYTES = 1 << 20
-#: GNU tar's type of a volume's label, ``tar --label``.
+#: GNU tar's type of a volume label, ``tar --label``.
 _LABEL = b"V"
-#: A class, or a JSON file with a field of it.
+#: Maximum size of a target: a class, or a JSON file with a field for it.
 _MAX_TARGET_BYTES = 1 << 24
 _READ_BYTES = 1 << 20
 _IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
 
-#: Of a split, in the index.
+#: Arrays of a split, in the index.
 _ARRAYS = frozenset({"targets", "shards", "offsets", "sizes", "ends", "bytes"})
 
 
@@ -75,7 +75,7 @@ class ShardedImages:
         return len(self._targets)
 
     def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
-        """Return what the image's member contains, and the target: int64 (), or float32 () or (K,)."""
+        """Return the content of the image's member, and the target: int64 (), or float32 () or (K,)."""
         size = int(self._arrays["sizes"][index])
         with open(self._file(index), "rb", buffering=0) as file:  # noqa: PTH123  (Path: takes longer)
             content = os.pread(file.fileno(), size, int(self._arrays["offsets"][index]))
@@ -129,11 +129,11 @@ def _index(config: DataConfig, args: WebdatasetArgs, shards: dict[str, list[Path
     files, layout = webdataset_files(config), Layout(frozenset(shards), _ARRAYS)
     if download:
         return ensure_index(config, files, layout, lambda: _scanned(shards, args))
-    found = open_index(config, files, layout)
-    if found is None:
+    index = open_index(config, files, layout)
+    if index is None:
         message, remedy = without_index(config, files)
         raise BadFileError(f"data.root: {message}; {remedy}")
-    return found
+    return index
 
 
 class _Member(NamedTuple):
@@ -150,7 +150,7 @@ class _Sample(NamedTuple):
 
 
 def _scanned(shards: dict[str, list[Path]], args: WebdatasetArgs) -> Index:
-    """Return what all shards contain. Raises BadFileError, naming shard and sample, for the first bad one."""
+    """Return the index of all shards. Raises BadFileError with shard and sample for the first bad sample."""
     targets = _Targets(args)
     splits = {split: _scan(paths, args, targets) for split, paths in shards.items()}
     return Index(splits, targets.names)
@@ -180,7 +180,7 @@ def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[st
 
 
 def _samples(path: Path, args: WebdatasetArgs, skipped: list[str]) -> Iterator[_Sample]:
-    """Yield the samples of a shard; members that belong to none are added to ``skipped``."""
+    """Yield the samples of a shard; members that belong to no sample are added to ``skipped``."""
     keys: set[str] = set()
     with path.open("rb") as file:
         start = file.read(8)
@@ -203,11 +203,11 @@ def _samples(path: Path, args: WebdatasetArgs, skipped: list[str]) -> Iterator[_
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose sizes are plausible: ``tarfile`` reads long names into memory, of any size."""
+    """A header whose sizes are plausible: ``tarfile`` reads long names of any size into memory."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-        """Return the header in a block. Raises ReadError for a negative size, or long names of many bytes."""
+        """Return the header in a block. Raises ReadError for a negative size, or very long names."""
         header = super().frombuf(buf, encoding, errors)
         if header.size < 0 or (header.size > _MAX_HEADER_BYTES and header.type in _LONG_HEADERS):
             raise tarfile.ReadError(f"a header of type {header.type!r} has the size {header.size}")
@@ -224,7 +224,7 @@ def _members(path: Path, file: BinaryIO, skipped: list[str]) -> Iterator[_Member
                 before, end = end, member.offset_data + _data_bytes(member)
                 if not before <= member.offset_data <= end <= nbytes:
                     raise tarfile.ReadError(f"{member.name} ends at byte {end} of {nbytes}")
-                tar.members = []  # type: ignore[attr-defined]  # it remembers all
+                tar.members = []  # type: ignore[attr-defined]  # else all members stay in memory
                 folder, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")
                 place = _place(path, member, places)
@@ -246,7 +246,7 @@ def _data_bytes(member: tarfile.TarInfo) -> int:
 
 
 def _place(path: Path, member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
-    """Return offset and size of a member's data, for a hard link those of the earlier member in ``places``.
+    """Return offset and size of a member's data; for a hard link, of the earlier member in ``places``.
 
     None for a folder or a label. Raises BadFileError for a member of any other type.
     """
@@ -267,7 +267,7 @@ def _place(path: Path, member: tarfile.TarInfo, places: dict[str, tuple[int, int
 
 def _check_end(descriptor: int, end: int) -> None:
     """Raise ReadError unless an end-of-archive block is at ``end``, and only zeros follow it."""
-    # ``tarfile`` takes a file that ends in the middle of a header, or is damaged there, for complete.
+    # ``tarfile`` accepts a file that ends in the middle of a header, or is damaged there, as complete.
     if os.pread(descriptor, tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"it has no end-of-archive block at byte {end}")
     place = end
@@ -287,47 +287,49 @@ def _check_end(descriptor: int, end: int) -> None:
 
 
 def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs) -> _Sample:
-    known = _IMAGES if args.image is None else (args.image,)
-    images = [each for each in members if each.extension in known]
+    extensions = _IMAGES if args.image is None else (args.image,)
+    images = [member for member in members if member.extension in extensions]
     if len(images) != 1:
-        found = ", ".join(each.extension for each in images) or ", ".join(each.extension for each in members)
-        what = f"{len(images)} images ({found})" if images else f"no image ({found})"
+        present = ", ".join(member.extension for member in images) or ", ".join(
+            member.extension for member in members
+        )
+        problem = f"{len(images)} images ({present})" if images else f"no image ({present})"
         remedy = "name its extension in data.args.image" if images else "write the shard again with one"
-        if len({each.extension for each in images}) < len(images):
+        if len({member.extension for member in images}) < len(images):
             remedy = "write the shard again with one"
-        raise BadFileError(f"data.root: {where} has {what}; {remedy}")
+        raise BadFileError(f"data.root: {where} has {problem}; {remedy}")
     extension, _, field = args.target_member.partition(".")
-    found_targets = [each for each in members if each.extension == extension]
-    if len(found_targets) != 1:
-        found = ", ".join(each.extension for each in members)
+    targets = [member for member in members if member.extension == extension]
+    if len(targets) != 1:
+        present = ", ".join(member.extension for member in members)
         raise BadFileError(
-            f"data.root: {where} has {len(found_targets)} members {extension} ({found}); write the shard "
+            f"data.root: {where} has {len(targets)} members {extension} ({present}); write the shard "
             "again, or another data.args.target_member"
         )
-    if found_targets[0].size > _MAX_TARGET_BYTES:
+    if targets[0].size > _MAX_TARGET_BYTES:
         raise BadFileError(
-            f"data.root: {where} has a target of {found_targets[0].size} bytes, and at most "
+            f"data.root: {where} has a target of {targets[0].size} bytes, and at most "
             f"{_MAX_TARGET_BYTES} are read; write another data.args.target_member"
         )
-    content = os.pread(file.fileno(), found_targets[0].size, found_targets[0].offset)
+    content = os.pread(file.fileno(), targets[0].size, targets[0].offset)
     return _Sample(images[0], _value(content, field, where))
 
 
 def _value(content: bytes, field: str, where: str) -> Any:
-    """Return the target as text or as JSON has it. Raises BadFileError if it is neither."""
+    """Return the target as text or as a JSON value. Raises BadFileError if it is neither."""
     try:
         if not field:
             return content.decode("utf-8-sig").strip()
-        found = json.loads(content, object_pairs_hook=refusing_repeated(field))
+        entry = json.loads(content, object_pairs_hook=refusing_repeated(field))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
-    if not isinstance(found, dict) or field not in found:
-        known = ", ".join(map(shortened, list(found)[:5])) if isinstance(found, dict) else "not a mapping"
+    if not isinstance(entry, dict) or field not in entry:
+        keys = ", ".join(map(shortened, list(entry)[:5])) if isinstance(entry, dict) else "not a mapping"
         raise BadFileError(
-            f"data.root: {where} has no field {shortened(field)!r} in its JSON ({known}); fix it, or write "
+            f"data.root: {where} has no field {shortened(field)!r} in its JSON ({keys}); fix it, or write "
             "another data.args.target_member"
         )
-    return found[field]
+    return entry[field]
 
 
 class _Targets:
@@ -341,7 +343,7 @@ class _Targets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the class names; none of numbers."""
+        """Return the class names; empty for numbers."""
         return () if self._classes is None else self._classes.names
 
     def value(self, target: Any, where: str) -> Any:
