@@ -14,8 +14,8 @@ from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.process_logger import ProcessLogger, print_environment
 from hpc_train.loggers.tracker_environment import passed_on
 
-#: Unless the environment says otherwise. A request is not repeated by the client, which can't know whether
-#: the first one arrived; what failed is sent at the next commit.
+#: Defaults, which the environment overrides. The client does not retry a request, since it can't know whether
+#: the first one arrived; failed rows are sent at the next commit.
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
