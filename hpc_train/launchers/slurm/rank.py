@@ -1,8 +1,8 @@
-"""What srun executes for each rank: hold back signals, open the rank's log, become Python.
+"""Executed by srun for each rank: blocks signals, opens the rank's log, executes Python.
 
-``python -I -S …/rank.py PYTHON ARGUMENT…``. A file of its own with nothing but the standard library, so that
-it is installed before the first signal can come: a signal during Python's imports would end the job unsaved.
-Whatever fails here must not lose the rank.
+``python -I -S …/rank.py PYTHON ARGUMENT…``. A separate file that uses only the standard library, so that
+signals are blocked before the first one can arrive: a signal during Python's imports would end the job
+unsaved. A failure here must not lose the rank.
 """
 
 import os
