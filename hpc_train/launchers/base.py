@@ -1,6 +1,6 @@
-"""The protocol of launchers: how the ranks of a run come to be processes, here or through a queue.
+"""The protocol of launchers, which start the ranks of a run as processes, here or through a queue.
 
-Commands know launchers by ``Launcher`` alone. A plug-in that starts one attempt and follows it needs
+Commands use launchers only through ``Launcher``. A plug-in that starts one attempt and follows it needs
 ``AttemptLauncher`` only: ``following.FollowingLauncher`` does the rest.
 """
 
@@ -16,7 +16,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.findings import Finding
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
-from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of its protocol here
+from hpc_train.topology.degrees import Ranks as Ranks  # exported for plug-ins
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
@@ -125,7 +125,7 @@ class Launcher(Protocol):
         """
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        """Return the status of runs, by folder and scheduler; correct ``status.json`` where they differ.
+        """Return the status of runs, by folder and scheduler; correct ``status.json`` if they differ.
 
         If the scheduler does not answer, the status is read from the folders. ``is_fresh`` accepts no cached
         answer and raises NoSchedulerError instead.

@@ -37,8 +37,8 @@ class Entry:
     def __call__(self) -> NoReturn:
         """Run the rank and end the process with its exit code.
 
-        It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a
-        pickle. Nor does Python tear down: gloo's threads sometimes abort in that.
+        It does not return: submitit would exit with code 0 and pickle the returned value. It skips Python's
+        teardown, in which gloo's threads sometimes abort.
         """
         keep_exit_statuses()
         prepare_rank()

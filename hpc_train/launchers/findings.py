@@ -1,4 +1,4 @@
-"""``Finding``: what ``doctor`` reports, one for each check of a machine or cluster."""
+"""``Finding``: an entry of ``doctor``'s report, one for each check of a machine or cluster."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
 
 LOCAL = "local"
-#: For ranks of this machine to save and go; then they are ended at once. Assumed.
+#: For ranks of this machine to save and exit; after that they are killed. Assumed.
 _SAVE_LIMIT_S = 120.0
 _KILL_LIMIT_S = 30.0
 _POLL_S = 0.05
@@ -134,7 +134,7 @@ class FollowingLauncher:
         return [paths for paths in runs if not _cancel(paths)]
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return None: nothing but the ranks writes output."""
+        """Return None: only ranks write output."""
         return None
 
 

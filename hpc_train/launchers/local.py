@@ -28,10 +28,10 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 _POLL_S = 0.05
 #: From a rank's failure to the end of all: long enough for the others to write why they end. Assumed.
 _FAILURE_GRACE_S = 3.0
-#: From the first rank that lost a peer to the judgment: how long a rank may take to end after its connections
-#: have closed. Assumed.
+#: From the first rank that lost a peer to the diagnosis: how long a rank may take to end after its
+#: connections have closed. Assumed.
 _CAUSE_GRACE_S = 2.0
-#: From the first rank that is through to the end of all: they left the last step together. Assumed.
+#: From the first rank that has finished to the end of all: they left the last step together. Assumed.
 _LEAVE_GRACE_S = 120.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -43,7 +43,7 @@ class LocalLauncher:
     command: Sequence[str] | None = None
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
-        """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one ends them at once.
+        """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one kills them.
 
         Signals are handled in the main thread only; in other threads it can't be interrupted.
         """
@@ -177,7 +177,7 @@ def noted_signals() -> Iterator[list[int]]:
         if number != signal.SIGHUP or not noted:
             noted.append(number)
 
-    # Under nohup the terminal may go. SIGINT counts even in a script's background job: kill -INT is meant.
+    # Under nohup the terminal may go. SIGINT is handled even in a script's background job, for kill -INT.
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in _STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)]
     before = [(number, signal.signal(number, note)) for number in handled]

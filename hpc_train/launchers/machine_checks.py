@@ -1,6 +1,6 @@
-"""Judges a machine by its ``machine_report``: this one as a child process, nodes by a launcher's job.
+"""Checks a machine by its ``machine_report``: this machine by a child process, nodes by a launcher's job.
 
-Each check is one function of the report. Nothing is imported that needs torch: the report's child does.
+Each check is one function of the report. Only the report's child process imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT_S = 180.0
 _PYTHON = (3, 11)
 #: Assumed: ranks, loader processes and their pipes need several hundred.
 _FILES = 1024
-#: Assumed: less than this holds no checkpoint of a usual model.
+#: Assumed: a checkpoint of a typical model does not fit into less.
 _FREE_BYTES = 2 * 2**30
 _FREE_FILES = 1000
 #: TensorBoard orders event files by second, and a requeue takes five.
@@ -44,7 +44,7 @@ _NFILES_REMEDY = "raise the soft limit (`ulimit -n {}`) in your shell's start fi
 class Machine:
     """The report of a machine."""
 
-    #: In words: ``this machine``, ``node n1``.
+    #: For messages: ``this machine``, ``node n1``.
     where: str
     facts: Mapping[str, Any]
     #: The folder of runs.
@@ -56,7 +56,7 @@ class Machine:
     is_node: bool = False
     #: Bytes that the file's loader processes would read ahead into /dev/shm on one node.
     prefetched_bytes: int | None = None
-    #: The file that is checked; None: the machine alone.
+    #: The file that is checked; None: only the machine.
     experiment: Experiment | None = None
 
     def level(self, is_needed: Callable[[Experiment], bool]) -> Level:
@@ -84,7 +84,7 @@ def check_folder(runs: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if not has_runs:
-            with suppress(OSError):  # somebody has made a run meanwhile
+            with suppress(OSError):  # a run was created meanwhile
                 runs.rmdir()
 
 

@@ -1,7 +1,7 @@
 """Describes the machine that runs it as one line of JSON: ``python machine_report.py CHECK_FOLDER``.
 
 ``doctor`` runs it as a child process here and sends its source to nodes as a batch script, so it uses the
-standard library of any Python 3.6 and nothing of this package. ``machine_checks`` judges what it prints.
+standard library of any Python 3.6 and nothing of this package. ``machine_checks`` evaluates its output.
 """
 
 import fcntl
@@ -102,7 +102,7 @@ def _lacks(handle: int, path: str) -> "list[str]":
 
 
 def _folder(folder: str) -> "dict[str, Any]":
-    """Return how the folder looks from here, and this clock's lead over that of its file server."""
+    """Return the folder's properties as seen from here, and this clock's lead over the file server's."""
     try:
         handle, path = tempfile.mkstemp(dir=folder)
     except OSError as error:
@@ -147,7 +147,7 @@ def _quota() -> str:
 
 
 def _torch() -> "dict[str, Any]":
-    """Import torch in a process of its own and return its facts, or ``{"error": …}``."""
+    """Import torch in a separate process and return its facts, or ``{"error": …}``."""
     command = [sys.executable, "-c", _TORCH]
     try:
         done = subprocess.run(  # noqa: UP022  (not before 3.7)

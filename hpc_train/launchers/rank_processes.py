@@ -25,7 +25,7 @@ from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.storage_errors import named_errors
 
 _PR_SET_PDEATHSIG = 1
-#: Left over from a job, an agent or another rank that this launcher runs inside of.
+#: Set by a job, an agent or another rank inside which this launcher runs.
 _STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "ROLE_")
 _STALE = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
@@ -181,7 +181,7 @@ def _die_with(launcher: int) -> Callable[[], None]:
     """Return the function that a rank calls between fork and exec: it ends with the launcher and blocks
     signals.
     """
-    libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held for ever
+    libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held forever
 
     def prepare() -> None:
         signals.block()

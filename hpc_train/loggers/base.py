@@ -1,4 +1,4 @@
-"""The protocol of a logger plug-in. Loggers live on rank 0 alone and may never stop or slow training."""
+"""The protocol of a logger plug-in. Loggers exist only on rank 0 and must never stop or slow training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LogsImages(Protocol):
 
 @runtime_checkable
 class WithdrawsRows(Protocol):
-    """Optional: a logger that can take rows back."""
+    """Optional: a logger that can withdraw rows."""
 
     def rows_withdrawn(self, after_step: int) -> None:
         """Rows of steps past ``after_step``, of this attempt or an earlier one, are withdrawn."""

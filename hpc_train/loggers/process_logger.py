@@ -59,7 +59,7 @@ class ProcessLogger:
         self._start_message = start_message
         self._waits_for_start = waits_for_start
         self._warned = threading.Event()
-        #: Why the process ends if it does not end by itself.
+        #: Cause of a failure of the process, for the warning.
         self._cause = "its process ended"
         self._process: subprocess.Popen[str] | None = None
         #: Not yet known to the process: ``committed``, ``newest``, ``end``.
@@ -92,7 +92,7 @@ class ProcessLogger:
             os.kill(self._process.pid, signal.SIGALRM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REPORT_LIMIT_S)
-            with suppress(ProcessLookupError):  # the service's client may be left
+            with suppress(ProcessLookupError):  # the service's client may still run
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
@@ -101,7 +101,7 @@ class ProcessLogger:
 
     @property
     def close_limit_s(self) -> float:
-        """The most that ``close`` takes."""
+        """Maximum duration of ``close``."""
         start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
         return start_limit_s + _CLOSE_LIMIT_S + _REPORT_LIMIT_S + _KILLED_LIMIT_S
 

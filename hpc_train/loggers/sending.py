@@ -33,7 +33,7 @@ from hpc_train.redaction import redacted
 from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.metric_rows import iter_rows
 
-#: Tracker → (package, oldest version) as in pyproject.toml; the first one that is installed counts.
+#: Tracker → (package, oldest version) as in pyproject.toml; the first one that is installed is checked.
 OLDEST = {
     "wandb": (("wandb", "0.20"),),
     "mlflow": (("mlflow", "3"), ("mlflow-skinny", "3")),
@@ -240,7 +240,7 @@ def locked(
     """Return the file ``path``, locked once no other process has it; if locks do not work, not locked.
 
     Waits as long as ``sync``, or the process of a killed attempt, may take to send its rows; after that the
-    lock is of a node that is gone, and is ignored, or with ``must`` BusyError is raised. The parent may be
+    lock belongs to a lost node, and is ignored, or with ``must`` BusyError is raised. The parent may be
     missing.
     """
     with suppress(OSError, UnreadableFileError):

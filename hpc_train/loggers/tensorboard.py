@@ -57,7 +57,7 @@ class TensorboardLogger:
         self._files.complete(up_to_step)
 
     def close(self, state: str) -> None:
-        """Write what waits, and close the event file."""
+        """Write the waiting rows, and close the event file."""
         self._files.close()
         if self._lock is not None:
             self._lock.close()
@@ -75,7 +75,7 @@ class EventFiles:
         self._writer: SummaryWriter | None = None
         step = (read_json(self._record) or {}).get("step")
         has_files = any(folder.glob("events.out.tfevents.*"))
-        #: Up to this step nothing is missing; -1 for nothing.
+        #: All rows up to this step are complete; -1 without rows.
         self.complete_step = step if type(step) is int and has_files else -1
 
     def add(self, row: Row) -> None:
@@ -123,14 +123,14 @@ class EventFiles:
         return num_rows
 
     def complete(self, step: int) -> None:
-        """Sync the event file to disk, and record that all rows up to ``step`` are in it."""
+        """Flush the event file, and record that all rows up to ``step`` are in it."""
         assert self._writer is not None, "begin comes first"
         self._writer.flush()
         self.complete_step = max(self.complete_step, step)
         write_json(self._record, {"version": 1, "step": self.complete_step})
 
     def close(self) -> None:
-        """Write what waits, and close the event file."""
+        """Write the waiting rows, and close the event file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -47,8 +47,8 @@ class WandbLogger(ProcessLogger):
 def environment() -> dict[str, str]:
     """Return the environment of a process that talks to wandb.
 
-    With the server that we have found, since wandb ignores its settings file if a line of it is invalid, and
-    without the mode, which is in the start message.
+    It contains the server's address, since wandb ignores its settings file if a line is invalid, but not the
+    mode, which is in the start message.
     """
     address = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
     passed = passed_on("wandb", os.environ)
@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
 
 
 def start_message(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
-    """Return the settings for ``loggers.wandb_process``; the API key is in its environment alone."""
+    """Return the settings for ``loggers.wandb_process``; the API key is only in its environment."""
     return {
         "mode": effective_mode(settings.mode),
         "run_id": context.run_id,

@@ -78,8 +78,8 @@ _STATUS = re.compile(r"\b([45]\d\d [A-Z][A-Za-z -]*?)(?= url=|:|$)")
 class WandbMirror(sending.Mirror):
     """``metrics.jsonl`` in wandb: a row's number in the file is its step there.
 
-    Offline it is in wandb's offline files, of which a lock and a record of their own keep track: ``sync`` may
-    send the rows while an attempt writes them there.
+    Offline it is in wandb's offline files, which have a separate lock and record: ``sync`` may send the rows
+    while an attempt writes them there.
     """
 
     name: Tracker = "wandb"

@@ -23,7 +23,7 @@ _TRUST = False
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
-    """Build the model for the data's tokens or classes; its forward returns the logits alone."""
+    """Build the model for the data's tokens or classes; its forward returns only the logits."""
     with importing("transformers", "hf", needed_by="model.name: hf/"):
         import transformers
     kind = (

@@ -2,8 +2,8 @@
 
 A layer W becomes W + scale · B A, of which only A and B are trained. It stays the same module under the same
 names, with two parameters more, so that files of weights, patterns, strategies and checkpoints see the plain
-model; an adapter that wraps modules, such as peft's, would rename them all. ``merged`` makes plain weights
-again, for ``export``.
+model; an adapter that wraps modules, such as peft's, would rename them all. ``merged`` converts back to plain
+weights, for ``export``.
 
 Legend: r rank, I inputs and O outputs of a layer.
 """
@@ -90,7 +90,7 @@ def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, 
 
 
 def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
-    # The module itself, since others may refer to it, and hooks stay.
+    # Changes the module itself, since others may refer to it, and hooks remain.
     layer.__class__ = LoraLinear
     assert isinstance(layer, LoraLinear)
     layer.lora_a = nn.Parameter(layer.weight.new_empty(config.rank, layer.in_features))
@@ -116,5 +116,5 @@ def _refusal(model: nn.Module, name: str, layer: nn.Linear) -> str | None:
 def _source(owner: type[nn.Module]) -> str:
     try:
         return inspect.getsource(owner.forward)
-    except (OSError, TypeError):  # code that was made at run time
+    except (OSError, TypeError):  # code generated at run time
         return ""

@@ -21,7 +21,7 @@ from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 from hpc_train.validate.part_rules import not_an_argument, unlisted
 
-#: Arguments of timm.create_model that name files to read, or have keys of their own.
+#: Arguments of timm.create_model that name files to read, or have separate keys.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 

@@ -1,6 +1,6 @@
 """torchvision's detectors: Faster R-CNN, RetinaNet, FCOS and SSD, for images as the loader prepares them.
 
-A detector returns a dict of losses in training, where it also needs targets, and in evaluation a dict with
+A detector returns a dict of losses in training, which also needs targets, and in evaluation a dict with
 ``boxes``, ``labels`` and ``scores`` per image. Labels count from 1; 0 is the background.
 """
 

@@ -90,7 +90,7 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
 
 
 def answer(text: str) -> None:
-    """Hand ``text``, one line, to the batch script.
+    """Pass ``text``, one line, to the batch script.
 
     It goes through a file, since others print to stdout: a site's Python, a container's starter. If the file
     can't be written, or a script of 0.2 names none, it is the last line of stdout.

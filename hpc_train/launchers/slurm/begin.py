@@ -58,7 +58,7 @@ _GONE = ("down", "fail")
 
 
 class BudgetSpentError(UserError):
-    """The run has failed: it does not come back from the attempt before."""
+    """The run has failed: it is not requeued after the previous attempt."""
 
     exit_code = ExitCode.NO_RETRY
 
@@ -131,9 +131,9 @@ def _why_not(paths: RunPaths) -> str | None:
 def _check_unrequested(job: BatchJob) -> None:
     """Raise BudgetSpentError if the job of a failed run is started again and again.
 
-    The batch script chooses an exit code after which Slurm does not do that, but it may not have received the
-    list of these codes. A start after a lost node, or one that ``after`` or the batch script requested,
-    does not count.
+    The batch script chooses an exit code after which Slurm does not restart the job, but it may not have
+    received the list of these codes. A start after a lost node, or one that ``after`` or the batch script
+    requested, does not count.
     """
     record, status = newest_record(job.paths), read_status(job.paths)
     if status.state != "failed" or record is None or record.end is None or not job.owns(record):
@@ -244,7 +244,7 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     if decision.comes_back:
         write_record(attempt, diagnosed)
         return
-    # With this restart and an end by the batch script: `status` must take neither for a job that is running.
+    # Record this restart and an end by the batch script, so that `status` does not show the job as running.
     events = diagnosed.events | {"end": now_ms()}
     write_record(attempt, replace(diagnosed, restart=job.restart, events=events))
     raise BudgetSpentError(decision.reason)

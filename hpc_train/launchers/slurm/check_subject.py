@@ -55,5 +55,5 @@ def configuration(check: str, level: Level, problem: str, effect: str, remedy: s
 
 
 def fine(check: str, result: str, source: str = CONFIG) -> Finding:
-    """Return that a check found nothing wrong."""
+    """Return the finding of a passed check."""
     return Finding(Level.OK, f"slurm.{check}", result, source)

@@ -34,7 +34,7 @@ from hpc_train.paths import ExperimentPaths, runs_root
 _ARRAY_SIZE = 100
 #: Without accounting ``status`` has only this long to learn how a job ended. Assumed.
 _JOB_AGE_S = 60
-#: The least that a job can do with its time: as long as it is before the signal.
+#: Minimum time limit of a job, as a multiple of the time from the signal to the limit.
 _LEADS = 2
 _EXPERIMENTS_LOOKED_AT = 50
 #: Key of a request in the section → the check that reports it, and the source of its limits.

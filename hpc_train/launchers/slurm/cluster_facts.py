@@ -27,9 +27,9 @@ _ASSOCIATION_FIELDS = (
 )  # fmt: skip
 #: Fields up to the default account, which each version prints.
 _NEEDED_FIELDS = 5
-#: States of ``sinfo`` in which a node takes no new job until somebody repairs it.
+#: States of ``sinfo`` in which a node accepts no new jobs until it is repaired.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "inval")
-#: States of a partition that takes no jobs, not even to wait.
+#: States of a partition that accepts no jobs, not even to wait.
 _REFUSES_JOBS = ("INACTIVE", "DRAIN")
 #: A value of ``AccountingStorageEnforce`` → other values that imply it.
 _ALSO_ENFORCED_BY = {
@@ -37,7 +37,8 @@ _ALSO_ENFORCED_BY = {
     "limits": {"all", "safe"},
     "qos": {"all"},
 }
-#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that leave a request's partition, account and QOS alone.
+#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that do not change a request's partition, account and
+#: QOS.
 _LEAVE_REQUESTS = {"require_timelimit", "logging", "throttle", "none"}
 
 
@@ -77,12 +78,12 @@ class Partition:
 
     @property
     def refuses_jobs(self) -> bool:
-        """Whether it takes no new jobs, not even to wait."""
+        """Whether it accepts no new jobs, not even to wait."""
         return self.values.get("State", "UP") in _REFUSES_JOBS
 
     @property
     def is_replaced(self) -> bool:
-        """Whether its jobs go to its ``Alternate`` partition, since it takes none itself."""
+        """Whether its jobs go to its ``Alternate`` partition, since it accepts none itself."""
         return self.refuses_jobs and self.values.get("Alternate", "") not in _NOTHING
 
     def number(self, name: str) -> int | None:
@@ -125,7 +126,7 @@ class PartitionNode:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes jobs without a repair first; a state that ends in ``*`` does not respond."""
+        """Whether it accepts jobs without a repair; a node whose state ends in ``*`` does not respond."""
         return not self.state.lower().startswith(_UNUSABLE) and not self.state.endswith("*")
 
 
@@ -207,7 +208,7 @@ class ClusterFacts:
         return specific or [association for association in candidates if not association.partition]
 
     def qos_named(self, name: str) -> Qos | None:
-        """Return the QOS with this name, in small letters; None if there is none, or QOS are unknown."""
+        """Return the QOS with this name, in lower case; None if there is none, or QOS are unknown."""
         return next((qos for qos in self.qos or () if qos.name == name), None)
 
     def qos_of(self, name: str | None, account: str | None, partition: str) -> Qos | None:
@@ -256,7 +257,7 @@ def read() -> ClusterFacts:
     reservations = _reservations()
     if not facts.has_accounting:
         return replace(facts, reservations=reservations)
-    with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), most of which it waits
+    with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), mostly waiting
         associations, qos = pool.submit(_associations, facts.text("ClusterName")), pool.submit(_qos)
     return replace(facts, associations=associations.result(), qos=qos.result(), reservations=reservations)
 

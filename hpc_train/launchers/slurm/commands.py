@@ -12,7 +12,7 @@ from functools import cache
 from hpc_train.errors import NoSchedulerError, UserError, printable, shortened
 from hpc_train.launchers.slurm import queue_cache
 
-#: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
+#: Above Slurm's own time-out: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
 LIMIT_S = 60.0
 _ATTEMPTS = 4
 _WORDS_MAX = 1000
@@ -20,7 +20,8 @@ _WORDS_MAX = 1000
 _UNCHANGED = {"sbatch"}
 #: The option of sbatch with which it submits nothing and prints when the job would start.
 _TEST_ONLY = "--test-only"
-#: Formats and filters that a user may have set: answers must read the same, and orders reach the job meant.
+#: Formats and filters that a user may have set: output must have a fixed format, and commands must reach the
+#: intended job.
 _PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _FORMATS = {"LC_ALL": "C", "TZ": "UTC0", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 #: Messages of Slurm (20.02 to 24.11, read and measured) if its daemons do not answer.

@@ -44,7 +44,7 @@ class Facts:
     is_cancelled: bool = False
     #: Errors that ranks have written, in order of time.
     errors: dict[int, str] = field(default_factory=dict)
-    #: Exit codes that ranks left, and the nodes that they were on.
+    #: Exit codes that ranks recorded, and their nodes.
     codes: dict[int, int] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     #: All nodes of the attempt, and whether it is the run's first one.

@@ -1,4 +1,4 @@
-"""How much of its share of ``slurm.max_gpu_hours`` a run has used: whether its next attempt may follow."""
+"""Usage of a run's share of ``slurm.max_gpu_hours``, which decides whether another attempt may follow."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_n
 if TYPE_CHECKING:
     from hpc_train.config.cluster_sections import SlurmConfig
 
-#: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
+#: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
 _FINISH = (

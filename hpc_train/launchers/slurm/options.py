@@ -24,7 +24,7 @@ from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, min_nodes, rank
 
 #: Seconds before the time limit, until the duration of a save is known.
 FIRST_LEAD_S = 120
-#: Runs whose saves are looked at for the lead: reading thousands of records would take longer than it helps.
+#: Maximum number of runs whose saves are read for the lead: reading thousands of records is too slow.
 _RUNS_LOOKED_AT = 200
 #: Above any array: submitit's own default would throttle to 256.
 _NO_THROTTLE = 10**9
@@ -77,7 +77,7 @@ def sbatch_parameters(
     )
     _refuse_unsafe(parameters)
     return parameters | {
-        # None keeps submitit's 5 minutes away, so that the partition's default holds; and its wckey.
+        # None disables submitit's 5 minutes, so that the partition's default applies; and its wckey.
         "time": slurm.time_limit,
         "wckey": None,
         "signal_delay_s": lead_s,
@@ -100,14 +100,14 @@ def cpus_per_rank(slurm: SlurmConfig) -> int | None:
     if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
         return slurm.cpus_per_gpu
     cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_on_each_node(slurm)
-    if cores % ranks:  # a profile's default, which the file's rules have not seen
+    if cores % ranks:  # a profile's default, which was not validated with the file
         message = f"{cores} cores of a node can't be shared evenly by {ranks} ranks"
         raise BadFileError(f"slurm.cpus_per_gpu: {message}; write a number that makes a multiple of {ranks}")
     return cores // ranks
 
 
 def srun_args(profile: Profile, cpus: int | None) -> list[str]:
-    """Return srun's options; the last of a kind counts, so these go before submitit's."""
+    """Return srun's options; the last of a kind applies, so these go before submitit's."""
     return [
         "--kill-on-bad-exit=1",
         # Whatever sbatch's --export was.
@@ -171,7 +171,8 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     cores = {}
     if isinstance(slurm.nodes, str):
         fixed["nodes"] = slurm.nodes
-        # With tasks per node a job has the least nodes' tasks, and gets no more nodes than tasks (22.05).
+        # With tasks per node a job has the tasks of the minimum nodes, and gets no more nodes than tasks
+        # (22.05).
         cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
     # Limits of the login shell, such as minutes of CPU time, are not meant for jobs: the node's own apply.
     more = {"propagate": "NONE"} | cores

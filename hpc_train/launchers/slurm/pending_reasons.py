@@ -29,7 +29,7 @@ _HELD = {
 
 
 def never_starts(reason: str | None) -> str | None:
-    """Return words for a job that will not start as it is; None for a reason that passes."""
+    """Return text for a job that will never start; None for a temporary reason."""
     if reason is None:
         return None
     key = "slurm.*" if _NEVER_BY_LIMIT.fullmatch(reason) else _NEVER.get(reason)

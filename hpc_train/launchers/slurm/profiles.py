@@ -1,4 +1,4 @@
-"""Site profiles: how one cluster wants its jobs, each a small file ``<name>.yaml`` of a site or user.
+"""Site profiles: one cluster's settings for jobs, each a small file ``<name>.yaml`` of a site or user.
 
 Its lines are run unchanged, so a file that others could change is refused.
 """
@@ -46,7 +46,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 class Profile(Section):
-    """How a site wants its jobs. All keys have a default."""
+    """A site's settings for jobs. All keys have a default."""
 
     description: str = ""
     """What the profile is for."""

@@ -23,7 +23,7 @@ from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
 
 #: In the queue, on no node.
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-#: Over. Slurm requeues some of them by itself, and then calls them PENDING.
+#: States of ended jobs. Slurm requeues some automatically; they are PENDING then.
 ENDED = {
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
     "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
@@ -38,7 +38,7 @@ RUNNING = {
     "RESIZING",
     "STAGE_OUT",
 }
-#: Our own word: slurmctld does not know the job's id, and accounting knows no end of it.
+#: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
 #: hpc-train's own state: the job belongs to another cluster than the one queried here.
 ELSEWHERE = "ELSEWHERE"
@@ -46,9 +46,9 @@ ELSEWHERE = "ELSEWHERE"
 JobKey: TypeAlias = tuple[str, str | None]
 #: Maximum calls of scontrol per query: it accepts one id per call.
 _SHOWN_MAX = 20
-#: For how long a missed job is remembered until somebody looks again.
+#: How long a missed job is remembered until the next query.
 _MISSED_MAX_S = 86400.0
-#: For a status that a person waits for; slurmctld is given half a minute.
+#: For a status that a user waits for.
 _LIMIT_S = 30.0
 _SEPARATOR = "\x1f"
 _SQUEUE_FIELDS = (
@@ -79,7 +79,7 @@ class JobState:
     #: ``3:0``: the batch script's code and signal.
     exit_code: str | None = None
     name: str | None = None
-    #: As sbatch was given it, arguments after it.
+    #: As passed to sbatch, followed by its arguments.
     script: str | None = None
     #: For a forgotten job: when an answer first lacked it, in seconds since 1970.
     missed_at: float | None = None

@@ -79,7 +79,7 @@ def _locked() -> Iterator[None]:
 def _read() -> Answer | None:
     file = _file()
     try:
-        if file.stat().st_uid != os.geteuid():  # in a shared folder anybody could have put it there
+        if file.stat().st_uid != os.geteuid():  # in a shared folder another user could have created it
             return None
         answer = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

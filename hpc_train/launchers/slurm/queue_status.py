@@ -95,9 +95,9 @@ class Folder:
 
     @property
     def may_return(self) -> bool:
-        """Whether the run has ended without an end that its own batch script or a person has written.
+        """Whether the run's end was only inferred, not written by its batch script or a user.
 
-        Such an end is taken back if Slurm lists the job again.
+        Such an end is withdrawn if Slurm lists the job again.
         """
         if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
             return False
@@ -114,7 +114,7 @@ class Folder:
         assert self.record is not None
         if job.restarts is None or self.record.restart is None:
             return job.is_waiting
-        # An older answer counts fewer: it never takes a run that goes on for one that waits.
+        # An older answer has fewer restarts, so a running run is never taken for a waiting one.
         return job.restarts > self.record.restart
 
     def _is_of(self, job: JobState) -> bool:
@@ -206,7 +206,7 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
 
 
 def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
-    """Return the folder's word: this cluster's Slurm knows nothing about the job."""
+    """Return the folder's status: this cluster's Slurm does not know the job."""
     reason = f"job {job.job} belongs to cluster {folder.cluster}, this is {job.reason}"
     return replace(folder.status, reason=reason)
 
@@ -214,7 +214,7 @@ def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
 def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run that has ended according to its folder, while Slurm has its job.
 
-    The job was requeued by hand, or an end that was only inferred from its absence is taken back.
+    The job was requeued manually, or an end that was only inferred from its absence is withdrawn.
     """
     status, record = folder.status, folder.record
     if status.state == "completed" or folder.is_cancelled:
@@ -401,7 +401,7 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
 
 
 def _exit_words(code: str, signal: str) -> str:
-    """Return how a batch script ended, to follow other words."""
+    """Return how a batch script ended, as a suffix of a message."""
     if signal not in {"", "0"}:
         return f", signal {signal}"
     reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""

@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 
-#: Left over from whatever the job was submitted from; the rank would believe them before Slurm's.
+#: Inherited from the environment of the submission; they would override Slurm's variables.
 STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
@@ -33,7 +33,7 @@ def main(command: list[str]) -> None:
 
 
 def redirect() -> None:
-    """Let output go to the rank's log, and input come from nowhere."""
+    """Redirect output to the rank's log, and input from /dev/null."""
     rank = int(os.environ["SLURM_PROCID"])
     folder = os.path.join(os.environ["HPC_TRAIN_RUN_FOLDER"], "attempts", os.environ["HPC_TRAIN_ATTEMPT"])  # noqa: PTH118
     path = os.path.join(folder, f"rank-{rank}.log")  # noqa: PTH118

@@ -20,10 +20,10 @@ from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import SubmissionPaths
 
-#: Assumed: a restart of slurmctld takes less. The command can be given again afterwards.
+#: Assumed: a restart of slurmctld takes less. The command can be repeated afterwards.
 LIMIT_S = 120.0
 _PAUSE_MAX_S = 10.0
-#: A site's filters and plug-ins may take their time; after that sbatch is taken to hang.
+#: A site's filters and plug-ins may be slow; after that sbatch is considered hung.
 _SBATCH_LIMIT_S = 300.0
 #: sbatch's own line; a wrapper may ignore ``--parsable``.
 _SENTENCE = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?")

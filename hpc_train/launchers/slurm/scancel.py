@@ -83,7 +83,7 @@ def _record_jobs(runs: Sequence[RunPaths]) -> bool:
             continue
         from hpc_train.launchers.slurm import sbatch  # and the schema, which few cancels need
 
-        # Another user's job can't be found.
+        # Runs of another user are skipped.
         with suppress(UntrustedError), submission.locked(experiment):
             for paths, record in submission.without_job(experiment, ids):
                 if job_id := sbatch.own_job(paths):

@@ -62,7 +62,7 @@ class Batch:
 
     #: ``runs/<name>/.slurm/<token>``, with submitit's files and the script's output.
     submission: Path
-    #: The command that each rank runs before submitit's own words.
+    #: The command that each rank runs before submitit's arguments.
     command: str
     #: Arguments of ``SlurmExecutor.update_parameters``; valid JSON.
     parameters: dict[str, Any]
@@ -134,7 +134,7 @@ def script_text(batch: Batch, runs: int = 1) -> str:
 
 
 def python_command(experiment: Experiment, profile: Profile, folders: Sequence[Path]) -> list[str]:
-    """Return the words that start Python on a node; in a container, which sees ``folders`` and the data."""
+    """Return the command of Python on a node; a container gets access to ``folders`` and the data."""
     environment = experiment.environment
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
@@ -190,7 +190,7 @@ def rendered(template: str, values: Mapping[str, Any]) -> list[str]:
         lstrip_blocks=True,
     )
     environment.filters["as_it_stands"] = _Shell
-    # Not splitlines: that breaks at characters which no shell takes for a line's end.
+    # Not splitlines, which splits at characters that do not end a line in a shell.
     return environment.get_template(template).render(values).strip("\n").split("\n")
 
 
@@ -223,7 +223,7 @@ def _refuse_paths(
 ) -> None:
     """Refuse characters that sbatch, submitit or a list of paths would interpret, seen on 22.05."""
     remedy = "set HPC_TRAIN_RUNS to another folder"
-    # sbatch drops a backslash even between quotes; % begins one of its own patterns, or submitit's.
+    # sbatch drops a backslash even between quotes; % starts a pattern of sbatch or submitit.
     _refuse_characters(submission, "\\%" + (",:" if in_container else ""), remedy)
     _refuse_characters(snapshot, "\\", remedy)
     for path in search_path:

@@ -252,7 +252,7 @@ def _make_private(path: Path) -> None:
 
 
 def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:
-    """Record that the run waits as ``job`` of ``cluster``; a run whose folder is gone needs nothing."""
+    """Record that the run waits as ``job`` of ``cluster``; does nothing if the run's folder is gone."""
     facts = read_json(run.run)
     if facts is None:
         return
@@ -288,7 +288,7 @@ def _is_held(job_id: str) -> bool:
 
 
 def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
-    """Return why tasks of the jobs wait, in Slurm's words; a job of which none waits is absent."""
+    """Return why tasks of the jobs wait, by Slurm's reasons; a job without waiting tasks is absent."""
     argv = ["squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=PENDING", "--format=%F|%r"]
     try:
         output = commands.run(argv, retry=True)

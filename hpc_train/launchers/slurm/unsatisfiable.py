@@ -44,7 +44,7 @@ class Node:
 
 
 def unsatisfied(slurm: SlurmConfig) -> list[str]:
-    """Return ``slurm.<key>: <value>, but …`` for each request that exceeds what any node has.
+    """Return ``slurm.<key>: <value>, but …`` for each request that exceeds every node.
 
     Empty if the nodes can't be queried, or if only the combination of requests is too much.
     """
@@ -68,7 +68,7 @@ def _nodes(partition: str | None) -> list[Node]:
 
 
 def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
-    """Yield the lines of ``unsatisfied`` for these nodes, of which there is at least one."""
+    """Yield the lines of ``unsatisfied`` for these nodes, at least one."""
     features = {feature for node in nodes for feature in node.features} - {"", "(null)"}
     for feature in features_of(slurm.constraint or ""):
         if feature not in features:
@@ -124,7 +124,7 @@ def _fits(slurm: SlurmConfig, node: Node) -> bool:
 
 
 def needed_cpus(slurm: SlurmConfig) -> int:
-    """Return how many cores the job needs at least on each node."""
+    """Return the minimum number of cores that the job needs on each node."""
     ranks = ranks_on_each_node(slurm)
     return max(ranks, (slurm.gpus_per_node or ranks) * (slurm.cpus_per_gpu or 1))
 
