@@ -1,1 +1,1 @@
-"""Launcher plug-ins: how the ranks of a run come to be processes on machines. No torch."""
+"""Launcher plug-ins, which start the ranks of a run as processes on machines. Without torch."""

@@ -1,6 +1,6 @@
-"""The protocol of launchers: how the ranks of a run come to be processes, here or through a queue.
+"""The protocol of launchers, which start the ranks of a run as processes, here or through a queue.
 
-Commands know launchers by ``Launcher`` alone. A plug-in that starts one attempt and follows it needs
+Commands use launchers only through ``Launcher``. A plug-in that starts one attempt and follows it needs
 ``AttemptLauncher`` only: ``following.FollowingLauncher`` does the rest.
 """
 
@@ -16,7 +16,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.findings import Finding
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
-from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of its protocol here
+from hpc_train.topology.degrees import Ranks as Ranks  # exported for plug-ins
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """One attempt to start: a run folder that exists, and what the person asked for."""
+    """One attempt to start: an existing run folder, and the options of the command."""
 
     paths: RunPaths
     experiment: Experiment
@@ -39,15 +39,15 @@ class AttemptLauncher(Protocol):
     """Starts one attempt. Constructed without arguments.
 
     Optional: ``choose_devices(devices, experiment)`` returns how many ranks it will start for ``--devices``
-    (None: not given). Without it ``plan`` knows the ranks only of a run that is started with the option.
+    (None: not given). Without it ``plan`` knows the number of ranks only for runs started with the option.
     """
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
-        """Start the attempt's ranks. A launcher that follows to the end calls ``poll`` a few times a
-        second meanwhile and returns how the attempt ended; another returns ``DONE`` once it is queued.
+        """Start the attempt's ranks. A launcher that waits for the end calls ``poll`` a few times per second
+        and returns how the attempt ended; another returns ``DONE`` once it is queued.
 
-        The attempt is recorded, and the run is ``pending``, before. An end that the launcher does not
-        write is written for it: where it raises or returns another code.
+        The attempt is recorded, and the run is ``pending``, before the call. If it raises or returns another
+        code without having written an end, the caller writes one.
         """
 
 
@@ -60,17 +60,17 @@ class StartRequest:
     """A run to start. Its folder and the snapshot of its code exist."""
 
     paths: RunPaths
-    #: With the changes of its attempts so far, and those of the next.
+    #: Including the changes made by its attempts so far and by the next one.
     experiment: Experiment
-    #: Renders a problem of a key with ``file:line:col`` of the experiment file, where there is one.
+    #: Renders a problem of a key with ``file:line:col``, if there is an experiment file.
     problem: Callable[[str, str, str], str] | None = None
-    #: Ranks on this machine (``--devices``), where they were asked for.
+    #: Ranks on this machine (``--devices``); None: not given.
     devices: int | None = None
     #: Changes the run for the attempt of this number. Called once no other command can start it.
     prepare: Callable[[int], None] = lambda attempt: None
     #: The newest attempt when the command saw that it had ended; 0: there was none.
     after: int = 0
-    #: Shows progress: a context that gives what a launcher calls while it follows the attempt.
+    #: Shows progress: a context with the function that a launcher calls while it follows the attempt.
     polling: Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]] = _no_poll
 
 
@@ -86,8 +86,8 @@ class KeyProblem(NamedTuple):
 class Launcher(Protocol):
     """Constructed without arguments."""
 
-    #: Takes all runs of a command at once and returns when they are queued; their attempts are claimed where
-    #: they start. Otherwise it takes one run at a time and follows it to its end.
+    #: Starts all runs of a command at once and returns when they are queued; jobs claim their attempts at
+    #: their start. Otherwise it starts one run at a time and follows it to its end.
     is_queue: bool
 
     @property
@@ -95,54 +95,54 @@ class Launcher(Protocol):
         """Its name in messages."""
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
-        """Return what the experiment file lacks for this launcher."""
+        """Return the keys that this launcher needs and the experiment file lacks."""
 
     def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
-        """Return how many ranks it starts here for ``--devices`` (None: not given); None where that does not
-        say. Raises UsageError where this machine has too few.
+        """Return how many ranks it starts here for ``--devices`` (None: not given); None if unknown. Raises
+        UsageError if this machine has too few devices.
         """
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         """Return how many ranks a run will have. ``devices``: as ``choose_devices`` returned them."""
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
-        """Return the batch scripts that ``start`` would submit; nothing is written, no scheduler asked."""
+        """Return the batch scripts that ``start`` would submit; no files are written, no scheduler called."""
 
     def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
-        """Hold the experiment's submission lock; first finish what a command that died left half done."""
+        """Hold the experiment's submission lock; first finish the submissions of killed commands."""
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Tell whether the run was created but never reached a queue. Only within ``submitting``."""
+        """Return True if the run was created but never queued. Only within ``submitting``."""
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        """Start the runs. Only within ``submitting``; one run where ``is_queue`` is false.
+        """Start the runs. Only within ``submitting``; one run if ``is_queue`` is false.
 
-        Return how it ended; for a queue DONE, or TRY_AGAIN where the scheduler has accepted a job that it can
-        never start, and say why.
+        Return how it ended; for a queue DONE, or TRY_AGAIN, with the reason printed, if the scheduler has
+        accepted a job that it can never start.
 
-        Raises NoSchedulerError where the scheduler does not answer (the next ``submitting`` finishes it),
-        BadFileError where it refuses: then nothing of these runs is queued, and they are as before.
+        Raises NoSchedulerError if the scheduler does not answer (the next ``submitting`` finishes it),
+        BadFileError if it refuses: then none of these runs is queued, and they are unchanged.
         """
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        """Return the status of runs, by folder and scheduler; correct ``status.json`` where they differ.
+        """Return the status of runs, by folder and scheduler; correct ``status.json`` if they differ.
 
-        Where the scheduler does not answer, the folders' word; ``is_fresh``, which takes no answer of a
-        moment ago either, raises NoSchedulerError then.
+        If the scheduler does not answer, the status is read from the folders. ``is_fresh`` accepts no cached
+        answer and raises NoSchedulerError instead.
         """
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
-        """End the runs for good and write them down as ``cancelled``; return those that it can't end."""
+        """End the runs for good and record them as ``cancelled``; return the runs that it can't end."""
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return what the newest job printed, where none of its ranks has written a log; else None."""
+        """Return the newest job's output file if none of its ranks has written a log; else None."""
 
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """What ``doctor`` asks a launcher to check."""
+    """The checks that ``doctor`` requests of a launcher."""
 
-    #: Of the experiment file that was given; None: the cluster alone.
+    #: The given experiment; None: check the cluster only.
     experiment: Experiment | None = None
     #: Renders a key of the file as ``file:line:col: key``, for findings about one.
     place: Callable[[str], str] = str
@@ -156,80 +156,80 @@ class JobSection:
     values: dict[str, str | int]
     ranks: int = 1
     has_gpus: bool = False
-    #: What else there is to choose from: lines for comments.
+    #: Other choices: lines for comments.
     notes: Sequence[str] = ()
 
 
 @runtime_checkable
 class KnowsDevices(Protocol):
-    """Optional: a ``Launcher`` that knows from the file what ranks run on. ``plan`` compares its memory."""
+    """Optional: a ``Launcher`` that knows the ranks' device from the file. ``plan`` compares its memory."""
 
     def device(self, experiment: Experiment, size: Ranks) -> Device | None:
-        """Return what each rank has; None where the file says nothing of it."""
+        """Return the device of each rank; None if the file does not determine it."""
 
 
 @runtime_checkable
 class ClusterLauncher(Protocol):
-    """What a ``Launcher`` has besides if ``doctor`` and ``init`` are to know its cluster. Optional."""
+    """Optional methods of a ``Launcher`` whose cluster ``doctor`` and ``init`` can examine."""
 
     def checks(self, request: CheckRequest) -> list[Finding]:
-        """Return what would fail on this cluster, by its configuration.
+        """Return the findings on the cluster's configuration.
 
-        Raises NoSchedulerError where the scheduler does not answer.
+        Raises NoSchedulerError if the scheduler does not answer.
         """
 
     def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
-        """Run a small job on each of these nodes, or on one that the scheduler chooses, and return what it
-        found there. Jobs that have not ended after ``limit_s`` are cancelled.
+        """Run a small job on each of these nodes, or on one that the scheduler chooses, and return its
+        findings. Jobs that have not ended after ``limit_s`` are cancelled.
         """
 
     def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
         """Return the section for a job in this queue, or the best one (None).
 
-        Raises NoSchedulerError, or UsageError where there is no such queue.
+        Raises NoSchedulerError, or UsageError if there is no such queue.
         """
 
 
 @dataclass(frozen=True)
 class JobForecast:
-    """What a scheduler says of one job before it is submitted."""
+    """A scheduler's forecast for one job before it is submitted."""
 
     runs: Sequence[RunPaths]
-    #: UTC, ISO 8601; None where the scheduler does not say.
+    #: UTC, ISO 8601; None if the scheduler does not report it.
     earliest_start: str | None = None
-    #: Where it would start then, as the scheduler writes nodes.
+    #: The nodes on which it would start then, in the scheduler's notation.
     nodes: str = ""
-    #: In words, why the job would not start as things are; it may start later.
+    #: Why the job would not start now, as text; it may start later.
     note: str = ""
 
 
 @runtime_checkable
 class ForecastLauncher(Protocol):
-    """What a ``Launcher`` has besides if ``plan`` is to know when jobs would start, and ``plan``, ``submit``
-    and ``resume`` are to refuse jobs that would never start. Optional.
+    """Optional methods of a ``Launcher``: ``plan`` shows when jobs would start, and ``plan``, ``submit`` and
+    ``resume`` refuse jobs that would never start.
     """
 
     def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Return why the scheduler would refuse jobs of these runs, or hold them for ever.
+        """Return why the scheduler would refuse jobs of these runs, or hold them forever.
 
-        Raises NoSchedulerError where it does not answer.
+        Raises NoSchedulerError if it does not answer.
         """
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
-        """Ask the scheduler when each job of these runs would start; nothing is submitted.
+        """Query when each job of these runs would start; nothing is submitted.
 
-        Raises NoSchedulerError where it does not answer.
+        Raises NoSchedulerError if the scheduler does not answer.
         """
 
 
 @dataclass(frozen=True)
 class JobUsage:
-    """What a scheduler's accounting says of a run's jobs; None: unknown."""
+    """Accounting data of a run's jobs; None: unknown."""
 
-    #: The most that was in use on one node, and what was requested of each.
+    #: Peak memory in use on one node, and the memory requested per node.
     peak_memory_gib: float | None = None
     requested_memory_gib: float | None = None
-    #: CPU time used ÷ that of the allocated cores.
+    #: CPU time used ÷ CPU time of the allocated cores.
     cpu_efficiency: float | None = None
 
 
@@ -243,7 +243,7 @@ class MultiClusterLauncher(Protocol):
 
 @runtime_checkable
 class AccountingLauncher(Protocol):
-    """What a ``Launcher`` has besides if ``status`` is to show what the jobs of a run used. Optional."""
+    """Optional methods of a ``Launcher`` for which ``status`` shows the usage of a run's jobs."""
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
-        """Return what the run's jobs used; None where the scheduler keeps no account, or does not answer."""
+        """Return the usage of the run's jobs; None without accounting or without an answer."""

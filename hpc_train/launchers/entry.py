@@ -1,4 +1,4 @@
-"""What a launcher starts on a node: the one way from a launcher to ``worker``."""
+"""Entry point of a rank; the only module of launchers that imports training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc_train.run.resource_limits import explained, prepare_rank
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
-#: Tells this attempt's rendezvous from an older one; set by the launcher.
+#: Distinguishes this attempt's rendezvous from an older one; set by the launcher.
 TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
 
 
@@ -37,12 +37,12 @@ class Entry:
     def __call__(self) -> NoReturn:
         """Run the rank and end the process with its exit code.
 
-        It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a
-        pickle. Nor does Python tear down: gloo's threads sometimes abort in that.
+        It does not return: submitit would exit with code 0 and pickle the returned value. It skips Python's
+        teardown, in which gloo's threads sometimes abort.
         """
         keep_exit_statuses()
         prepare_rank()
-        signals.block()  # until the worker can note them; a launcher has done so already where it could
+        signals.block()  # until the worker handles them; the launcher has already blocked them if it could
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
         except UserError as error:
@@ -50,7 +50,7 @@ class Entry:
                 print(error, file=sys.stderr)
             code = int(error.exit_code)
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a full disk has no room for the log, and changes no exit code
+            with suppress(OSError):  # a full disk has no room for the log; the exit code is unaffected
                 stream.flush()
         end_daemons()
         os._exit(code)
@@ -60,10 +60,10 @@ class Entry:
         try:
             keep_wandb_out()
             with _without_collecting():
-                from hpc_train.training import main  # here alone: it imports torch
+                from hpc_train.training import main  # only here: it imports torch
 
             code = int(main.run(paths, number))
-        except BaseException as error:  # the worker lets nothing through: this environment can't import it
+        except BaseException as error:  # the worker catches all errors: this environment can't import it
             limited = refusal(error)
             code = int(ExitCode.ENVIRONMENT if limited else ExitCode.FAILED)
             text = limited or explained(traceback.format_exc())
@@ -71,17 +71,14 @@ class Entry:
                 print(text, file=sys.stderr)
             with suppress(OSError):
                 tell_error(paths.attempt(number), rank, text)
-        if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so
+        if code != ExitCode.TRY_AGAIN or rank == 0:  # if all were asked to stop, one report is enough
             tell_end(paths.attempt(number), rank, code, os.environ.get("SLURMD_NODENAME"))
         return code
 
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """A while in which nothing is looked through for garbage: an import of torch makes little but what stays.
-
-    Later collections skip objects created in it.
-    """
+    """Disable the cyclic garbage collector while torch is imported, then freeze the objects it allocated."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""``Finding``: what ``doctor`` reports, one for each check of a machine or cluster."""
+"""``Finding``: an entry of ``doctor``'s report, one for each check of a machine or cluster."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Finding:
     level: Level
     #: Name of the check, the same in all versions.
     check: str
-    #: What was found, with its value.
+    #: The observation, with its value.
     what: str
-    #: Where it was read: a command, a file, a node.
+    #: Its source: a command, a file, a node.
     source: str = ""
-    #: What happens to a run. Empty for ``ok``.
+    #: The consequence for a run. Empty for ``ok``.
     why: str = ""
     remedy: str = ""
 

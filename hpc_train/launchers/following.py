@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
 
 LOCAL = "local"
-#: For ranks of this machine to save and go; then they are ended at once. Assumed.
+#: For ranks of this machine to save and exit; after that they are killed. Assumed.
 _SAVE_LIMIT_S = 120.0
 _KILL_LIMIT_S = 30.0
 _POLL_S = 0.05
@@ -84,7 +84,7 @@ class FollowingLauncher:
 
     @contextmanager
     def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
-        """Needs no lock: of several commands that start a run, the one that claims its attempt does."""
+        """Needs no lock: if several commands start a run, only the command that claims its attempt does."""
         yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
@@ -92,10 +92,10 @@ class FollowingLauncher:
         return False
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        """Claim the run's next attempt and hand it to the plug-in; return how it ended.
+        """Claim the run's next attempt and pass it to the plug-in; return how it ended.
 
         Changes to the run happen after the claim, so that a command that comes too late changes nothing.
-        Raises TryAgainError there, UntrustedError where another user could have written the run's files.
+        Raises TryAgainError in that case, UntrustedError if another user could have written the run's files.
         """
         from hpc_train.run.create import effective_experiment  # the schema, which `status` does without
 
@@ -126,20 +126,20 @@ class FollowingLauncher:
         return code
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        """Return what folders and processes say; nothing is cached, so ``is_fresh`` has no effect."""
+        """Return the status by folders and processes; nothing is cached, so ``is_fresh`` has no effect."""
         return [current_status(paths) for paths in runs]
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
-        """Have ranks save and exit, kill those that do not; return runs that must be cancelled elsewhere."""
+        """Have ranks save and exit, then kill the rest; return runs that must be cancelled elsewhere."""
         return [paths for paths in runs if not _cancel(paths)]
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return None: nothing but the ranks writes output."""
+        """Return None: only ranks write output."""
         return None
 
 
 def _note_launcher(paths: RunPaths, launcher: str) -> None:
-    """Record the launcher that has the run from now on, if it is another one: it is asked for the status."""
+    """Record the run's launcher if it changes: it is queried for the status from now on."""
     facts = read_json(paths.run)
     if facts is not None and facts.get("launcher") != launcher:
         write_json(paths.run, facts | {"launcher": launcher}, sync=True)
@@ -164,7 +164,7 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _cancel(paths: RunPaths) -> bool:
-    """Cancel a run whose ranks, if any, belong to a process of some machine; False where it is another's."""
+    """Cancel a run whose ranks, if any, belong to a process; False if it is on another machine."""
     if read_status(paths).state not in GOING_ON:
         return True
     record = newest_record(paths)
@@ -183,7 +183,7 @@ def _cancel(paths: RunPaths) -> bool:
 
 
 def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
-    """Say who alone can end the attempt, where that can't be done from here."""
+    """Print who can end the attempt if this process can't."""
     if record.launcher not in {None, LOCAL}:
         return f"launcher {record.launcher} has it and can't be asked to end it; end it there"
     process = record.launcher_process
@@ -198,7 +198,8 @@ def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
 
 def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
     """Ask the ranks to save and exit, as Ctrl-C does; kill them after a while. Their launcher continues with
-    what else it was given, so that other runs of a sweep do not end with this one."""
+    its other runs, so that a sweep does not end with this run.
+    """
     say(f"{run_name(paths)}: its ranks save a checkpoint and end")
     if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
         _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)

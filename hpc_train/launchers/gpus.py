@@ -11,7 +11,7 @@ from hpc_train.distributed.env import visible_gpus
 
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 _UUID = re.compile(r"\(UUID: ([^)]+)\)")
-#: Assumed: the driver may take seconds to wake where nothing holds it.
+#: Assumed: the driver may take seconds to initialize if no process uses it.
 _SMI_LIMIT_S = 30.0
 
 
@@ -21,7 +21,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def gpu_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names by which CUDA_VISIBLE_DEVICES names them: those that it has, else the driver's."""
+    """Return the GPU names that CUDA_VISIBLE_DEVICES lists, else the driver's."""
     if (names := visible_gpus(environ)) is not None:
         return names
     from_driver = _names_by_driver()
@@ -30,7 +30,7 @@ def gpu_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def mig_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable from which each rank takes its own MIG device; nothing where there are none."""
+    """Return the variable from which each rank reads its MIG device; empty if there are none."""
     names = gpu_names(environ)
     has_mig = any(name.startswith("MIG-") for name in names)
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if has_mig else {}

@@ -26,26 +26,26 @@ from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 _POLL_S = 0.05
-#: From a rank's failure to the end of all: long enough for survivors to say why they end. Assumed.
+#: From a rank's failure to the end of all: long enough for the others to write why they end. Assumed.
 _FAILURE_GRACE_S = 3.0
-#: From the first rank that lost a peer to the judgment: how long a rank may take to end after its connections
-#: have closed. Assumed.
+#: From the first rank that lost a peer to the diagnosis: how long a rank may take to end after its
+#: connections have closed. Assumed.
 _CAUSE_GRACE_S = 2.0
-#: From the first rank that is through to the end of all: they left the last step together. Assumed.
+#: From the first rank that has finished to the end of all: they left the last step together. Assumed.
 _LEAVE_GRACE_S = 120.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class LocalLauncher:
-    """``command`` is what each rank executes; None: the worker."""
+    """``command`` is executed by each rank; None: the worker."""
 
     command: Sequence[str] | None = None
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
-        """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one ends them at once.
+        """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one kills them.
 
-        Main thread only, for the signals' sake; elsewhere nobody can interrupt it.
+        Signals are handled in the main thread only; in other threads it can't be interrupted.
         """
         device = request.experiment.device
         num_ranks = self.choose_devices(request.devices, request.experiment)
@@ -80,35 +80,35 @@ class LocalLauncher:
         return choose_num_ranks(devices, experiment.device)
 
 
-def choose_num_ranks(wanted: int | None, device: str) -> int:
+def choose_num_ranks(num_devices: int | None, device: str) -> int:
     """Return how many ranks to start for ``--devices`` (None: one per GPU, or one) and the file's ``device``.
 
-    Raises UsageError where there are too few GPUs; with ``auto`` and none at all ranks run on the CPU.
+    Raises UsageError if there are too few GPUs; with ``auto`` and no GPU ranks run on the CPU.
     """
-    if wanted is not None and wanted < 1:
-        raise UsageError(f"--devices: {wanted} starts nothing; write 1 or more")
+    if num_devices is not None and num_devices < 1:
+        raise UsageError(f"--devices: {num_devices} starts nothing; write 1 or more")
     num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
-    if wanted is None and device == "cuda" and not num_gpus:
+    if num_devices is None and device == "cuda" and not num_gpus:
         raise UsageError(
             "device: cuda needs a GPU, but this machine shows none; write device=cpu or device=auto to train "
             "without, or --devices with `plan` to plan for another machine"
         )
-    if wanted is None:
+    if num_devices is None:
         return max(1, num_gpus)
     may_share = "HPC_TRAIN_TEST_CUDA_BACKEND" in os.environ  # tests with several ranks on one GPU
-    if wanted > num_gpus and (device == "cuda" or num_gpus > 0) and not may_share:
-        ranks = "1 rank needs a GPU" if wanted == 1 else f"{wanted} ranks need a GPU each"
+    if num_devices > num_gpus and (device == "cuda" or num_gpus > 0) and not may_share:
+        ranks = "1 rank needs a GPU" if num_devices == 1 else f"{num_devices} ranks need a GPU each"
         remedy = (
             f"write --devices {num_gpus} or device=cpu" if num_gpus else "write device=cpu to train without"
         )
         raise UsageError(
             f"--devices: {ranks}, but this machine shows {num_gpus or 'none'} (device: {device}); {remedy}"
         )
-    return wanted
+    return num_devices
 
 
 class _Follower:
-    """Watches the ranks of one attempt and ends those that have no reason to continue."""
+    """Watches the ranks of one attempt and ends ranks that have no reason to continue."""
 
     def __init__(self, request: LaunchRequest, ranks: RankProcesses, interrupts: list[int]) -> None:
         self._request = request
@@ -120,7 +120,7 @@ class _Follower:
         self._lost_since: float | None = None
 
     def follow(self, poll: Callable[[], None]) -> list[RankProcess]:
-        """Return once all ranks have ended: those that did so by themselves, first one first."""
+        """Wait until all ranks have ended; return the ranks that were not killed, in order of their ends."""
         while self._ranks.are_running:
             time.sleep(_POLL_S)
             with suppress(OSError):  # showing progress must not end the run
@@ -173,11 +173,11 @@ def noted_signals() -> Iterator[list[int]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        # A closing terminal tells kernel and shell, and both tell us: it never means "at once".
+        # When a terminal closes, kernel and shell both send SIGHUP: the second never means "at once".
         if number != signal.SIGHUP or not noted:
             noted.append(number)
 
-    # Under nohup the terminal may go. SIGINT counts even in a script's background job: kill -INT is meant.
+    # Under nohup the terminal may go. SIGINT is handled even in a script's background job, for kill -INT.
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in _STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)]
     before = [(number, signal.signal(number, note)) for number in handled]
@@ -212,7 +212,7 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
 
 def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
     if outcome.reason is not None:
-        say(outcome.details)  # first: the disk may have no room for anything else
+        say(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
     ended = replace(record.ended(ranks.exit_codes(), outcome.reason), cause=outcome.cause)
     write_record(request.paths.attempt(request.attempt), ended)

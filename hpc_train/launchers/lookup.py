@@ -1,4 +1,4 @@
-"""Launchers by name, and those that have runs: what every command asks for."""
+"""Finds launchers by name, and the launcher of a run. Used by every command."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import is_trusted
 
-#: Of a run that is submitted without ``--local`` and ``--launcher``.
+#: The launcher of a run submitted without ``--local`` and ``--launcher``.
 DEFAULT = "slurm"
 
 
 def load_launcher(name: str) -> Launcher:
-    """Return the launcher of this name; raises UsageError where there is none."""
+    """Return the launcher of this name; raises UsageError if there is none."""
     if not is_factory(name) and target_of("launchers", name) is None:
         remedy = suggestion(name, sorted(parts("launchers")))
         raise UsageError(f"--launcher: nothing is called {name!r}; {remedy}")
     make = cast(Callable[[], "Launcher | AttemptLauncher"], load("launchers", name))
     with refusing_exit(f"--launcher: {name!r}: constructing it"):
-        made = make()
-    if isinstance(made, Launcher):
-        return made
-    if not hasattr(made, "launch"):
+        launcher = make()
+    if isinstance(launcher, Launcher):
+        return launcher
+    if not hasattr(launcher, "launch"):
         raise UsageError(
             f"--launcher: {name!r} has neither launch() nor all of what launchers.base.Launcher asks for; "
             "see docs/plugins.md"
         )
-    return FollowingLauncher(name, made)
+    return FollowingLauncher(name, launcher)
 
 
 def last_launcher(paths: RunPaths) -> str:
@@ -47,7 +47,7 @@ def last_launcher(paths: RunPaths) -> str:
 
 
 def launcher_of(paths: RunPaths) -> Launcher:
-    """Return the launcher that has the run; one that can't be loaded leaves it to the run's folder."""
+    """Return the run's launcher; if it can't be loaded, one that reads the run's folder."""
     return launcher_in(paths, run_facts(paths))
 
 
@@ -59,7 +59,7 @@ def launcher_in(paths: RunPaths, facts: Mapping[str, Any]) -> Launcher:
 
 
 def by_launcher(runs: Sequence[RunPaths]) -> list[tuple[Launcher, list[RunPaths]]]:
-    """Return the runs of each launcher, so that a scheduler is asked once for all of its runs."""
+    """Return the runs of each launcher, so that a scheduler is queried once for all of its runs."""
     groups: dict[int, tuple[Launcher, list[RunPaths]]] = {}
     for paths in runs:
         launcher = launcher_of(paths)
@@ -68,14 +68,14 @@ def by_launcher(runs: Sequence[RunPaths]) -> list[tuple[Launcher, list[RunPaths]
 
 
 def statuses(runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-    """Return the status of each run; ``status.json`` is corrected where it is behind.
+    """Return the status of each run; ``status.json`` is corrected if it is out of date.
 
-    ``is_fresh``: an answer of a moment ago won't do; raises NoSchedulerError where the scheduler gives none.
+    ``is_fresh``: accept no cached answer; raises NoSchedulerError if the scheduler does not answer.
     """
-    found: dict[RunPaths, RunStatus] = {}
-    for launcher, some in by_launcher(runs):
-        found |= dict(zip(some, launcher.status(some, is_fresh=is_fresh), strict=True))
-    return [found[paths] for paths in runs]
+    by_run: dict[RunPaths, RunStatus] = {}
+    for launcher, group in by_launcher(runs):
+        by_run |= dict(zip(group, launcher.status(group, is_fresh=is_fresh), strict=True))
+    return [by_run[paths] for paths in runs]
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Judges a machine by its ``machine_report``: this one as a child process, nodes by a launcher's job.
+"""Checks a machine by its ``machine_report``: this machine by a child process, nodes by a launcher's job.
 
-Each check is one function of the report. Nothing is imported that needs torch: the report's child does.
+Each check is one function of the report. Only the report's child process imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT_S = 180.0
 _PYTHON = (3, 11)
 #: Assumed: ranks, loader processes and their pipes need several hundred.
 _FILES = 1024
-#: Assumed: less than this holds no checkpoint of a usual model.
+#: Assumed: a checkpoint of a typical model does not fit into less.
 _FREE_BYTES = 2 * 2**30
 _FREE_FILES = 1000
 #: TensorBoard orders event files by second, and a requeue takes five.
@@ -42,9 +42,9 @@ _NFILES_REMEDY = "raise the soft limit (`ulimit -n {}`) in your shell's start fi
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine reported of itself."""
+    """The report of a machine."""
 
-    #: In words: ``this machine``, ``node n1``.
+    #: For messages: ``this machine``, ``node n1``.
     where: str
     facts: Mapping[str, Any]
     #: The folder of runs.
@@ -54,9 +54,9 @@ class Machine:
     #: The lead of the login node's clock over that of the file server.
     clock_lead_s: float | None = None
     is_node: bool = False
-    #: What the loader processes of the file would read ahead into /dev/shm on one node.
+    #: Bytes that the file's loader processes would read ahead into /dev/shm on one node.
     prefetched_bytes: int | None = None
-    #: The file that is checked; None: the machine alone.
+    #: The file that is checked; None: only the machine.
     experiment: Experiment | None = None
 
     def level(self, is_needed: Callable[[Experiment], bool]) -> Level:
@@ -72,7 +72,7 @@ class Machine:
 
 @contextmanager
 def check_folder(runs: Path) -> Iterator[Path]:
-    """Make a private folder in the folder of runs, for what this check writes.
+    """Make a private folder in the folder of runs, for the files of this check.
 
     It is removed at the end, and so is the folder of runs if it was not there.
     """
@@ -84,7 +84,7 @@ def check_folder(runs: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if not has_runs:
-            with suppress(OSError):  # somebody has made a run meanwhile
+            with suppress(OSError):  # a run was created meanwhile
                 runs.rmdir()
 
 
@@ -106,9 +106,9 @@ def this_machine(
     except OSError as error:
         return [unusable_runs(where, runs, error.strerror or str(error))]
     except (subprocess.SubprocessError, ValueError) as error:
-        what = f"{where}: Python can't report on it: {shortened(str(error))}"
-        why, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
-        return [Finding(Level.ERROR, "machine.python", what, where, why, remedy)]
+        problem = f"{where}: Python can't report on it: {shortened(str(error))}"
+        effect, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
+        return [Finding(Level.ERROR, "machine.python", problem, where, effect, remedy)]
     return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes, experiment))
 
 
@@ -146,36 +146,36 @@ def unusable_runs(where: str, runs: Path, reason: str) -> Finding:
 
 def python_version(machine: Machine) -> Iterator[Finding]:
     """Python is new enough."""
-    found = str(machine.facts.get("python"))
-    numbers = tuple(int(part) for part in found.split(".") if part.isdecimal())
+    version = str(machine.facts.get("python"))
+    numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     if numbers < _PYTHON:
         yield machine.finding(
             Level.ERROR,
             "python",
-            f"Python {found} is too old; {'.'.join(map(str, _PYTHON))} is needed",
+            f"Python {version} is too old; {'.'.join(map(str, _PYTHON))} is needed",
             "ranks of hpc-train can't start",
             "name a newer one as environment.python, or load its module (environment.modules)",
         )
     else:
         executable = machine.facts.get("executable")
-        yield machine.finding(Level.OK, "python", f"Python {found} ({executable})")
+        yield machine.finding(Level.OK, "python", f"Python {version} ({executable})")
 
 
 def modules(machine: Machine) -> Iterator[Finding]:
-    """What ranks import is installed."""
+    """The packages that ranks import are installed."""
     missing: dict[Level, list[str]] = {}
     for name in map(str, machine.facts.get("missing", ())):
         level = machine.level(_NEEDED_BY[name]) if name in _NEEDED_BY else Level.ERROR
         missing.setdefault(level, []).append(name)
     for level, names in missing.items():
-        what = f"{machine.facts.get('executable')} does not find {', '.join(names)}"
+        problem = f"{machine.facts.get('executable')} does not find {', '.join(names)}"
         if level is Level.OK:
-            yield machine.finding(level, "modules", f"{what}, which the file does not need")
+            yield machine.finding(level, "modules", f"{problem}, which the file does not need")
             continue
         yield machine.finding(
             level,
             "modules",
-            what,
+            problem,
             "ranks end when they import it" if level is Level.ERROR else "ranks of some files import it",
             "install hpc-train into an environment that all nodes see, and name its Python as "
             "environment.python",
@@ -199,7 +199,7 @@ def _spans_nodes_with_gpus(experiment: Experiment) -> bool:
     return slurm.gpus_per_node > 0 and slurm.nodes != 1
 
 
-#: Packages of which ranks import only those that the file needs.
+#: Packages that ranks import only if the file needs them.
 _NEEDED_BY: dict[str, Callable[[Experiment], bool]] = {
     "timm": _uses_timm,
     "torchvision": _uses_torchvision,
@@ -231,8 +231,8 @@ def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
         built = f"built for ROCm {hip} (not tested)"
     if gpus:
         names = ", ".join(map(described, sorted(set(gpus))))
-        what = f"{version}, {built}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {names}"
-        yield machine.finding(Level.OK, "torch", what)
+        summary = f"{version}, {built}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {names}"
+        yield machine.finding(Level.OK, "torch", summary)
         return
     if machine.wants_gpu:
         yield machine.finding(
@@ -298,50 +298,52 @@ def runs_folder(machine: Machine) -> Iterator[Finding]:
         )
     free, files = machine.facts.get("free_bytes"), machine.facts.get("free_files")
     if isinstance(free, int) and free < _FREE_BYTES:
-        what = f"{free / 2**30:.1f} GiB are free in {machine.runs}"
-        why = "a checkpoint that does not fit ends the run"
+        problem = f"{free / 2**30:.1f} GiB are free in {machine.runs}"
+        effect = "a checkpoint that does not fit ends the run"
         remedy = "free space (`hpc-train clean RUN`), or set HPC_TRAIN_RUNS to another disk"
-        yield machine.finding(Level.WARNING, "space", what, why, remedy)
+        yield machine.finding(Level.WARNING, "space", problem, effect, remedy)
     elif isinstance(files, int) and files < _FREE_FILES:
-        what = f"only {files} more files fit into {machine.runs}"
+        problem = f"only {files} more files fit into {machine.runs}"
         yield machine.finding(
-            Level.WARNING, "space", what, "an attempt writes some per rank", "remove files there"
+            Level.WARNING, "space", problem, "an attempt writes some per rank", "remove files there"
         )
     elif isinstance(free, int):
         yield machine.finding(Level.OK, "runs", f"{machine.runs} can be written, {free / 2**30:.0f} GiB free")
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    """/dev/shm can be used, and holds what loader processes read ahead."""
+    """/dev/shm can be used, and is large enough for the batches that loader processes read ahead."""
     facts = machine.facts.get("shm") or {}
     size, needed = facts.get("bytes"), machine.prefetched_bytes
     remedy = "have it mounted writable and larger (`--shm-size` of a container), or write data.workers: 0"
     if "error" in facts:
-        what = f"no file can be made in /dev/shm: {facts['error']}"
+        problem = f"no file can be made in /dev/shm: {facts['error']}"
         yield machine.finding(
             Level.ERROR,
             "shm",
-            what,
+            problem,
             "loader processes can't start, and NCCL needs it on several GPUs",
             remedy,
         )
     elif isinstance(size, int) and needed is not None and needed > size:
-        what = f"/dev/shm has {size / 2**20:.0f} MiB; loader processes read {needed / 2**20:.0f} MiB ahead"
-        why = "batches that do not fit are sent through a pipe, which takes longer; NCCL has too little, too"
+        problem = f"/dev/shm has {size / 2**20:.0f} MiB; loader processes read {needed / 2**20:.0f} MiB ahead"
+        effect = (
+            "batches that do not fit are sent through a pipe, which takes longer; NCCL has too little, too"
+        )
         remedy = f"{remedy}; fewer data.workers or a smaller micro_batch_size need less"
-        yield machine.finding(Level.WARNING, "shm", what, why, remedy)
+        yield machine.finding(Level.WARNING, "shm", problem, effect, remedy)
     elif isinstance(size, int):
         yield machine.finding(Level.OK, "shm", f"/dev/shm has {size / 2**20:.0f} MiB")
 
 
 def quota(machine: Machine) -> Iterator[Finding]:
     """The user is not over quota."""
-    said = " ".join(str(machine.facts.get("quota") or "").split())
-    if said:
+    report = " ".join(str(machine.facts.get("quota") or "").split())
+    if report:
         yield machine.finding(
             Level.ERROR,
             "quota",
-            f"`quota` reports: {shortened(said)}",
+            f"`quota` reports: {shortened(report)}",
             "once the grace period is over nothing can be written, and runs end",
             "remove files, or ask for a larger quota",
         )

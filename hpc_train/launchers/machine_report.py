@@ -1,7 +1,7 @@
 """Describes the machine that runs it as one line of JSON: ``python machine_report.py CHECK_FOLDER``.
 
 ``doctor`` runs it as a child process here and sends its source to nodes as a batch script, so it uses the
-standard library of any Python 3.6 and nothing of this package. ``machine_checks`` judges what it prints.
+standard library of any Python 3.6 and nothing of this package. ``machine_checks`` evaluates its output.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: What ranks import; the rest comes with these.
+#: Packages that ranks import; all others are their dependencies.
 _MODULES = [
     "torch", "torchvision", "timm", "numpy", "pydantic", "yaml", "submitit", "safetensors", "simplejpeg",
     "wandb",
@@ -39,8 +39,8 @@ print(json.dumps(found))
 
 
 def report(folder: str) -> "dict[str, Any]":
-    """Return the facts of this machine. ``folder``: of this check, within the folder of runs."""
-    found: dict[str, Any] = {
+    """Return the facts of this machine. ``folder``: this check's folder, within the folder of runs."""
+    facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
@@ -51,9 +51,9 @@ def report(folder: str) -> "dict[str, Any]":
         "quota": _quota(),
         "shm": _shared_memory(),
     }
-    found.update(_folder(folder))
-    found["torch"] = {} if "torch" in found["missing"] else _torch()
-    return found
+    facts.update(_folder(folder))
+    facts["torch"] = {} if "torch" in facts["missing"] else _torch()
+    return facts
 
 
 def _limit(kind: int) -> "list[int | None]":
@@ -84,7 +84,7 @@ def _space(folder: str) -> "dict[str, Any]":
 
 
 def _lacks(handle: int, path: str) -> "list[str]":
-    """Return the calls that the file's file system refuses, of those that a run can do without."""
+    """Return the optional calls that the file's file system refuses."""
     calls: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("fsync", os.fsync, (handle,)),
         ("chmod", os.chmod, (path, 0o600)),
@@ -92,20 +92,20 @@ def _lacks(handle: int, path: str) -> "list[str]":
         ("link", os.link, (path, path + ".h")),
         ("flock", fcntl.flock, (handle, fcntl.LOCK_EX | fcntl.LOCK_NB)),
     ]
-    found = []
+    refused = []
     for name, call, arguments in calls:
         try:
             call(*arguments)
         except OSError:
-            found.append(name)
-    for other in (path + ".l", path + ".h"):
-        if os.path.lexists(other):
-            os.unlink(other)  # noqa: PTH108
-    return found
+            refused.append(name)
+    for link in (path + ".l", path + ".h"):
+        if os.path.lexists(link):
+            os.unlink(link)  # noqa: PTH108
+    return refused
 
 
 def _folder(folder: str) -> "dict[str, Any]":
-    """Return how the folder looks from here, and this clock's lead over that of its file server."""
+    """Return the folder's properties as seen from here, and this clock's lead over the file server's."""
     try:
         handle, path = tempfile.mkstemp(dir=folder)
     except OSError as error:
@@ -135,7 +135,7 @@ def _shared_memory() -> "dict[str, Any]":
 
 
 def _quota() -> str:
-    """Return what ``quota -q`` says: the file systems on which this user is over quota; empty for none."""
+    """Return the output of ``quota -q``: the file systems on which this user is over quota, if any."""
     try:
         done = subprocess.run(
             ["quota", "-q"],
@@ -150,7 +150,7 @@ def _quota() -> str:
 
 
 def _torch() -> "dict[str, Any]":
-    """Import torch in a process of its own and return its facts, or ``{"error": …}``."""
+    """Import torch in a separate process and return its facts, or ``{"error": …}``."""
     command = [sys.executable, "-c", _TORCH]
     try:
         done = subprocess.run(  # noqa: UP022  (not before 3.7)
@@ -166,8 +166,10 @@ def _torch() -> "dict[str, Any]":
         if line.startswith('{"'):  # a site's Python may print more
             facts: dict[str, Any] = json.loads(line)
             return facts
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
-    return {"error": said[-1][:500]}
+    error_lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
+        f"exit code {done.returncode}"
+    ]
+    return {"error": error_lines[-1][:500]}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tells a user's webhook how an attempt of a run has ended; called once that is diagnosed.
+"""Posts the end of an attempt to the user's webhook; called after the diagnosis.
 
 A failure is one line in the log: it changes neither an exit code nor a requeue.
 """
@@ -23,9 +23,9 @@ _MAX_REASON = 500
 
 
 def notify_end(paths: RunPaths, say: Callable[[str], None], status: RunStatus | None = None) -> None:
-    """Post the state of the run, if the user wants to know of it; ``say`` prints a line to the log.
+    """Post the state of the run if the user subscribed to it; ``say`` prints a line to the log.
 
-    ``status``: how the run ended, which a full disk may have no room for; None: read it.
+    ``status``: how the run ended, since a full disk may lack it; None: read it.
     """
     problems: list[str] = []
     try:
@@ -39,8 +39,8 @@ def notify_end(paths: RunPaths, say: Callable[[str], None], status: RunStatus | 
             problems.append(f"not done within {limit_s:g} s")
     except Exception as error:  # nothing here may affect the run
         problems.append(type(error).__name__)
-    for words in problems[:1]:
-        say(f"notification not sent: {words}")
+    for problem in problems[:1]:
+        say(f"notification not sent: {problem}")
 
 
 def _notify(paths: RunPaths, status: RunStatus, problems: list[str]) -> None:
@@ -80,7 +80,7 @@ def message_of(paths: RunPaths, status: RunStatus) -> dict[str, Any]:
 
 
 def text_of(text: str) -> dict[str, Any]:
-    """Return the part of a message that people see; words of a log in it notify nobody and link nothing."""
+    """Return the visible part of a message; text of a log in it can't mention users or create links."""
     plain = text.replace("@", "@\u200b")  # @channel, @everyone
     escaped = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return {"text": escaped, "content": plain, "allowed_mentions": {"parse": []}}

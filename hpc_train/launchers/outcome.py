@@ -1,4 +1,4 @@
-"""How a local attempt ended: evidence from its ranks' exit codes and error files, and what to show of it."""
+"""Diagnoses the end of a local attempt from its ranks' exit codes and error files."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ from hpc_train.run.tracebacks import shortened_traceback
 
 #: How a rank may end after the run is written down as completed: gloo sometimes aborts in its tear-down.
 _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
-#: How a rank may end that was asked to: before it could note signals, after its peer, or in gloo's tear-down.
+#: Exits of a rank that was asked to stop: before its handler was installed, after a lost peer, or aborted in
+#: gloo's teardown.
 _ASKED_TO_END = {-int(signal.SIGTERM), -int(signal.SIGINT), *_HARMLESS_ONCE_COMPLETED}
 _LOG_TAIL_LINES = 14
 _LOG_TAIL_BYTES = 8192
-#: Where C++ aborts it prints its stack, several times, with names of hundreds of characters.
+#: When C++ aborts, it prints its stack several times, with names of hundreds of characters.
 _FRAMES_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reason`` is one line, None where all is well; ``details`` is what to show a person."""
+    """``reason`` is one line, None on success; ``details`` is the text for the user."""
 
     exit_code: ExitCode
     reason: str | None = None
     details: str = ""
-    #: Of the run, where there is a ``reason``.
+    #: State of the run, if there is a ``reason``.
     state: str = "failed"
     #: Why the attempt ended, one of ``attempts.CAUSES``.
     cause: str = "completed"
 
 
 def is_failure(code: int, is_completed: bool) -> bool:
-    """Tell whether a rank's exit code means that the others must end."""
+    """Return True if a rank's exit code means that the others must end."""
     if code in {ExitCode.DONE, ExitCode.TRY_AGAIN}:
         return False
     return not (is_completed and code in _HARMLESS_ONCE_COMPLETED)
@@ -68,14 +69,15 @@ def judge(
 ) -> Outcome:
     """Return how the attempt ended.
 
-    ``ended``: the ranks that ended by themselves, first one first. ``interrupted_by``: the signal that asked
-    the launcher to stop. ``is_cancelled``: `hpc-train cancel` ended the ranks, whatever else they say.
+    ``ended``: the ranks that were not killed, in order of their ends. ``interrupted_by``: the signal that
+    asked the launcher to stop. ``is_cancelled``: `hpc-train cancel` ended the ranks; this overrides their
+    reports.
     """
     failed = [rank for rank in ended if is_failure(_code(rank), is_completed)]
     if interrupted_by is not None:
         failed = [rank for rank in failed if _code(rank) not in _ASKED_TO_END]
     if all(_code(rank) == ExitCode.PEER_LOST for rank in failed) and any(map(_stopped_by_request, ended)):
-        failed = []  # they lost the peer that somebody had asked to stop
+        failed = []  # they lost a peer that was asked to stop
     stop = None
     if not failed and interrupted_by is not None:
         stop = stopped_by_signal(interrupted_by)
@@ -90,13 +92,13 @@ def judge(
         stop=stop,
         stayed_behind=None if failed or not ended else (ended[0].rank, num_ranks - len(ended)),
     )
-    found = diagnose(evidence)
-    if found.cause == "completed":
+    diagnosis = diagnose(evidence)
+    if diagnosis.cause == "completed":
         return Outcome(ExitCode.DONE)
-    details = _details(attempt, found, evidence)
-    exit_code = _exit_code(found, evidence, interrupted_by)
-    state = found.cause if found.cause in {CANCELLED, INTERRUPTED} else "failed"
-    return Outcome(exit_code, found.reason, details, state, found.cause)
+    details = _details(attempt, diagnosis, evidence)
+    exit_code = _exit_code(diagnosis, evidence, interrupted_by)
+    state = diagnosis.cause if diagnosis.cause in {CANCELLED, INTERRUPTED} else "failed"
+    return Outcome(exit_code, diagnosis.reason, details, state, diagnosis.cause)
 
 
 def _stopped_by_request(rank: RankProcess) -> bool:
@@ -114,9 +116,9 @@ def _evidence(
     stayed_behind: tuple[int, int] | None,
 ) -> Evidence:
     ends = exit_codes(attempt)
-    #: Another rank leaves the exit code and error of one that hung, which may be stopped for good.
+    #: For a hung rank, which may be stopped, another rank has written the exit code and error.
     hung = [rank for rank in sorted(ends) if failed and ends[rank] == ExitCode.HUNG]
-    errors = {rank: _read(attempt.error(rank)) for rank in [*(each.rank for each in failed), *hung]}
+    errors = {rank: _read(attempt.error(rank)) for rank in [*(failure.rank for failure in failed), *hung]}
     errors = {rank: text for rank, text in errors.items() if text}
     logs = {rank.rank: telling_line(attempt.log(rank.rank)) for rank in failed}
     silent = [
@@ -125,7 +127,7 @@ def _evidence(
         if rank.rank not in errors and _code(rank) != ExitCode.PEER_LOST
         if (end := _silent(rank).without_followers(logs)) is not None
     ]
-    # One that was aborted over a peer, in whatever words, comes after all others.
+    # Aborts, which a lost peer may have caused, come last.
     silent.sort(key=lambda end: end.signal == signal.SIGABRT)
     return Evidence(
         is_completed=is_completed,
@@ -151,25 +153,27 @@ def _code(rank: RankProcess) -> int:
     return rank.exit_code
 
 
-def _exit_code(found: Diagnosis, evidence: Evidence, interrupted_by: int | None) -> ExitCode:
-    if found.cause == "user error":
-        return exit_code_of_user_error(found, evidence.codes)
-    if found.cause == INTERRUPTED and interrupted_by is not None:
+def _exit_code(diagnosis: Diagnosis, evidence: Evidence, interrupted_by: int | None) -> ExitCode:
+    if diagnosis.cause == "user error":
+        return exit_code_of_user_error(diagnosis, evidence.codes)
+    if diagnosis.cause == INTERRUPTED and interrupted_by is not None:
         return ExitCode.INTERRUPTED
-    return ExitCode.TRY_AGAIN if found.cause in {CANCELLED, INTERRUPTED} else ExitCode.FAILED
+    return ExitCode.TRY_AGAIN if diagnosis.cause in {CANCELLED, INTERRUPTED} else ExitCode.FAILED
 
 
-def _details(attempt: AttemptPaths, found: Diagnosis, evidence: Evidence) -> str:
-    """Return what to show: an error that says all as it is, else the user's frames or the end of the log."""
-    if found.cause in {CANCELLED, INTERRUPTED}:
-        return found.cause
-    if found.rank is None or found.cause == "diverged":
-        return found.reason or ""
-    said = evidence.errors.get(found.rank, "")
-    if found.cause == "user error" and said:
-        return said
-    log = attempt.log(found.rank)
-    return f"{shortened_traceback(said, log) or log_tail(log)}\n{found.reason}".strip()
+def _details(attempt: AttemptPaths, diagnosis: Diagnosis, evidence: Evidence) -> str:
+    """Return the text to show: the error as it is if it is sufficient, else the user's frames or the end of
+    the log.
+    """
+    if diagnosis.cause in {CANCELLED, INTERRUPTED}:
+        return diagnosis.cause
+    if diagnosis.rank is None or diagnosis.cause == "diverged":
+        return diagnosis.reason or ""
+    error = evidence.errors.get(diagnosis.rank, "")
+    if diagnosis.cause == "user error" and error:
+        return error
+    log = attempt.log(diagnosis.rank)
+    return f"{shortened_traceback(error, log) or log_tail(log)}\n{diagnosis.reason}".strip()
 
 
 def _read(path: Path) -> str:
@@ -185,9 +189,8 @@ def last_line(path: Path) -> str:
 
 
 def telling_line(path: Path) -> str:
-    """Return the line of a rank's log that says why it ended.
-
-    That of a reached limit, of a device, of a lost peer, or the last one.
+    """Return the line of a rank's log that explains its end: a reached limit, a device error, a lost peer, or
+    the last line.
     """
     limit = resource_limits.reporting_line(log_tail(path))
     return limit or abort_line(tail_text(path, _FRAMES_BYTES)) or last_line(path)

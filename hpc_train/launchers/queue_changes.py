@@ -1,4 +1,4 @@
-"""Changes to runs that go into a queue: made before the scheduler is asked, undone where it refuses."""
+"""Changes to runs that go into a queue: made before the submission, undone if the scheduler refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_train.run.files import write_text
 
 @contextmanager
 def prepared(runs: Sequence[StartRequest]) -> Iterator[None]:
-    """Prepare the runs' next attempts; where a BadFileError comes out, all is as it was before."""
+    """Prepare the runs' next attempts; undo all changes on a BadFileError."""
     before = []
     try:
         for run in runs:
@@ -25,8 +25,8 @@ def prepared(runs: Sequence[StartRequest]) -> Iterator[None]:
             run.paths.cancelled.unlink(missing_ok=True)
         yield
     except BadFileError:
-        for each in before:
-            each.restore()
+        for state in before:
+            state.restore()
         raise
 
 
@@ -44,7 +44,7 @@ class _Before:
     def restore(self) -> None:
         for path, text in self.texts.items():
             if not path.parent.exists():
-                return  # a run that never was in a queue, which its launcher has removed
+                return  # the launcher has removed a run that was never queued
             if text is None:
                 path.unlink(missing_ok=True)
             else:

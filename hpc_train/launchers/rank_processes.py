@@ -25,7 +25,7 @@ from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.storage_errors import named_errors
 
 _PR_SET_PDEATHSIG = 1
-#: Left over from a job, an agent or another rank that this launcher runs inside of.
+#: Set by a job, an agent or another rank inside which this launcher runs.
 _STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "ROLE_")
 _STALE = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
@@ -35,12 +35,12 @@ _STALE = {
 
 @dataclass
 class RankProcess:
-    """One rank. ``exit_code`` is negative where a signal ended it; None while it runs."""
+    """One rank. ``exit_code`` is negative if a signal ended it; None while it runs."""
 
     rank: int
     popen: subprocess.Popen[bytes]
     exit_code: int | None = None
-    #: It still ran when the launcher asked it to stop.
+    #: It was still running when the launcher signalled it to stop.
     was_asked: bool = False
 
 
@@ -63,16 +63,16 @@ class RankProcesses:
         environment = {**common_environment(os.environ, paths, attempt, num_ranks), **(variables or {})}
         try:
             for rank in range(num_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                popen = _start(command, environment | own, paths.attempt(attempt).log(rank))
+                variables_of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                popen = _start(command, environment | variables_of_rank, paths.attempt(attempt).log(rank))
                 self._all.append(RankProcess(rank, popen))
         except BaseException:
             self.kill()
             raise
 
     def identities(self) -> list[Process]:
-        """Return the processes of the ranks, without those that have ended."""
-        return [found for rank in self._all if (found := Process.of(rank.popen.pid))]
+        """Return the processes of the running ranks."""
+        return [process for rank in self._all if (process := Process.of(rank.popen.pid))]
 
     @property
     def are_running(self) -> bool:
@@ -93,13 +93,13 @@ class RankProcesses:
         return [code for code in codes if code is not None]
 
     def terminate(self) -> None:
-        """Ask the ranks that run to stop."""
+        """Signal the running ranks to stop."""
         for rank in self._running():
             rank.popen.terminate()  # not sent if it has ended
             rank.was_asked = rank.popen.returncode is None
 
     def kill(self) -> None:
-        """End the ranks that run, and what they started, now; return once they are gone."""
+        """Kill the running ranks and their children; return once they have ended."""
         for rank in self._running():
             with suppress(ProcessLookupError):
                 os.killpg(rank.popen.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ class RankProcesses:
 def common_environment(
     environ: Mapping[str, str], paths: RunPaths, attempt: int, num_ranks: int
 ) -> dict[str, str]:
-    """Return what all ranks find in their environment; RANK and LOCAL_RANK come on top."""
+    """Return the environment common to all ranks; RANK and LOCAL_RANK are added."""
     environment = {
         name: value
         for name, value in environ.items()
@@ -145,9 +145,8 @@ def common_environment(
 
 
 def _import_places(environ: Mapping[str, str], paths: RunPaths) -> dict[str, str]:
-    """Return what lets ranks import the run's snapshot of the code, or without one the current folder's.
-
-    With a snapshot the current folder is kept out: what changes there, or is new, is not the run's.
+    """Return the variables with which ranks import the run's snapshot of the code, else the current folder.
+    With a snapshot the current folder is excluded, since its changes are not part of the run.
     """
     here, code = Path.cwd(), search_path(paths)
     inherited = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -179,8 +178,10 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
 
 
 def _die_with(launcher: int) -> Callable[[], None]:
-    """Return what a rank does between fork and exec: tie its life to the launcher's, hold back signals."""
-    libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held for ever
+    """Return the function that a rank calls between fork and exec: it ends with the launcher and blocks
+    signals.
+    """
+    libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held forever
 
     def prepare() -> None:
         signals.block()

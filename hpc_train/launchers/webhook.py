@@ -1,6 +1,6 @@
 """The webhook that a user's runs report to: its settings, ``notify.yaml`` in the user's configuration folder.
 
-Whoever has the address can post, so it is a secret: no run folder, log or command line contains it.
+Anyone with the address can post, so it is a secret: no run folder, log or command line contains it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TIMED_OUT = "timed out"
 
 
 class NotSentError(Exception):
-    """A message could not be sent; the text says why, without the address."""
+    """A message could not be sent; the text is the reason, without the address."""
 
 
 @dataclass(frozen=True)
 class Webhook:
-    """Where to post, of which events, and for how long to try."""
+    """The address, the events to post, and how long to try."""
 
     url: str = field(repr=False)
     events: frozenset[str]

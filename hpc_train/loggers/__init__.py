@@ -1,1 +1,1 @@
-"""Logger plug-ins: where rows of metrics go besides ``metrics.jsonl``."""
+"""Logger plug-ins: destinations of metric rows in addition to ``metrics.jsonl``."""

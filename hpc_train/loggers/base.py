@@ -1,4 +1,4 @@
-"""The protocol of a logger plug-in. Loggers live on rank 0 alone and may never stop or slow training."""
+"""The protocol of a logger plug-in. Loggers exist only on rank 0 and must never stop or slow training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoggerContext:
 
 
 class LoggerOffError(Exception):
-    """Raised by the constructor of a logger that the user has turned off; the text says by what."""
+    """Raised by the constructor of a logger that the user has turned off; the message names the setting."""
 
 
 class Logger(Protocol):
@@ -41,7 +41,7 @@ class Logger(Protocol):
     """
 
     def log(self, row: Row) -> None:
-        """Take one row (``time``, ``attempt``, ``split``, ``step``, ``epoch``, metrics); return at once."""
+        """Log one row (``time``, ``attempt``, ``split``, ``step``, ``epoch``, metrics); return at once."""
 
     def close(self, state: str) -> None:
         """Finish, within seconds; ``state`` is how the attempt ended (``completed``, ``failed``, …)."""
@@ -52,18 +52,18 @@ class LogsImages(Protocol):
     """Optional: a logger that shows the images of evaluations."""
 
     def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
-        """Take the images of the evaluation that ``row``, a ``val`` row logged just before, is of.
+        """Log the images of the evaluation of ``row``, the ``val`` row logged just before.
 
-        ``images``: name → PNG file in the run folder, which exists as long as the row counts; at least one.
+        ``images``: name → PNG file in the run folder, which exists as long as the row is valid; not empty.
         """
 
 
 @runtime_checkable
 class WithdrawsRows(Protocol):
-    """Optional: a logger that can take rows back."""
+    """Optional: a logger that can withdraw rows."""
 
     def rows_withdrawn(self, after_step: int) -> None:
-        """Rows of steps past ``after_step``, of this attempt or an earlier one, no longer count."""
+        """Rows of steps past ``after_step``, of this attempt or an earlier one, are withdrawn."""
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class AwaitsCommit(Protocol):
     """Optional: a logger that publishes rows once they are final."""
 
     def rows_committed(self, up_to_step: int) -> None:
-        """Rows of steps up to ``up_to_step`` are final, those that earlier attempts logged among them."""
+        """Rows of steps up to ``up_to_step`` are final, including rows logged by earlier attempts."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """The CSV logger: ``csv/<split>.csv`` in the run folder, one line per row of ``metrics.jsonl``.
 
 A row is written once a checkpoint contains its step, so that no line is removed later. The files are
-written from ``metrics.jsonl``, again at the start of an attempt and where a metric is new, else by appending.
+rewritten from ``metrics.jsonl`` at the start of an attempt and for a new metric; otherwise rows are appended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CsvLogger:
         self._waiting: list[Row] = []
 
     def log(self, row: Row) -> None:
-        """Take a row, which is written once it is final."""
+        """Queue a row; it is written once it is final."""
         self._waiting.append(row)
 
     def rows_withdrawn(self, after_step: int) -> None:
@@ -55,7 +55,7 @@ class CsvLogger:
             self._write_all()
 
     def close(self, state: str) -> None:
-        """Do nothing: what is not final is withdrawn or written by the next attempt."""
+        """Do nothing: rows that are not final are withdrawn or written by the next attempt."""
 
     def _append(self, rows: Iterable[Row]) -> None:
         for split in self._columns:
@@ -74,11 +74,11 @@ class CsvLogger:
                         file.write(_lines([row], columns))
 
     def _found_columns(self) -> dict[str, list[str]]:
-        found: dict[str, dict[str, None]] = {}
+        names_by_split: dict[str, dict[str, None]] = {}
         for row in self._final_rows():
-            names = found.setdefault(row["split"], dict.fromkeys(_FIRST))
+            names = names_by_split.setdefault(row["split"], dict.fromkeys(_FIRST))
             names |= dict.fromkeys(name for name in row if name != "split")
-        return {split: list(names) for split, names in found.items()}
+        return {split: list(names) for split, names in names_by_split.items()}
 
     def _final_rows(self) -> Iterator[Row]:
         return takewhile(lambda row: row["step"] <= self._step, iter_rows(self._paths.metrics))

@@ -21,9 +21,9 @@ class FinalRows:
 
     rows: int = 0
     size: int = 0
-    #: Of these bytes, in hexadecimal.
+    #: Hash of these bytes, in hexadecimal.
     sha256: str = ""
-    #: Of the last row; -1 without rows.
+    #: Step of the last row; -1 without rows.
     step: int = -1
 
     @classmethod
@@ -43,7 +43,7 @@ class FinalRows:
 
 
 def begins_with(metrics: Path, size: int, sha256: str) -> bool:
-    """Tell whether the file's first ``size`` bytes are those of this hash."""
+    """Return True if the file's first ``size`` bytes have this hash."""
     digest = hashlib.sha256()
     for line in _lines(metrics):
         if size < len(line):

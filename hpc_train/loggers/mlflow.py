@@ -14,12 +14,12 @@ from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.process_logger import ProcessLogger, print_environment
 from hpc_train.loggers.tracker_environment import passed_on
 
-#: Unless the environment says otherwise. A request is not repeated by the client, which can't know whether
-#: the first one arrived; what failed is sent at the next commit.
+#: Defaults, which the environment overrides. The client does not retry a request, since it can't know whether
+#: the first one arrived; failed rows are sent at the next commit.
 DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    # Another host, such as a captive portal, would take the rows, and they would count as sent.
+    # Another host, such as a captive portal, would accept the rows, and they would be recorded as sent.
     "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # Folders need no server and no database, and MLflow refuses them otherwise.
@@ -38,7 +38,7 @@ class MlflowLogger(ProcessLogger):
         super().__init__("mlflow", "hpc_train.loggers.mlflow_process", message, environment())
 
     def log(self, row: Row) -> None:
-        """Do nothing: MLflow can't take back a row that is not final."""
+        """Do nothing: MLflow can't withdraw a row that is not final."""
 
 
 def environment() -> dict[str, str]:
@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
-    """Return the settings for ``loggers.mlflow_process``; credentials are in its environment alone."""
+    """Return the settings for ``loggers.mlflow_process``; credentials are only in its environment."""
     return {
         "run_id": context.run_id,
         "folder": str(context.paths.folder.absolute()),

@@ -30,7 +30,7 @@ from hpc_train.run.metric_rows import numbers, time_of
 
 #: The tag by which a run is found; its value never changes over the attempts.
 TAG = "hpc_train.id"
-#: MLflow's limits: of one request, of a name, of a parameter's value.
+#: MLflow's limits for one request, a name and a parameter's value.
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
 _MAX_NAME, _MAX_VALUE = 250, 6000
 #: All that MLflow accepts in a name.
@@ -112,8 +112,8 @@ class _Run:
     record: Path
     #: Rows before this number may be there.
     num_uncertain: float
-    #: Metric → the steps that were there when this run was opened; read for uncertain rows only.
-    known: dict[str, set[int]] = field(default_factory=dict)
+    #: Metric → the steps that MLflow had when this run was opened; read for uncertain rows only.
+    steps_by_metric: dict[str, set[int]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, settings: dict[str, Any]) -> _Run:
@@ -132,7 +132,7 @@ class _Run:
         return run
 
     def _continue(self) -> bool:
-        """Continue the recorded run if its rows are still those of the file, otherwise end it."""
+        """Continue the recorded run if its rows are still in the file, otherwise end it."""
         record = read_json(self.record) or {}
         run_id, count = record.get("run_id"), record.get("rows")
         if not isinstance(run_id, str) or not run_id or type(count) is not int:
@@ -152,9 +152,9 @@ class _Run:
         finally:
             if lock is not None:
                 lock.close()
-        found = self.client.search_runs([experiment], f"tags.`{TAG}` = '{tag}'", max_results=1)
-        if found:
-            self.run_id, self.num_uncertain = found[0].info.run_id, float("inf")
+        runs = self.client.search_runs([experiment], f"tags.`{TAG}` = '{tag}'", max_results=1)
+        if runs:
+            self.run_id, self.num_uncertain = runs[0].info.run_id, float("inf")
         else:
             self.run_id = self.client.create_run(experiment, tags={TAG: tag}, run_name=name).info.run_id
             self.num_uncertain = 0
@@ -193,14 +193,15 @@ class _Run:
         return num_rows
 
     def _missing(self, metrics: Sequence[_Metric]) -> list[_Metric]:
-        for name in {name for name, *_ in metrics} - self.known.keys():
-            self.known[name] = {each.step for each in self.client.get_metric_history(self.run_id, name)}
-        return [each for each in metrics if each[3] not in self.known[each[0]]]
+        for name in {name for name, *_ in metrics} - self.steps_by_metric.keys():
+            history = self.client.get_metric_history(self.run_id, name)
+            self.steps_by_metric[name] = {point.step for point in history}
+        return [metric for metric in metrics if metric[3] not in self.steps_by_metric[metric[0]]]
 
     def _log(self, metrics: Iterable[_Metric]) -> None:
         from mlflow.entities import Metric
 
-        self.client.log_batch(self.run_id, metrics=[Metric(*each) for each in metrics])
+        self.client.log_batch(self.run_id, metrics=[Metric(*metric) for metric in metrics])
 
 
 def metrics_of(row: Row) -> list[_Metric]:
@@ -222,28 +223,28 @@ def named(prefix: str, name: str) -> str:
 
 
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return ``optimization.optimizer.lr`` and so on → the value; what is not text, as JSON."""
-    found: dict[str, str] = {}
+    """Return ``optimization.optimizer.lr`` and so on → the value; values other than strings as JSON."""
+    flat: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            found |= flattened(value, f"{name}.")
+            flat |= flattened(value, f"{name}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value)
-            found[named("", name)] = text[:_MAX_VALUE]
-    return found
+            flat[named("", name)] = text[:_MAX_VALUE]
+    return flat
 
 
 def _experiment_id(client: Any, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
-    if (found := client.get_experiment_by_name(name)) is None:
+    if (experiment := client.get_experiment_by_name(name)) is None:
         try:
             return str(client.create_experiment(name))
         except MlflowException:  # another run has created it meanwhile, or it can't be created
-            if (found := client.get_experiment_by_name(name)) is None:
+            if (experiment := client.get_experiment_by_name(name)) is None:
                 raise
-    return str(found.experiment_id)
+    return str(experiment.experiment_id)
 
 
 def _uri(settings: dict[str, Any]) -> str:

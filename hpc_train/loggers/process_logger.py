@@ -1,7 +1,7 @@
-"""A logger whose rows a separate process sends, so that nothing that a server does can affect the run.
+"""A logger whose rows a separate process sends, so that a server can't affect the run.
 
-The process runs ``loggers.sending.main``. What one attempt does not send the next one does: ``metrics.jsonl``
-has every row, ``loggers.sent_rows`` knows which were sent.
+The process runs ``loggers.sending.main``. The next attempt sends the rows that an attempt could not send:
+``metrics.jsonl`` has every row, ``loggers.sent_rows`` records the sent rows.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CLOSE_LIMIT_S = 10.0
 #: How long ``close`` waits before that for a process that has not started yet, as on a busy node at the end
 #: of a short run. Assumed.
 _START_LIMIT_S = 60.0
-#: How long it waits after that for the process to report what the service lacks, and for its end.
+#: How long it waits after that for the process to report missing rows, and for its end.
 _REPORT_LIMIT_S = 4.0
 _KILLED_LIMIT_S = 1.0
 
 
 class ProcessLogger:
-    """Tells the process which rows of ``metrics.jsonl`` are final; that process reads them itself.
+    """Sends the process the newest final step; the process reads the rows from ``metrics.jsonl`` itself.
 
-    Only the newest state waits for that process, so that a slow one costs neither memory nor rows.
+    Only the newest state is queued, so that a slow process costs neither memory nor rows.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ProcessLogger:
         self._start_message = start_message
         self._waits_for_start = waits_for_start
         self._warned = threading.Event()
-        #: Why the process ends if it does not end by itself.
+        #: Cause of a failure of the process, for the warning.
         self._cause = "its process ended"
         self._process: subprocess.Popen[str] | None = None
         #: Not yet known to the process: ``committed``, ``newest``, ``end``.
@@ -75,7 +75,7 @@ class ProcessLogger:
         self._tell(committed=up_to_step)
 
     def close(self, state: str) -> None:
-        """Give the process ``_CLOSE_LIMIT_S`` to finish, then have it report what is missing, and end it."""
+        """Give the process ``_CLOSE_LIMIT_S`` to finish, then have it report the missing rows, and end it."""
         self._tell(end=0 if state == "completed" else 1)
         has_started = self._wait_for_start()
         os.close(self._started)
@@ -92,7 +92,7 @@ class ProcessLogger:
             os.kill(self._process.pid, signal.SIGALRM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REPORT_LIMIT_S)
-            with suppress(ProcessLookupError):  # the service's client may be left
+            with suppress(ProcessLookupError):  # the service's client may still run
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
@@ -101,7 +101,7 @@ class ProcessLogger:
 
     @property
     def close_limit_s(self) -> float:
-        """The most that ``close`` takes."""
+        """Maximum duration of ``close``."""
         start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
         return start_limit_s + _CLOSE_LIMIT_S + _REPORT_LIMIT_S + _KILLED_LIMIT_S
 
@@ -152,10 +152,10 @@ class ProcessLogger:
             with suppress(OSError):
                 process.stdin.close()
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._warned.is_set():
             self._warned.set()
-            print(warning(self._name, what, self._start_message["run_id"]), file=sys.stderr, flush=True)
+            print(warning(self._name, problem, self._start_message["run_id"]), file=sys.stderr, flush=True)
 
 
 def _start_process(module: str, environment: Mapping[str, str], started: int) -> subprocess.Popen[str]:
@@ -169,16 +169,16 @@ def _start_process(module: str, environment: Mapping[str, str], started: int) ->
 
 
 def print_environment(tracker: Tracker) -> None:
-    """Print which of the shell's variables the tracker uses and which are ignored, if there are any."""
+    """Print the shell variables that the tracker uses or ignores, if there are any."""
     if line := in_a_line(tracker, os.environ):
         print(line, flush=True)
 
 
-def notice(name: str, what: str) -> str:
+def notice(name: str, problem: str) -> str:
     """Return the line that reports a failure after which the attempt may still send all rows."""
-    return redacted(f"{name}: {what}; the run continues, and metrics.jsonl has every row")
+    return redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row")
 
 
-def warning(name: str, what: str, run_id: str) -> str:
-    """Return the line that reports how an attempt's rows were not sent, and what sends them."""
-    return redacted(f"{notice(name, what)}, which this sends: hpc-train sync {run_id}")
+def warning(name: str, problem: str, run_id: str) -> str:
+    """Return the line that reports why an attempt's rows were not sent, with the command that sends them."""
+    return redacted(f"{notice(name, problem)}, which this sends: hpc-train sync {run_id}")

@@ -1,9 +1,9 @@
-"""What the processes of ``loggers.process_logger`` share: their input, their end, and the lock of a run.
+"""Common parts of the processes of ``loggers.process_logger``: input, termination, and the lock of a run.
 
 Such a process reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the
 step up to which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (0 if the run
 has completed). It writes a line to stdout once it has started, and ends with its input, or at SIGALRM. The
-first failure is one line on stderr, and rows that the service lacks at the end are another; it exits with 0.
+first failure is one line on stderr, and a count of missing rows at the end is another; it exits with 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpc_train.redaction import redacted
 from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.metric_rows import iter_rows
 
-#: Tracker → (package, oldest version) as in pyproject.toml; the first one that is installed counts.
+#: Tracker → (package, oldest version) as in pyproject.toml; the first one that is installed is checked.
 OLDEST = {
     "wandb": (("wandb", "0.20"),),
     "mlflow": (("mlflow", "3"), ("mlflow-skinny", "3")),
@@ -55,7 +55,7 @@ class TooOldPackageError(UserError):
 
 
 class Mirror(ABC):
-    """The rows of ``metrics.jsonl`` at a service. The first failure is reported; what failed is done at the
+    """The rows of ``metrics.jsonl`` at a service. The first failure is reported; failed rows are sent at the
     next commit.
     """
 
@@ -98,9 +98,9 @@ class Mirror(ABC):
         """Return the number of rows that the service has at least, and whether that is the exact number."""
 
     def missing(self, committed_step: int, problem: str | None = None) -> str | None:
-        """Return how many of the rows up to a step the service has, and why not all; None if it has all.
+        """Return how many rows up to a step the service has, and why some are missing; None if it has all.
 
-        ``problem``: what has failed besides; with it the result is None only if there are no rows.
+        ``problem``: another failure; with it the result is None only if there are no rows.
         """
         num_rows = sum(1 for row in iter_rows(self._paths.metrics) if row["step"] <= committed_step)
         num_there, is_exact = self._num_at_service()
@@ -128,15 +128,15 @@ class Mirror(ABC):
         self._problem = in_a_line(error)
         self.tell_once(self._problem)
 
-    def tell_once(self, what: str) -> None:
-        """Report what has failed, unless something was reported before."""
+    def tell_once(self, problem: str) -> None:
+        """Report a failure, unless one was reported before."""
         if not self._has_warned:
             self._has_warned = True
-            self._tell(what)
+            self._tell(problem)
 
 
 class _Input(threading.Thread):
-    """Reads stdin, so that the newest step is known whatever the mirror waits for. None ends ``news``."""
+    """Reads stdin, so that the newest step is known while the mirror waits. None ends ``news``."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -153,7 +153,7 @@ class _Input(threading.Thread):
 
 
 def main(mirror_class: type[Mirror]) -> NoReturn:
-    """Send what stdin says.
+    """Send the rows that stdin requests.
 
     stdout and stderr are redirected to /dev/null for the service's client; the process exits without its
     exit handlers, which would wait for unsent data.
@@ -167,8 +167,8 @@ def main(mirror_class: type[Mirror]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
-    def tell(what: str) -> None:
-        print(notice(name, what), file=ours, flush=True)
+    def tell(problem: str) -> None:
+        print(notice(name, problem), file=ours, flush=True)
 
     name = mirror_class.name
     settings = json.loads(next(sys.stdin))
@@ -240,7 +240,7 @@ def locked(
     """Return the file ``path``, locked once no other process has it; if locks do not work, not locked.
 
     Waits as long as ``sync``, or the process of a killed attempt, may take to send its rows; after that the
-    lock is of a node that is gone, and is ignored, or with ``must`` BusyError is raised. The parent may be
+    lock belongs to a lost node, and is ignored, or with ``must`` BusyError is raised. The parent may be
     missing.
     """
     with suppress(OSError, UnreadableFileError):

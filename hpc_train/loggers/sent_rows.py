@@ -1,13 +1,13 @@
-"""Which rows of ``metrics.jsonl`` a service has and which come next, so that its history equals the file.
+"""Tracks the rows of ``metrics.jsonl`` that a service has, so that its history equals the file.
 
-The history of wandb and of MLflow is append-only. So a row is sent once a checkpoint contains its step, when
-no rollback and no resume withdraws it any more. A resumed run continues after the last row that the service
-has. If rows that were sent are withdrawn nevertheless (the checkpoint that contained them is damaged), the
-whole file goes to another run of the service, ``<id>-2``: the next *segment*.
+The history of wandb and of MLflow is append-only. So a row is sent once a checkpoint contains its step,
+because no rollback or resume withdraws it after that. A resumed run continues after the last row that the
+service has. If rows that were sent are withdrawn nevertheless (the checkpoint that contained them is
+damaged), the whole file goes to another run of the service, ``<id>-2``: the next *segment*.
 
 The record, ``sent.json``, is written before rows are sent, so that it names at least those that the service
-may have. wandb's offline files have a record of their own, since an offline attempt may write them while
-``sync`` sends; the next process reads both.
+may have. wandb's offline files have a separate record, since an offline attempt may write them while ``sync``
+sends; the next process reads both.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Sent:
 class SentRows:
     """The rows of a run folder's ``metrics.jsonl`` to send.
 
-    ``record`` is written by one process at a time; ``others`` are read only, and the farthest one counts.
+    ``record`` is written by one process at a time; ``others`` are read only, and the farthest record applies.
     """
 
     def __init__(self, metrics: Path, record: Path, *others: Path) -> None:
         self._metrics = metrics
         self._record = record
-        found = [sent for path in (record, *others) if (sent := Sent.read(path)) is not None]
-        self._sent = max(found, key=lambda sent: (sent.segment, sent.rows), default=None)
+        records = [sent for path in (record, *others) if (sent := Sent.read(path)) is not None]
+        self._sent = max(records, key=lambda sent: (sent.segment, sent.rows), default=None)
         self._segment = 1 if self._sent is None else self._sent.segment
         self._rows = self._end = 0
         if self.has_withdrawn():
@@ -87,7 +87,7 @@ class SentRows:
         return "" if self._segment == 1 else f"-{self._segment}"
 
     def has_withdrawn(self) -> bool:
-        """Tell whether rows that the service may have are no longer in the file."""
+        """Return True if rows that the service may have are no longer in the file."""
         if self._sent is None or self._sent.rows == 0:
             return False
         last = self._sent.last.encode()
@@ -126,7 +126,7 @@ class SentRows:
             number += len(batch)
 
     def _note(self, last: bytes) -> None:
-        """Record that the service may have all rows up to the one that was read last."""
+        """Record that the service may have all rows up to the last row read."""
         if self._sent is None or self._rows > self._sent.rows:
             self._sent = Sent(self._segment, self._rows, self._end, last.decode())
             self._sent.write(self._record)

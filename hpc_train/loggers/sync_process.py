@@ -28,7 +28,7 @@ _BUSY = "another process sends the run's rows: another sync, or an attempt that 
 
 
 def main() -> NoReturn:
-    """Answer the request; exits without exit handlers, which would wait for what could not be sent."""
+    """Answer the request; exits without exit handlers, which would wait for unsent data."""
     answer_file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
@@ -44,7 +44,7 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         extra = request["to"]
         answer = {"error": f"{error.name} is not installed; type pip install 'hpc-train[{extra}]'"}
-    except Exception as error:  # whatever the clients, their servers or a disk raise
+    except Exception as error:  # any error of clients, servers or disks
         answer = {"error": in_a_line(error)}
     print(json.dumps(answer), file=answer_file, flush=True)
     os._exit(0)
@@ -53,12 +53,12 @@ def main() -> NoReturn:
 def _unsent(request: dict[str, Any]) -> list[str]:
     """Return a line per line of ``metrics.jsonl`` that could not be sent, and how many more there are."""
     metrics = RunPaths(Path(request["settings"]["folder"])).metrics
-    found = [
+    lines = [
         f"{metrics.name}: line {number} {problem} and is not sent"
         for number, problem in unusable_lines(metrics, request["step"], needs_time=request["to"] != "wandb")
     ]
-    more = [f"{metrics.name}: {len(found) - _MAX_NOTES} more lines are not sent"]
-    return found if len(found) <= _MAX_NOTES else found[:_MAX_NOTES] + more
+    more = [f"{metrics.name}: {len(lines) - _MAX_NOTES} more lines are not sent"]
+    return lines if len(lines) <= _MAX_NOTES else lines[:_MAX_NOTES] + more
 
 
 def _end_with_parent() -> None:
@@ -77,7 +77,7 @@ def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
         is_busy = True
         raise
     finally:
-        if not is_busy:  # otherwise the files are those of the process that has the lock
+        if not is_busy:  # otherwise the files belong to the process that has the lock
             shutil.rmtree(request["settings"]["files"], ignore_errors=True)
 
 

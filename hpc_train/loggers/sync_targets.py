@@ -1,4 +1,4 @@
-"""Where ``sync`` sends a run's rows: projects, experiments and folders of the file or the command line."""
+"""Targets of ``sync``: projects, experiments and folders from the file or the command line."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _Config = TypeVar("_Config", bound=Section)
 
 @dataclass(frozen=True)
 class Target:
-    """Where rows go. ``key`` identifies it in ``sync.json``, without credentials."""
+    """Destination of rows. ``key`` identifies it in ``sync.json``, without credentials."""
 
     to: str
     key: str
     #: For the process that sends the rows.
     settings: dict[str, Any]
     environment: Mapping[str, str]
-    #: Where event files are written; None for a service.
+    #: Folder of the event files; None for a service.
     folder: Path | None = None
 
     @property
     def used_variables(self) -> str | None:
-        """The line that says which of the shell's variables are used; None if there are none."""
+        """The line that lists the shell variables in use; None if there are none."""
         return in_a_line("wandb" if self.to == "wandb" else "mlflow", os.environ) if not self.folder else None
 
 
@@ -80,16 +80,16 @@ def _context(paths: RunPaths, experiment: Experiment) -> LoggerContext:
 def _wandb(context: LoggerContext, project: str | None) -> Target:
     if not has_key():
         raise UsageError("wandb: no API key is set; run `wandb login`, or set WANDB_API_KEY")
-    given = context.experiment.logging.wandb or WandbConfig(project=context.experiment.name)
-    config = given if project is None else _changed(given, "project", project)
-    own = {"mode": "online", "files": str(context.paths.wandb_sync.absolute()), "is_sync": True}
+    base = context.experiment.logging.wandb or WandbConfig(project=context.experiment.name)
+    config = base if project is None else _changed(base, "project", project)
+    overrides = {"mode": "online", "files": str(context.paths.wandb_sync.absolute()), "is_sync": True}
     key = _key("wandb", base_url(), config.entity, config.project)
-    return Target("wandb", key, wandb.start_message(context, config) | own, wandb.environment())
+    return Target("wandb", key, wandb.start_message(context, config) | overrides, wandb.environment())
 
 
 def _mlflow(context: LoggerContext, project: str | None) -> Target:
-    given = context.experiment.logging.mlflow or MlflowConfig()
-    config = given if project is None else _changed(given, "experiment", project)
+    base = context.experiment.logging.mlflow or MlflowConfig()
+    config = base if project is None else _changed(base, "experiment", project)
     uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise UsageError(

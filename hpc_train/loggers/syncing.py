@@ -1,7 +1,7 @@
 """Sends a run's final rows to wandb, MLflow or TensorBoard after the fact, each once (``hpc-train sync``).
 
-What sends them is a child process, ``loggers.sync_process``, by the code that sends them while a run trains.
-``sync.json`` in the run folder records which rows a target has, so that a repeated sync asks no service.
+A child process, ``loggers.sync_process``, sends them with the code used during training. ``sync.json`` in the
+run folder records the rows that a target has, so that a repeated sync contacts no service.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MODULE = "hpc_train.loggers.sync_process"
 
 @dataclass(frozen=True)
 class Synced:
-    """What became of a run's rows at one destination."""
+    """Result of a sync to one destination."""
 
     to: str
     #: The final rows, and the step of the last one.
     rows: int
     step: int | None
-    #: Those that this command has sent.
+    #: Number of rows that this command has sent.
     rows_sent: int = 0
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None = None
@@ -47,7 +47,7 @@ class Synced:
 
 
 def sync(paths: RunPaths, target: Target) -> Synced:
-    """Send the final rows that the target lacks. What failed is sent if it is called again.
+    """Send the final rows that the target lacks. Calling it again sends the rows that failed.
 
     A run that has not ended is sent up to its newest checkpoint.
     """
@@ -90,7 +90,7 @@ def _withdraw_to(paths: RunPaths, before: Mapping[str, Any]) -> int | None:
 
 
 def _are_in_file(paths: RunPaths, record: Mapping[str, Any]) -> bool:
-    """Tell whether the rows that a target has are still those of the file."""
+    """Return True if the rows that a target has are still in the file."""
     size, sha256 = record.get("size"), record.get("sha256")
     return type(size) is int and isinstance(sha256, str) and begins_with(paths.metrics, size, sha256)
 
@@ -108,7 +108,7 @@ def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()  # not closed: the end of its input tells the process that this one is gone
+        process.stdin.flush()  # not closed: the process treats the end of its input as the end of this one
         process.wait(SYNC_LIMIT_S)
         answer = answer_in(process.stdout.read())
     except subprocess.TimeoutExpired:

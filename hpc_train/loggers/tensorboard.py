@@ -1,10 +1,10 @@
 """The TensorBoard logger: event files in the run folder's ``tensorboard/``, shown while the run trains.
 
-The curves equal ``metrics.jsonl``: where rows are withdrawn (a rollback, a resume behind the last row), the
-next event file tells TensorBoard to drop all events from that step on (its *purge step*), and rows that a
-killed attempt had not flushed are written again. ``tensorboard/flushed.json`` has the step up to which the
-event files are complete. Images of evaluations are withdrawn and written again together with their rows.
-``sync`` writes event files by the same ``EventFiles``.
+The curves equal ``metrics.jsonl``: if rows are withdrawn (a rollback, a resume before the last row), the next
+event file makes TensorBoard drop all events from that step on (its *purge step*), and rows that a killed
+attempt had not flushed are written again. ``tensorboard/flushed.json`` has the step up to which the event
+files are complete. Images of evaluations are withdrawn and written again together with their rows. ``sync``
+writes event files by the same ``EventFiles``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hpc_train.run.metric_rows import iter_rows, numbers, time_of
 
 #: Events that may wait for the thread that writes them: a slow disk must not delay training.
 _MAX_QUEUE = 100_000
-#: What a PNG file begins with, before width and height.
+#: The first bytes of a PNG file, before width and height.
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 
 
 class TensorboardLogger:
-    """Shows the rows while the run trains, those that may still be withdrawn too."""
+    """Shows the rows while the run trains, including rows that may still be withdrawn."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._files = EventFiles(context.paths, context.paths.tensorboard)
@@ -57,7 +57,7 @@ class TensorboardLogger:
         self._files.complete(up_to_step)
 
     def close(self, state: str) -> None:
-        """Write what waits, and close the event file."""
+        """Write the waiting rows, and close the event file."""
         self._files.close()
         if self._lock is not None:
             self._lock.close()
@@ -75,7 +75,7 @@ class EventFiles:
         self._writer: SummaryWriter | None = None
         step = (read_json(self._record) or {}).get("step")
         has_files = any(folder.glob("events.out.tfevents.*"))
-        #: Up to this step nothing is missing; -1 for nothing.
+        #: All rows up to this step are complete; -1 without rows.
         self.complete_step = step if type(step) is int and has_files else -1
 
     def add(self, row: Row) -> None:
@@ -104,9 +104,9 @@ class EventFiles:
         self.close()
 
     def begin(self, last_step: int | None = None) -> int:
-        """Begin an event file, unless one is open, and write the rows that earlier ones may lack to it.
+        """Begin an event file, unless one is open, and write the rows that earlier files may lack to it.
 
-        ``last_step``: of the rows to write. Returns the number of these rows.
+        ``last_step``: last step to write. Returns the number of rows written.
         """
         if self._writer is not None:
             return 0
@@ -123,14 +123,14 @@ class EventFiles:
         return num_rows
 
     def complete(self, step: int) -> None:
-        """Put what was written into the file system, and record that nothing up to ``step`` is missing."""
+        """Flush the event file, and record that all rows up to ``step`` are in it."""
         assert self._writer is not None, "begin comes first"
         self._writer.flush()
         self.complete_step = max(self.complete_step, step)
         write_json(self._record, {"version": 1, "step": self.complete_step})
 
     def close(self) -> None:
-        """Write what waits, and close the event file."""
+        """Write the waiting rows, and close the event file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

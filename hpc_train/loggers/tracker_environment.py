@@ -1,8 +1,8 @@
-"""Which of the shell's variables reach the processes that talk to wandb and MLflow.
+"""Selects the shell variables that reach the processes that talk to wandb and MLflow.
 
-The file and the run's folder identify the run; the shell may say where rows go and whether they go. Both
-clients read far more from their environment, such as the run of a sweep's agent, so a variable reaches them
-only if a row of ``RULES`` obeys it. docs/logging.md shows the same table.
+The file and the run's folder identify the run; the shell may set the destination of rows and disable sending.
+Both clients read far more from their environment, such as the run of a sweep's agent, so a variable reaches
+them only if a row of ``RULES`` obeys it. docs/logging.md shows the same table.
 """
 
 from __future__ import annotations

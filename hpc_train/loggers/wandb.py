@@ -25,8 +25,8 @@ class WandbLogger(ProcessLogger):
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
         if invalid := invalid_mode():
-            what = f"WANDB_MODE={printable(invalid)} is not a mode and is ignored"
-            print(notice("wandb", what), file=sys.stderr, flush=True)
+            problem = f"WANDB_MODE={printable(invalid)} is not a mode and is ignored"
+            print(notice("wandb", problem), file=sys.stderr, flush=True)
         message = start_message(context, settings)
         if message["mode"] == "disabled":
             raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")
@@ -47,16 +47,16 @@ class WandbLogger(ProcessLogger):
 def environment() -> dict[str, str]:
     """Return the environment of a process that talks to wandb.
 
-    With the server that we have found, since wandb ignores its settings file if a line of it is invalid, and
-    without the mode, which is in the start message.
+    It contains the server's address, since wandb ignores its settings file if a line is invalid, but not the
+    mode, which is in the start message.
     """
-    own = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
+    address = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
     passed = passed_on("wandb", os.environ)
-    return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | own
+    return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | address
 
 
 def start_message(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
-    """Return the settings for ``loggers.wandb_process``; the API key is in its environment alone."""
+    """Return the settings for ``loggers.wandb_process``; the API key is only in its environment."""
     return {
         "mode": effective_mode(settings.mode),
         "run_id": context.run_id,

@@ -1,7 +1,7 @@
-"""Which server wandb sends to, and whether this user has an API key for it.
+"""The server of wandb, and the user's API key for it.
 
-Also called by ``submit``, so wandb, which takes a second to import, is not: a test compares with what
-``wandb login`` of the installed version writes.
+Also called by ``submit``, so wandb, which takes a second to import, is not imported; a test compares with
+the files that the installed ``wandb login`` writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_train.redaction import netrc_file
 _DEFAULT, _BEFORE = "api.forge.coreweave.com", "api.wandb.ai"
 #: Its web site, which serves the same API below a path.
 _SITE = "forge.coreweave.com"
-#: Values of ``WANDB_MODE``, with those of older versions → the mode.
+#: Values of ``WANDB_MODE``, including the values of older versions → the mode.
 _MODES = {
     "online": "online",
     "run": "online",
@@ -33,19 +33,19 @@ _TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 
 def has_key() -> bool:
-    """Return True if an API key is set for the server, in any of the places where wandb looks."""
+    """Return True if an API key is set for the server, in any of wandb's places."""
     return api_key() is not None
 
 
 def api_key() -> str | None:
     """Return the API key for the server; None if there is none."""
-    if given := os.environ.get("WANDB_API_KEY") or _settings().get("api_key"):
-        return given
+    if key := os.environ.get("WANDB_API_KEY") or _settings().get("api_key"):
+        return key
     try:
-        known = netrc.netrc(str(netrc_file(os.environ)))  # unlike netrc's default, it may be readable to all
+        keys = netrc.netrc(str(netrc_file(os.environ)))  # unlike netrc's default, it may be readable to all
     except (OSError, ValueError, netrc.NetrcParseError):
         return None
-    entries = (known.authenticators(machine) for machine in _machines(base_url() or ""))
+    entries = (keys.authenticators(machine) for machine in _machines(base_url() or ""))
     return next((entry[2] for entry in entries if entry is not None and entry[2]), None)
 
 

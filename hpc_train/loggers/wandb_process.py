@@ -44,8 +44,8 @@ _QUIET = {
     "x_save_requirements": False,
     "sagemaker_disable": True,
 }
-#: What identifies a run besides ``wandb.init``'s arguments. A settings file, such as that of a folder where
-#: ``wandb init`` was typed, may set it, and wandb prefers a sweep's run to the arguments.
+#: Settings that identify a run in addition to ``wandb.init``'s arguments. A settings file, such as the one
+#: written by ``wandb init``, may set them, and wandb prefers a sweep's run to the arguments.
 _IDENTITY = {
     "sweep_id": None,
     "sweep_param_path": None,
@@ -62,11 +62,11 @@ _IDENTITY = {
     "x_label": None,
     "x_runqueue_item_id": None,
 }
-#: wandb's own copy of an image is a hard link where the file system has them, so that attempts take no space.
+#: wandb's copy of an image is a hard link if the file system supports them, to save space.
 _LINKED = {"allow_media_symlink": True, "symlink": False}
 #: How long to wait for the number of rows that the server has, and the largest answer.
 _COUNT_TIMEOUT_S, _MAX_ANSWER_BYTES = 3.0, 1 << 16
-#: By which wandb itself asks at a resume where to continue.
+#: The query by which wandb determines where a resumed run continues.
 _QUERY = """query RunResumeStatus($project: String, $entity: String, $name: String!) {
   model(name: $project, entityName: $entity) { bucket(name: $name, missingOk: true) { historyLineCount } }
 }"""
@@ -78,8 +78,8 @@ _STATUS = re.compile(r"\b([45]\d\d [A-Z][A-Za-z -]*?)(?= url=|:|$)")
 class WandbMirror(sending.Mirror):
     """``metrics.jsonl`` in wandb: a row's number in the file is its step there.
 
-    Offline it is in wandb's offline files, of which a lock and a record of their own keep track: ``sync`` may
-    send the rows while an attempt writes them there.
+    Offline it is in wandb's offline files, which have a separate lock and record: ``sync`` may send the rows
+    while an attempt writes them there.
     """
 
     name: Tracker = "wandb"
@@ -102,7 +102,7 @@ class WandbMirror(sending.Mirror):
         self._is_open(_init_timeout_s())
 
     def send(self, committed_step: int) -> None:
-        """Send the rows up to this step that wandb lacks. What fails is done at the next commit."""
+        """Send the rows up to this step that wandb lacks. Failed rows are sent at the next commit."""
         sent_step, self._committed_step = self._committed_step, committed_step
         if not self._is_open(_init_timeout_s()):
             return
@@ -137,7 +137,7 @@ class WandbMirror(sending.Mirror):
                 self._take_lock(
                     self._paths.wandb_offline_lock if self._is_offline else self._paths.wandb_lock
                 )
-                if "files" in self._settings:  # of a sync that was killed
+                if "files" in self._settings:  # left by a killed sync
                     shutil.rmtree(self._settings["files"], ignore_errors=True)
                     Path(self._settings["files"]).mkdir(parents=True)
                 self._history = SentRows(self._paths.metrics, *self._records)  # sync may have sent some
@@ -145,7 +145,7 @@ class WandbMirror(sending.Mirror):
                 self._problem = None
             except sending.BusyError:
                 raise
-            except Exception as error:  # whatever the client raises
+            except Exception as error:  # any error of the client
                 if self._is_offline:
                     raise
                 self._fail(error)
@@ -167,7 +167,7 @@ class WandbMirror(sending.Mirror):
         self._has_finished = True
 
     def _images(self, row: Row) -> dict[str, Any]:
-        """Return the images of the evaluation that a row is of; without those that wandb can't read."""
+        """Return the images of a row's evaluation, without images that wandb can't read."""
         if row["split"] != "val":
             return {}
         import wandb
@@ -208,10 +208,10 @@ def _drop_invalid_settings(tell: Callable[[str], None]) -> None:
         except (ValueError, TypeError) as error:
             errors = error.errors() if hasattr(error, "errors") else []
             reason = str(errors[0]["msg"]) if errors else str(error).partition("\n")[0]
-            what = f"{name}={printable(os.environ[name])} is invalid ({reason})"
+            problem = f"{name}={printable(os.environ[name])} is invalid ({reason})"
             if name == "WANDB_BASE_URL":
-                raise ValueError(f"{what}; nothing is sent") from error
-            tell(f"{what} and is ignored")
+                raise ValueError(f"{problem}; nothing is sent") from error
+            tell(f"{problem} and is ignored")
             del os.environ[name]
 
 
@@ -235,15 +235,15 @@ def _time(row: Row) -> Row:
 def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
     import wandb
 
-    known = wandb.Settings.model_fields
-    own = message["init"]
+    fields = wandb.Settings.model_fields
+    init = message["init"]
     identity = _IDENTITY | {
-        "project": own["project"],
-        "run_id": own["id"] + suffix,
-        "run_group": own["group"],
+        "project": init["project"],
+        "run_id": init["id"] + suffix,
+        "run_group": init["group"],
     }
-    wandb.setup(wandb.Settings(**{name: value for name, value in identity.items() if name in known}))
-    quiet = {name: value for name, value in (_QUIET | _LINKED).items() if name in known}
+    wandb.setup(wandb.Settings(**{name: value for name, value in identity.items() if name in fields}))
+    quiet = {name: value for name, value in (_QUIET | _LINKED).items() if name in fields}
     settings = wandb.Settings(init_timeout=timeout_s, **quiet)
     try:
         # wandb creates the folder ``wandb`` in ``dir`` itself.
@@ -253,7 +253,7 @@ def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
             resume="allow",
             save_code=False,
             settings=settings,
-            **own | {name: own[name] + suffix for name in ("id", "name")},
+            **init | {name: init[name] + suffix for name in ("id", "name")},
         )
     except Exception:
         # Its service keeps a run that could not begin, and refuses the same id the next time.
@@ -263,7 +263,7 @@ def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:
 
 
 def num_accepted(run: Any) -> int | None:
-    """Return the number of rows of a run that the server has; None if it does not say."""
+    """Return the number of rows of a run that the server has; None if unknown."""
     import wandb
 
     url = without_credentials(base_url() or str(wandb.Settings().base_url)).rstrip("/")
@@ -280,8 +280,8 @@ def num_accepted(run: Any) -> int | None:
     )
     try:
         with open_unredirected(request, _COUNT_TIMEOUT_S) as answer:
-            found = json.loads(answer.read(_MAX_ANSWER_BYTES))
-        count = found["data"]["model"]["bucket"]["historyLineCount"]
+            reply = json.loads(answer.read(_MAX_ANSWER_BYTES))
+        count = reply["data"]["model"]["bucket"]["historyLineCount"]
     except (OSError, HTTPException, ValueError, LookupError, TypeError):
         return None
     return count if type(count) is int else None

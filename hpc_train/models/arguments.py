@@ -21,7 +21,7 @@ def parameter_names(function: Callable[..., object]) -> list[str]:
 
 
 def takes(function: Callable[..., object], name: str) -> bool:
-    """Tell whether ``function`` takes a keyword argument ``name``, directly or through ``**kwargs``."""
+    """Return True if ``function`` takes a keyword argument ``name``, directly or through ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     return name in parameter_names(function) or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -30,21 +30,21 @@ class UnknownArgumentError(BadFileError):
     """The model takes no argument of this name."""
 
 
-def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> UnknownArgumentError:
+def unknown_argument(config: ModelConfig, name: str, available: Iterable[str]) -> UnknownArgumentError:
     """Return the error for an argument that ``model.name`` does not take."""
-    names = sorted(set(known) - {"self", "num_classes", "weights", "progress"})
+    names = sorted(set(available) - {"self", "num_classes", "weights", "progress"})
     return UnknownArgumentError(str(problems.unknown_argument(("model", "args"), config.name, name, names)))
 
 
-def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], Iterable[str]]) -> Exception:
+def wrong_arguments(config: ModelConfig, error: Exception, names: Callable[[], Iterable[str]]) -> Exception:
     """Return ``error``, raised while building, as a BadFileError; unchanged if ``args`` are empty.
 
-    ``known`` is called for the available arguments only if one is unknown.
+    ``names`` is called for the available arguments only if one is unknown.
     """
     args: Arguments = config.args
     match = _UNEXPECTED.search(str(error))
     if match and match[1] in args:
-        return unknown_argument(config, match[1], known())
+        return unknown_argument(config, match[1], names())
     if not args:
         return error
     return BadFileError(

@@ -20,13 +20,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks in the order in which the model contains them; [] if there are none.
 
     A model class may define them by a method ``blocks()``. Otherwise a block's class has children, is in an
-    nn.Sequential or nn.ModuleList, occurs at least twice and contains at least half of all parameters; of
-    several such classes (stages, their blocks) the one with the most instances. Raises BadFileError if the
-    method returns modules that are not submodules, or that overlap.
+    nn.Sequential or nn.ModuleList, occurs at least twice and contains at least half of all parameters; if
+    several classes qualify (stages, their blocks), the class with the most instances is used. Raises
+    BadFileError if the method returns modules that are not submodules, or that overlap.
     """
-    if (own := own_modules(model, "blocks")) is not None:
-        _refuse_overlaps(model, own)
-        return own
+    if (defined := own_modules(model, "blocks")) is not None:
+        _refuse_overlaps(model, defined)
+        return defined
     half = _num_parameters([model]) / 2
     candidates = [
         blocks for blocks in _by_class(model) if len(blocks) > 1 and _num_parameters(blocks) >= half
@@ -39,49 +39,49 @@ def own_modules(model: nn.Module, method: str) -> list[nn.Module] | None:
 
     Raises BadFileError if it returns anything else.
     """
-    found = own_list(model, method, nn.Module, "a list of submodules, like list(self.layers)")
-    known = set(model.modules()) - {model}
-    for module in found or ():
-        if module not in known:
+    modules = own_list(model, method, nn.Module, "a list of submodules, like list(self.layers)")
+    submodules = set(model.modules()) - {model}
+    for module in modules or ():
+        if module not in submodules:
             kind = type(module).__name__
             raise BadFileError(
                 f"model.name: {method}() returned a {kind} that is not one of its submodules; "
                 "return those that __init__ created"
             )
-    return found
+    return modules
 
 
-def own_list(model: nn.Module, method: str, kind: type[_T], wanted: str) -> list[_T] | None:
-    """Return what the method of the model's class returns, each of ``kind``; None if it lacks the method.
+def own_list(model: nn.Module, method: str, kind: type[_T], remedy: str) -> list[_T] | None:
+    """Return the list of ``kind`` that a method of the model's class returns; None without the method.
 
-    Raises BadFileError, which says to write what is ``wanted``, if it returns something else.
+    Raises BadFileError if it returns anything else. ``remedy``: the expected value, for the message.
     """
     # Looked up on the class: an attribute ``blocks`` that is an nn.Sequential is callable, too.
-    if not callable(own := getattr(type(model), method, None)):
+    if not callable(function := getattr(type(model), method, None)):
         return None
-    returned = own(model)
-    what = "None" if returned is None else f"a {type(returned).__name__}"
+    returned = function(model)
+    description = "None" if returned is None else f"a {type(returned).__name__}"
     if isinstance(returned, Iterable) and not isinstance(returned, str):
-        found = list(returned)
-        strangers = [each for each in found if not isinstance(each, kind)]
+        items = list(returned)
+        strangers = [item for item in items if not isinstance(item, kind)]
         if not strangers:
-            return found
-        what = f"{what} with a {type(strangers[0]).__name__} in it"
-    raise BadFileError(f"model.name: {method}() returned {what}; write {wanted}")
+            return items
+        description = f"{description} with a {type(strangers[0]).__name__} in it"
+    raise BadFileError(f"model.name: {method}() returned {description}; write {remedy}")
 
 
 def _refuse_overlaps(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     names = {module: name for name, module in model.named_modules()}
     inside = {inner: block for block in blocks for inner in block.modules() if inner is not block}
     for i, block in enumerate(blocks):
-        why = f"is inside {names[inside[block]]}" if block in inside else "is listed twice"
+        reason = f"is inside {names[inside[block]]}" if block in inside else "is listed twice"
         if block in inside or block in blocks[:i]:
-            raise BadFileError(f"model.name: blocks() returned {names[block]}, which {why}; take one out")
+            raise BadFileError(f"model.name: blocks() returned {names[block]}, which {reason}; take one out")
 
 
 def _by_class(model: nn.Module) -> list[list[nn.Module]]:
     """Return the elements of the model's containers, one list per class, none inside another of its list."""
-    found: dict[type[nn.Module], list[nn.Module]] = {}
+    elements: dict[type[nn.Module], list[nn.Module]] = {}
     inside: dict[type[nn.Module], set[nn.Module]] = {}
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
@@ -92,9 +92,9 @@ def _by_class(model: nn.Module) -> list[list[nn.Module]]:
             if issubclass(kind, _CONTAINERS) or not any(element.children()):
                 continue
             if element not in inside.setdefault(kind, set()):
-                found.setdefault(kind, []).append(element)
+                elements.setdefault(kind, []).append(element)
                 inside[kind].update(element.modules())
-    return list(found.values())
+    return list(elements.values())
 
 
 def _num_parameters(modules: Iterable[nn.Module]) -> int:

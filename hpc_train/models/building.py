@@ -37,14 +37,14 @@ def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) 
 
 
 def converter_of(name: str) -> Converter:
-    """Return what changes weights to the shapes of a model that ``name`` of the file builds.
+    """Return the function that converts weights to the shapes of the model ``name``.
 
-    It is ``convert_weights`` of the module of the provider's builder, where that has one.
+    It is ``convert_weights`` of the module of the provider's builder, if defined.
     """
     builder = None if is_factory(name) else load("models", split_name(name)[0])
     module = sys.modules.get(getattr(builder, "__module__", ""))
-    found = getattr(module, "convert_weights", None)
-    return unchanged if found is None else cast(Converter, found)
+    converter = getattr(module, "convert_weights", None)
+    return unchanged if converter is None else cast(Converter, converter)
 
 
 def _plain(model: object, config: ModelConfig) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Where to cut the steps of a model's forward into stages: called by ``splitting``.
+"""Chooses the cuts of a model's forward between pipeline stages. Called by ``splitting``.
 
 The class of a model may have a method ``split_points() -> list[str]``: names of submodules. The model is then
 cut only directly before these.
@@ -22,7 +22,7 @@ _SIZES = (
     *("device", "dtype", "item", "tolist"),
 )
 _SEVERAL = ("chunk", "split", "tensor_split", "unbind")
-#: Costs of a value that crosses a cut; unknown ones are only used where nothing else is possible.
+#: Costs of a value that crosses a cut; cuts with unknown values are used only if there is no alternative.
 _NO_TENSOR, _TENSOR, _UNKNOWN = 0, 1, 1000
 
 
@@ -35,7 +35,7 @@ class Step:
     #: Blocks that the forward has entered so far. If the model names its split points, the steps between two
     #: of them are a block.
     num_blocks: int
-    #: How many values cross this cut; None: one of them must not.
+    #: How many values cross this cut; None: one of them can't cross.
     num_passing: int | None
     #: Names of a tensor that is used on both sides.
     tied: str | None
@@ -71,22 +71,20 @@ def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None
     for name in names:
         first = next((i for i, target in enumerate(targets) if target.startswith(f"{name}.")), None)
         if first is None:
-            why = f"split_points() names {name}, which is not a submodule that its forward calls"
-            raise cant_be_cut(why, "name submodules as in named_modules()")
+            reason = f"split_points() names {name}, which is not a submodule that its forward calls"
+            raise cant_be_cut(reason, "name submodules as in named_modules()")
         points.add(first)
     return _between_parameters(model, nodes, points)
 
 
 def _between_parameters(model: nn.Module, nodes: Sequence[fx.Node], points: Iterable[int]) -> set[int]:
-    """Return ``points`` without those that leave a stage without parameters: it would have nothing to
-    train.
-    """
+    """Return the ``points`` that leave no stage without parameters to train."""
     holds = [any(isinstance(value, nn.Parameter) for value in _held(model, node)) for node in nodes]
-    kept = [0]
+    selected = [0]
     for point in sorted(points):
-        if any(holds[kept[-1] : point]) and any(holds[point:]):
-            kept.append(point)
-    return set(kept[1:])
+        if any(holds[selected[-1] : point]) and any(holds[point:]):
+            selected.append(point)
+    return set(selected[1:])
 
 
 def _modules(model: nn.Module, node: fx.Node) -> list[nn.Module]:
@@ -122,13 +120,12 @@ def _tied(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, str]:
         for value in _held(model, node):
             if id(value) in names:
                 places.setdefault(id(value), []).append(i)
-    words = {key: " and ".join(found[:2]) for key, found in names.items()}
-    return {i: words[key] for key, found in places.items() for i in range(found[0], found[-1])}
+    joined = {key: " and ".join(entries[:2]) for key, entries in names.items()}
+    return {i: joined[key] for key, entries in places.items() for i in range(entries[0], entries[-1])}
 
 
 def _is_changed_next(model: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node], cut: int) -> bool:
-    """Tell whether steps after the cut change in place a value that crosses it, which autograd rejects for
-    inputs.
+    """Return True if a step after the cut modifies a crossing value in place; autograd rejects it for inputs.
 
     The result of a step without parameters (flatten, an identity) may be a view of its input.
     """
@@ -173,8 +170,8 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
         return _UNKNOWN
     if _is_element(node) and getattr(source.target, "__name__", source.target) in _SEVERAL:
         return _TENSOR
-    found = [kinds[source] for source in node.all_input_nodes]
-    return _TENSOR if _TENSOR in found else max(found, default=_NO_TENSOR)
+    costs = [kinds[source] for source in node.all_input_nodes]
+    return _TENSOR if _TENSOR in costs else max(costs, default=_NO_TENSOR)
 
 
 def _is_element(node: fx.Node) -> bool:
@@ -195,10 +192,10 @@ def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
             f"and this model has {num_blocks}; {remedy}"
         )
     # One stage has no cuts.
-    if (found := _best(steps, num_stages, are_tied_kept=True)) is not None:
-        return found
-    if found := _best(steps, num_stages, are_tied_kept=False):
-        name = next(name for cut in found if (name := steps[cut].tied))
+    if (cuts := _best(steps, num_stages, are_tied_kept=True)) is not None:
+        return cuts
+    if cuts := _best(steps, num_stages, are_tied_kept=False):
+        name = next(name for cut in cuts if (name := steps[cut].tied))
         raise cant_be_cut(
             f"{name} would be in two of {num_stages} stages",
             "make them two tensors (gpt: model.args: {tie_embeddings: false}), or write another "
@@ -239,9 +236,7 @@ def _ways(
 
 
 def _candidates(steps: Sequence[Step], *, are_tied_kept: bool) -> list[int]:
-    """Return the possible cuts; of those that divide the parameters alike, the first at which the fewest
-    values cross.
-    """
+    """Return for each division of the parameters the first cut with the fewest crossing values."""
     best: dict[tuple[int, int], tuple[int, int]] = {}
     for place, step in enumerate(steps):
         if step.num_passing is None or (are_tied_kept and step.tied):

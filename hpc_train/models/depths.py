@@ -15,11 +15,12 @@ _KEY = "optimization.optimizer.layer_decay"
 
 
 def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """Return name → depth of every parameter, 0 at the input; a shared one by its first name.
+    """Return name → depth of every parameter, 0 at the input; a shared parameter has its first name.
 
     The depths come from a method ``layer_depths()`` of the model's class; else from timm's ``group_matcher``,
     as in timm's own layer decay; else from the ``blocks``: 0 before the first, i + 1 in the i-th (from 0) and
-    in what leads to it, n + 1 after the last. Raises BadFileError if none of these exists.
+    in the layers between it and the previous block, n + 1 after the last. Raises BadFileError if none of
+    these exists.
     """
     names = [name for name, _ in model.named_parameters()]
     if callable(method := getattr(type(model), "layer_depths", None)):
@@ -27,9 +28,9 @@ def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int
     if callable(matcher := getattr(model, "group_matcher", None)):
         from timm.models import group_parameters
 
-        found: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
-        deepest = max(found.values(), default=0)  # timm: what its matcher omits belongs to the head
-        return {name: found.get(name, deepest) for name in names}
+        depths: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
+        deepest = max(depths.values(), default=0)  # timm: omitted parameters belong to the head
+        return {name: depths.get(name, deepest) for name in names}
     if not blocks:
         raise BadFileError(
             f"{_KEY}: the layers of this model are unknown: it has no repeated blocks; take it out, or "
@@ -38,13 +39,13 @@ def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int
     return _by_blocks(model, blocks)
 
 
-def _complete(said: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
-    missing = [name for name in names if name not in said]
+def _complete(depths: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
+    missing = [name for name in names if name not in depths]
     if missing:
         raise BadFileError(
             f"{_KEY}: the model's layer_depths() omits {missing[0]}; it must name every parameter"
         )
-    return {name: said[name] for name in names}
+    return {name: depths[name] for name in names}
 
 
 def _by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:

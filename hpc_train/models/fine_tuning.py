@@ -1,4 +1,4 @@
-"""What the ``model:`` section says of a model that has been built: which of its parameters are trained.
+"""Selects the trained parameters of a built model, as the ``model:`` section requests.
 
 Called by ranks and by ``prepare``, after weights were loaded and before the model is placed.
 """
@@ -16,7 +16,7 @@ from hpc_train.models.weights import report_of
 
 
 def prepare_for_training(model: nn.Module, config: ModelConfig) -> None:
-    """Add adapters and freeze what the file says, in place.
+    """Add adapters and freeze parameters as the file requests, in place.
 
     Raises BadFileError if a pattern matches nothing, or a random head would be frozen.
     """
@@ -30,7 +30,7 @@ def prepare_for_training(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _refuse_frozen_random(model: nn.Module, key: str, remedy: str) -> None:
-    """Raise BadFileError where a parameter that the loaded weights lack, such as a new head, is frozen."""
+    """Raise BadFileError if a frozen parameter, such as a new head, is missing in the loaded weights."""
     report, parameters = report_of(model), parameters_by_name(model)
     for name in report.missing if report else ():
         if name in parameters and not parameters[name].requires_grad:

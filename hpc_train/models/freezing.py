@@ -22,7 +22,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that match; BatchNorm without trained parameters stays in evaluation mode.
 
     Patterns match the names of the model without adapters. A BatchNorm layer that has no parameters is named
-    by its ``running_mean``. Raises BadFileError if a pattern matches nothing, or nothing is left to train.
+    by its ``running_mean``. Raises BadFileError if a pattern matches nothing, or no parameter is trained.
     """
     parameters = parameters_by_name(model)
     statistics = {
@@ -56,7 +56,7 @@ def keep_in_evaluation(layer: nn.Module) -> None:
 
 
 def is_kept_in_evaluation(layer: nn.Module) -> bool:
-    """Tell whether ``keep_in_evaluation`` was called of it."""
+    """Return True if ``keep_in_evaluation`` was called with this layer."""
     return "train" in vars(layer)
 
 
@@ -65,5 +65,5 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _is_frozen(layer: nn.Module) -> bool:
-    own = list(layer.parameters(recurse=False))
-    return bool(own) and not any(parameter.requires_grad for parameter in own)
+    parameters = list(layer.parameters(recurse=False))
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

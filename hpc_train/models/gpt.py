@@ -3,7 +3,7 @@
 
 ``gpt2`` (Radford et al. 2019, Language Models are Unsupervised Multitask Learners): learned positions,
 LayerNorm, GELU. ``llama`` (arXiv:2302.13971, arXiv:2307.09288): rotary positions (RoPE), RMSNorm, SwiGLU,
-grouped-query attention, no biases; its layers compute what those of transformers' ``LlamaForCausalLM`` do.
+grouped-query attention, no biases; its layers compute the same as transformers' ``LlamaForCausalLM``.
 
 Queries, keys and values have one linear layer each, so that tensor parallelism can split them by heads.
 
@@ -131,7 +131,7 @@ class RotaryAttention(nn.Module):
         return out_BTD
 
     def tensor_plan(self) -> dict[str, str]:
-        """Split the heads over ranks as in ``Attention``, those of keys and values too."""
+        """Split the heads over ranks as in ``Attention``, including the key and value heads."""
         return {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
 

@@ -18,12 +18,12 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.weights import hub_report, keep_report, load_weights
 from hpc_train.registry import importing
 
-#: Passed to every call that takes it: by default transformers asks on stdin whether to run the code.
+#: Passed to every call that accepts it: by default transformers prompts on stdin before it runs the code.
 _TRUST = False
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
-    """Build the model for the data's tokens or classes; its forward returns the logits alone."""
+    """Build the model for the data's tokens or classes; its forward returns only the logits."""
     with importing("transformers", "hf", needed_by="model.name: hf/"):
         import transformers
     kind = (
@@ -115,9 +115,9 @@ def _refuse_kernels(rest: str, settings: Any) -> None:
 
 
 def _change(settings: Any, rest: str, of_data: dict[str, Any], args: dict[str, Any]) -> None:
-    """Set the values of the data, then those of ``args``. Raises BadFileError for an unknown name."""
-    known = {*settings.to_dict(), "num_labels"}
-    for name in args.keys() - known:
+    """Set the values from the data, then ``args``. Raises BadFileError for an unknown name."""
+    settings_names = {*settings.to_dict(), "num_labels"}
+    for name in args.keys() - settings_names:
         raise BadFileError(f"model.args: hf/{rest} has no setting {name!r}; omit it, or see its config.json")
     for name, value in (of_data | args).items():
         setattr(settings, name, value)

@@ -2,8 +2,8 @@
 
 A layer W becomes W + scale · B A, of which only A and B are trained. It stays the same module under the same
 names, with two parameters more, so that files of weights, patterns, strategies and checkpoints see the plain
-model; an adapter that wraps modules, such as peft's, would rename them all. ``merged`` makes plain weights
-again, for ``export``.
+model; an adapter that wraps modules, such as peft's, would rename them all. ``merged`` converts back to plain
+weights, for ``export``.
 
 Legend: r rank, I inputs and O outputs of a layer.
 """
@@ -41,23 +41,24 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> None:
-    """Add adapters to the layers that match ``targets``, in place; freeze all but them and ``also_train``.
+    """Add adapters to the layers that match ``targets``, in place; freeze all but the adapters and
+    ``also_train``.
 
-    B is zero, so that the model computes what it did; A is drawn from torch's default generator. Raises
+    B is zero, so that the model's outputs do not change; A is drawn from torch's default generator. Raises
     BadFileError if a pattern matches nothing, or a layer can't have an adapter.
     """
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     chosen = selected(linears, config.targets, f"{_KEY}.targets", "linear layer")
     parameters = parameters_by_name(model)
-    others = selected(parameters, config.also_train, f"{_KEY}.also_train")
+    also_trained = selected(parameters, config.also_train, f"{_KEY}.also_train")
     for name, parameter in parameters.items():
-        parameter.requires_grad_(name in others)
-    for name in others:  # a shared one has several names
+        parameter.requires_grad_(name in also_trained)
+    for name in also_trained:  # a shared parameter has several names
         parameters[name].requires_grad_(True)
     for name in sorted(chosen):
-        if why := _refusal(model, name, linears[name]):
+        if reason := _refusal(model, name, linears[name]):
             raise BadFileError(
-                f"{_KEY}.targets: {name} can't have an adapter: {why}; exclude it by '!{name}'"
+                f"{_KEY}.targets: {name} can't have an adapter: {reason}; exclude it by '!{name}'"
             )
         _adapt(linears[name], config)
 
@@ -74,7 +75,9 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, Callable[[], Tensor]]:
-    """Return name → how to read a plain model's tensor, from those of a model with adapters."""
+    """Return name → function that reads the tensor of a plain model, given the functions for a model with
+    adapters.
+    """
     suffix = f".{A}"
     adapted = {name.removesuffix(suffix) for name in read if name.endswith(suffix)}
 
@@ -87,7 +90,7 @@ def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, 
 
 
 def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
-    # The module itself, since others may refer to it, and hooks stay.
+    # Changes the module itself, since others may refer to it, and hooks remain.
     layer.__class__ = LoraLinear
     assert isinstance(layer, LoraLinear)
     layer.lora_a = nn.Parameter(layer.weight.new_empty(config.rank, layer.in_features))
@@ -97,7 +100,7 @@ def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
 
 
 def _refusal(model: nn.Module, name: str, layer: nn.Linear) -> str | None:
-    """Return why this layer's forward would not be the one that computes, or None."""
+    """Return why an adapter would not be called in place of this layer, or None."""
     if type(layer) is not nn.Linear:
         return f"it is a {type(layer).__name__}, not an nn.Linear"
     names = [other for other, value in parameters_by_name(model).items() if value is layer.weight]
@@ -113,5 +116,5 @@ def _refusal(model: nn.Module, name: str, layer: nn.Linear) -> str | None:
 def _source(owner: type[nn.Module]) -> str:
     try:
         return inspect.getsource(owner.forward)
-    except (OSError, TypeError):  # code that was made at run time
+    except (OSError, TypeError):  # code generated at run time
         return ""

@@ -47,7 +47,7 @@ def _dataset_names() -> list[str]:
 
 
 def _has_splits(kind: object) -> bool:
-    """Tell whether a class of torchvision.datasets has targets, and separates training from test data."""
+    """Return True if a class of torchvision.datasets has targets, and separates training from test data."""
     if not inspect.isclass(kind):
         return False
     parameters = inspect.signature(kind).parameters

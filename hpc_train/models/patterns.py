@@ -13,26 +13,27 @@ from torch import nn
 from hpc_train.errors import BadFileError, listed
 from hpc_train.registry import nearest
 
-#: In front of a pattern: what it matches is excluded.
+#: Prefix of a pattern whose matches are excluded.
 _NOT = "!"
 
 
-def selected(names: Collection[str], patterns: Sequence[str], key: str, what: str = "parameter") -> set[str]:
-    """Return the names that match a pattern and none that begins with ``!``.
+def selected(names: Collection[str], patterns: Sequence[str], key: str, kind: str = "parameter") -> set[str]:
+    """Return the names that match a pattern and no pattern starting with ``!``.
 
-    Raises BadFileError, for the key of the file, if a pattern matches no name. ``what``: what is named.
+    Raises BadFileError, for the key of the file, if a pattern matches no name. ``kind``: of the named
+    objects.
     """
     matches = {pattern: _matches(names, pattern.removeprefix(_NOT)) for pattern in patterns}
-    for pattern, found in matches.items():
-        if not found:
-            raise _matches_nothing(names, pattern, key, what)
-    wanted = [found for pattern, found in matches.items() if not pattern.startswith(_NOT)]
-    excluded = [found for pattern, found in matches.items() if pattern.startswith(_NOT)]
-    return set[str]().union(*wanted).difference(*excluded)
+    for pattern, matching in matches.items():
+        if not matching:
+            raise _matches_nothing(names, pattern, key, kind)
+    included = [matching for pattern, matching in matches.items() if not pattern.startswith(_NOT)]
+    excluded = [matching for pattern, matching in matches.items() if pattern.startswith(_NOT)]
+    return set[str]().union(*included).difference(*excluded)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name → parameter; one that several modules share under each of its names."""
+    """Return name → parameter; a shared parameter is listed under each of its names."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
@@ -40,13 +41,13 @@ def _matches(names: Iterable[str], pattern: str) -> set[str]:
     return {name for name in names if fnmatchcase(name, pattern)}
 
 
-def _matches_nothing(names: Collection[str], pattern: str, key: str, what: str) -> BadFileError:
-    known = {*names, *(f"{parent}.*" for name in names for parent in _parents(name))}
-    close = nearest(pattern.removeprefix(_NOT), sorted(known))
+def _matches_nothing(names: Collection[str], pattern: str, key: str, kind: str) -> BadFileError:
+    candidates = {*names, *(f"{parent}.*" for name in names for parent in _parents(name))}
+    close = nearest(pattern.removeprefix(_NOT), sorted(candidates))
     tops = sorted({name.partition(".")[0] for name in names})
     begin = f"their names begin with {listed(tops, 12) or 'nothing'}"
     remedy = f"did you mean '{close}'?" if close else begin
-    return BadFileError(f"{key}: '{pattern}' matches no {what} of the model; {remedy}")
+    return BadFileError(f"{key}: '{pattern}' matches no {kind} of the model; {remedy}")
 
 
 def _parents(name: str) -> list[str]:

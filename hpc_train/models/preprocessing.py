@@ -17,7 +17,7 @@ _REMEDY = "write {mean: […], std: […]}"
 class _Preprocessing(NamedTuple):
     mean: list[float]
     std: list[float]
-    #: None where the weights were not trained on images cropped as here: the file's own value applies.
+    #: None if the weights were not trained on images cropped this way: the file's value applies.
     interpolation: str | None = None
     eval_crop: float | None = None
 
@@ -36,19 +36,19 @@ def with_preprocessing(experiment: Experiment, *, download: bool = False) -> Exp
     if provider == "smp":
         from hpc_train.models.segmentation_models import preprocessing_of  # imports timm
 
-        found = _Preprocessing(*preprocessing_of(name, experiment.model, download=download))
+        values = _Preprocessing(*preprocessing_of(name, experiment.model, download=download))
     else:
-        found = _of_timm(name) if provider == "timm" else _of_torchvision(name)
-    update: dict[str, Any] = {"normalize": NormalizeConfig(mean=found.mean, std=found.std)}
-    if found.interpolation is not None:
-        if found.interpolation not in ("bilinear", "bicubic"):
+        values = _of_timm(name) if provider == "timm" else _of_torchvision(name)
+    update: dict[str, Any] = {"normalize": NormalizeConfig(mean=values.mean, std=values.std)}
+    if values.interpolation is not None:
+        if values.interpolation not in ("bilinear", "bicubic"):
             raise BadFileError(
-                f"{_KEY}: the weights of {experiment.model.name} want {found.interpolation} interpolation, "
+                f"{_KEY}: the weights of {experiment.model.name} want {values.interpolation} interpolation, "
                 f"and only bilinear and bicubic are supported; {_REMEDY}"
             )
-        update["interpolation"] = found.interpolation
-    if found.eval_crop is not None and data.eval_crop == 1.0:
-        update["eval_crop"] = found.eval_crop
+        update["interpolation"] = values.interpolation
+    if values.eval_crop is not None and data.eval_crop == 1.0:
+        update["eval_crop"] = values.eval_crop
     return experiment.model_copy(update={"data": data.model_copy(update=update)})
 
 
@@ -56,19 +56,21 @@ def _of_timm(name: str) -> _Preprocessing:
     import timm
 
     try:
-        found = timm.get_pretrained_cfg(name)
+        config = timm.get_pretrained_cfg(name)
     except RuntimeError:  # no such tag: building the model reports it
-        found = None
-    if found is None or not found.has_weights:
+        config = None
+    if config is None or not config.has_weights:
         raise BadFileError(
             f"{_KEY}: timm/{name} has no pretrained weights that define mean and std; {_REMEDY}"
         )
-    if found.crop_mode != "center":
+    if config.crop_mode != "center":
         raise BadFileError(
-            f"{_KEY}: the weights of timm/{name} want crop_mode {found.crop_mode}, and only center is "
+            f"{_KEY}: the weights of timm/{name} want crop_mode {config.crop_mode}, and only center is "
             f"supported; {_REMEDY}"
         )
-    return _Preprocessing(list(found.mean), list(found.std), str(found.interpolation), float(found.crop_pct))
+    return _Preprocessing(
+        list(config.mean), list(config.std), str(config.interpolation), float(config.crop_pct)
+    )
 
 
 def _of_torchvision(name: str) -> _Preprocessing:
@@ -81,8 +83,8 @@ def _of_torchvision(name: str) -> _Preprocessing:
         raise BadFileError(f"{_KEY}: torchvision/{name} has no pretrained weights; {_REMEDY}") from error
     if is_detector(f"torchvision/{name}"):  # which normalize images themselves
         with torch.device("meta"):
-            own: Any = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
-        return _Preprocessing(list(own.image_mean), list(own.image_std))
+            transform: Any = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
+        return _Preprocessing(list(transform.image_mean), list(transform.image_std))
     mean, std = list(transforms.mean), list(transforms.std)
     if not hasattr(transforms, "crop_size"):  # segmentation
         return _Preprocessing(mean, std)

@@ -1,7 +1,7 @@
 """``smp/<architecture>``: the models of segmentation-models-pytorch, with its hub's weights of encoders.
 
-``model.args`` are those of the architecture's class: ``encoder_name``, ``encoder_depth``, ``decoder_…``. What
-an encoder ``tu-<name>`` takes besides, goes to timm.
+``model.args`` are the arguments of the architecture's class: ``encoder_name``, ``encoder_depth``,
+``decoder_…``. Other arguments of an encoder ``tu-<name>`` are passed to timm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def architectures() -> list[str]:
 
 
 def encoders() -> list[str]:
-    """Return the names of the library's own encoders; those of timm's, ``tu-<name>``, are not among them."""
+    """Return the names of the library's own encoders, without timm's encoders (``tu-<name>``)."""
     return sorted(_library().encoders.get_encoder_names())
 
 
@@ -47,13 +47,13 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     arguments = {"in_channels": info.channels, "classes": info.num_classes} | config.args
     if config.pretrained is True:
         _refuse_without_weights(encoder)
-        # Of timm's encoders the name says which weights.
+        # The name of a timm encoder selects its weights.
         weights = True if encoder.startswith(OF_TIMM) else _WEIGHTS
         with _hub(encoder, download=download):
             model = _create(kind, config, arguments | {"encoder_weights": weights})
     else:
         model = _create(kind, config, arguments | {"encoder_weights": None})
-    # Read where those of timm's models are: which layer depends on the classes, and the size of images.
+    # Set as on timm's models: the layer that depends on the classes, and the image size.
     sizes = {"input_size": size} if (size := getattr(model.encoder, "input_size", None)) else {}
     model.pretrained_cfg = {"classifier": _head_name(model)} | sizes  # type: ignore[assignment]
     if config.pretrained is True:
@@ -83,13 +83,13 @@ def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> tuple
     _, encoder = _class_and_encoder(rest, config)
     _refuse_without_weights(encoder)
     with _hub(encoder, download=download):
-        found = _library().encoders.get_preprocessing_params(encoder, _WEIGHTS)
-    if found["input_space"] != "RGB" or found["input_range"] != [0, 1]:
+        spec = _library().encoders.get_preprocessing_params(encoder, _WEIGHTS)
+    if spec["input_space"] != "RGB" or spec["input_range"] != [0, 1]:
         raise BadFileError(
-            f"data.normalize: the weights of the encoder {encoder} want {found['input_space']} images in the "
-            f"range {found['input_range']}, and only RGB in [0, 1] is supported; name another encoder"
+            f"data.normalize: the weights of the encoder {encoder} want {spec['input_space']} images in the "
+            f"range {spec['input_range']}, and only RGB in [0, 1] is supported; name another encoder"
         )
-    return found["mean"], found["std"]
+    return spec["mean"], spec["std"]
 
 
 def _library() -> Any:
@@ -110,7 +110,7 @@ def _class_and_encoder(rest: str, config: ModelConfig) -> tuple[type[nn.Module],
     if misfit := encoder_problem(encoder, encoders(), timm.list_models()):
         raise misfit.as_error()
     assert isinstance(encoder, str)
-    # Encoders of timm pass on what they do not know, and smp's own ignore it.
+    # timm's encoders pass unknown arguments on; smp's own encoders ignore them.
     for name in config.args.keys() - set(parameter_names(kind)) if encoder in encoders() else ():
         raise unknown_argument(config, name, _known_arguments(kind))
     return kind, encoder
@@ -123,10 +123,10 @@ def _known_arguments(kind: type[nn.Module]) -> list[str]:
 def _create(kind: type[nn.Module], config: ModelConfig, arguments: Arguments) -> nn.Module:
     try:
         with warnings.catch_warnings():
-            # Of encoders whose names or kinds of weights are being renamed.
+            # Deprecation warnings about names of encoders and weights.
             warnings.filterwarnings("ignore", module=r"segmentation_models_pytorch\.")
             return _on_default_device(kind, arguments)
-    except OSError:  # of the hub; some are ValueErrors, too
+    except OSError:  # raised by the hub; some are ValueErrors, too
         raise
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(kind)) from error
@@ -152,7 +152,7 @@ def _hub(encoder: str, *, download: bool) -> Iterator[None]:
             yield
     except BadFileError:
         raise
-    except Exception as error:  # the hub client's errors have no common class, and network errors have many
+    except Exception as error:  # the hub client and the network raise many unrelated classes
         raise BadFileError(
             f"model.pretrained: the weights of smp's encoder {encoder} are not available: {error}; "
             "run `hpc-train prepare FILE` on a machine with network, or give a path"

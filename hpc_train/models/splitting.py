@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self._run: dict[bool, Callable[..., Any]] = {}
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Run the stage's layers. Raises BadFileError if what the next stage would receive is not tensors."""
+        """Run the stage's layers. Raises BadFileError if a value for the next stage is not a tensor."""
         outputs = self._run[self.training](self, *inputs)
         if not self._is_last:
             _refuse_non_tensors(outputs)
@@ -81,24 +81,24 @@ def most_stages(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
 def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
     nodes = own_steps(graph)
     bounds = [0, *(cut + 1 for cut in cuts), len(nodes)]
-    given = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     pieces: list[fx.Graph] = []
     for first, behind in pairwise(bounds):
         passing = passing_values(graph, nodes, behind - 1) if behind < len(nodes) else None
-        pieces.append(_piece(given, nodes[first:behind], passing, output))
-        given = passing or []
+        pieces.append(_piece(inputs, nodes[first:behind], passing, output))
+        inputs = passing or []
     return pieces
 
 
 def _piece(
-    given: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
+    inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
 ) -> fx.Graph:
-    """Copy ``nodes``, which take ``given`` and return what crosses the cut; the last ones return
+    """Copy ``nodes`` with the inputs ``inputs``; they return the values that cross the cut, in the last stage
     ``output``.
     """
     piece = fx.Graph()
-    copies = {node: piece.placeholder(node.name) for node in given}
+    copies = {node: piece.placeholder(node.name) for node in inputs}
 
     def copy_of(node: fx.Node) -> fx.Node:
         if node not in copies:
@@ -162,7 +162,7 @@ def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -
         path = prefix + name
         if child is not None and path in names:
             target.add_module(name, child)
-        elif child is not None and any(each.startswith(path + ".") for each in names):
+        elif child is not None and any(inner_name.startswith(path + ".") for inner_name in names):
             target.add_module(name, inner := nn.Module())
             inner.training = child.training
             _share(child, inner, names, path + ".")

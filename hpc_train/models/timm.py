@@ -21,7 +21,7 @@ from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 from hpc_train.validate.part_rules import not_an_argument, unlisted
 
-#: Arguments of timm.create_model that name files to read, or have keys of their own.
+#: Arguments of timm.create_model that name files to read, or have separate keys.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -49,10 +49,10 @@ def _refuse_unknown(name: str) -> None:
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
         raise unlisted(("model", "name"), "timm", "model", base, timm.list_models()).as_error()
-    known = sorted(full.partition(".")[2] for full in timm.list_models(f"{base}.*", pretrained=True))
-    if tag and tag not in known:
+    tags = sorted(full.partition(".")[2] for full in timm.list_models(f"{base}.*", pretrained=True))
+    if tag and tag not in tags:
         raise BadFileError(
-            f"model.name: timm's {base} has no weights {tag!r}; known: {', '.join(known) or 'none'}"
+            f"model.name: timm's {base} has no weights {tag!r}; known: {', '.join(tags) or 'none'}"
         )
 
 
@@ -76,7 +76,7 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
             model: nn.Module = timm.create_model(name, pretrained=True, **arguments)
     except TypeError as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
-    except Exception as error:  # the hub client's errors have no common class, and network errors have many
+    except Exception as error:  # the hub client and the network raise many unrelated classes
         raise BadFileError(
             f"model.pretrained: the weights of timm/{name} are not available: {error}; "
             "run `hpc-train prepare FILE` on a machine with network, or give a path"
@@ -86,26 +86,26 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
 
 
 def _random_head(model: nn.Module) -> set[str]:
-    """Return what timm initialized randomly because the weights have another number of classes."""
+    """Return the tensors that timm initialized randomly since the weights have another number of classes."""
     pretrained: Any = getattr(model, "pretrained_cfg", {})
     is_same = pretrained.get("num_classes") == getattr(model, "num_classes", None)
     return set() if is_same else head_keys(model)
 
 
 def _resized(model: nn.Module) -> set[str]:
-    """Return what timm converted from three channels to others, or to another image size."""
+    """Return the tensors that timm converted to another number of channels or another image size."""
     pretrained: Any = getattr(model, "pretrained_cfg", {})
     channels, *size = pretrained.get("input_size", (3,))
     state = model.state_dict()
-    found = set()
+    resized = set()
     for name in _first_convolutions(model):
         weight = state.get(f"{name}.weight")
         if weight is not None and weight.dim() == 4 and weight.shape[1] != channels:
-            found.add(f"{name}.weight")
+            resized.add(f"{name}.weight")
     own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if "pos_embed" in state and own_size is not None and list(own_size) != size:
-        found.add("pos_embed")
-    return found
+        resized.add("pos_embed")
+    return resized
 
 
 @contextmanager
@@ -162,9 +162,9 @@ def _adapt_channels(model: nn.Module, weights: StateDict) -> StateDict:
     adapted = dict(weights)
     for name in _first_convolutions(model):
         expected = model.state_dict().get(f"{name}.weight")
-        found = weights.get(f"{name}.weight")
-        if expected is None or found is None or found.dim() != 4 or found.shape[1] != 3:
+        weight = weights.get(f"{name}.weight")
+        if expected is None or weight is None or weight.dim() != 4 or weight.shape[1] != 3:
             continue
         if expected.shape[1] != 3:
-            adapted[f"{name}.weight"] = adapt_input_conv(expected.shape[1], found)
+            adapted[f"{name}.weight"] = adapt_input_conv(expected.shape[1], weight)
     return adapted

@@ -109,14 +109,14 @@ def _create(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
 def _created_detector(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
     """Return the detector. torchvision ignores arguments that it does not know; they are refused here."""
     model = detection.create(name, **arguments)
-    known = {
+    available = {
         *parameter_names(type(model)),
         *parameter_names(torchvision.models.get_model_builder(name)),
         "trainable_backbone_layers",
     }
     for key in config.args:
-        if key not in known:
-            raise unknown_argument(config, key, known)
+        if key not in available:
+            raise unknown_argument(config, key, available)
     return model
 
 
@@ -142,9 +142,9 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
     return detection.as_given(model) if is_detector(f"torchvision/{name}") else model
 
 
-def _no_weights(name: str, why: str) -> BadFileError:
+def _no_weights(name: str, reason: str) -> BadFileError:
     return BadFileError(
-        f"model.pretrained: the weights of torchvision/{name} are not available: {why}; "
+        f"model.pretrained: the weights of torchvision/{name} are not available: {reason}; "
         "run `hpc-train prepare FILE` on a machine with network, or give a path"
     )
 
@@ -152,25 +152,25 @@ def _no_weights(name: str, why: str) -> BadFileError:
 def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:
     """Resample the position embeddings of a ViT for another image size, like timm."""
     name = "encoder.pos_embedding"
-    given, expected = weights.get(name), model.state_dict().get(name)
-    if given is None or expected is None or given.dim() != 3 or given.shape == expected.shape:
+    loaded, expected = weights.get(name), model.state_dict().get(name)
+    if loaded is None or expected is None or loaded.dim() != 3 or loaded.shape == expected.shape:
         return weights
-    side, given_side = (math.isqrt(tokens.shape[1] - 1) for tokens in (expected, given))
-    if side**2 + 1 != expected.shape[1] or given_side**2 + 1 != given.shape[1]:
+    side, given_side = (math.isqrt(tokens.shape[1] - 1) for tokens in (expected, loaded))
+    if side**2 + 1 != expected.shape[1] or given_side**2 + 1 != loaded.shape[1]:
         return weights
     from timm.layers import resample_abs_pos_embed
 
-    return weights | {name: resample_abs_pos_embed(given, [side, side], num_prefix_tokens=1)}
+    return weights | {name: resample_abs_pos_embed(loaded, [side, side], num_prefix_tokens=1)}
 
 
 def _heads(name: str, model: nn.Module) -> list[str]:
-    """Return the names of the layers that produce logits: one, or those of a segmentation model."""
+    """Return the names of the layers that produce logits: one, except for segmentation models."""
     if name in _segmentation_names():
-        convolutions = [each for each, module in model.named_modules() if isinstance(module, nn.Conv2d)]
-        # lraspp adds up those of two resolutions; the others may have an auxiliary head.
+        convolutions = [layer for layer, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+        # lraspp adds the logits of two resolutions; the other models may have an auxiliary head.
         starts = ("classifier.low_classifier", "classifier.high_classifier", "aux_classifier", "classifier")
-        found = [[each for each in convolutions if each.startswith(start)] for start in starts]
-        return [names[-1] for names in (found[:2] if found[0] else found[2:]) if names]
+        groups = [[layer for layer in convolutions if layer.startswith(start)] for start in starts]
+        return [names[-1] for names in (groups[:2] if groups[0] else groups[2:]) if names]
     head = head_name(model)
     assert head is not None, "every model of torchvision has a linear layer or a convolution"
     return [head]

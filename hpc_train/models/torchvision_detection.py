@@ -1,6 +1,6 @@
 """torchvision's detectors: Faster R-CNN, RetinaNet, FCOS and SSD, for images as the loader prepares them.
 
-A detector returns a dict of losses in training, where it also needs targets, and in evaluation a dict with
+A detector returns a dict of losses in training, which also needs targets, and in evaluation a dict with
 ``boxes``, ``labels`` and ``scores`` per image. Labels count from 1; 0 is the background.
 """
 
@@ -33,7 +33,7 @@ def detector_names() -> list[str]:
 class AsGiven(GeneralizedRCNNTransform):  # type: ignore[misc]
     """Neither resizes nor normalizes images: the loader and the device have done it.
 
-    Only pads a batch so that its sides are multiples of what the backbone divides them by.
+    Only pads a batch so that its sides are multiples of the backbone's stride.
     """
 
     def __init__(self, size_divisible: int) -> None:
@@ -51,7 +51,7 @@ class AsGiven(GeneralizedRCNNTransform):  # type: ignore[misc]
 def create(name: str, num_classes: int, **arguments: Any) -> nn.Module:
     """Return the detector with random weights. ``num_classes`` does not count the background.
 
-    Raises what torchvision does for arguments that it does not take.
+    Raises torchvision's errors for invalid arguments.
     """
     model: nn.Module = torchvision.models.get_model(
         name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
@@ -69,9 +69,9 @@ def as_given(model: nn.Module) -> nn.Module:
 def with_losses_per_image(model: nn.Module) -> nn.Module:
     """Return the detector with losses that are means over the images, as RetinaNet's are.
 
-    torchvision divides those of SSD and FCOS by the matched anchors of the whole micro-batch, so that they
-    would depend on its size. Faster R-CNN's are means over its samples of anchors and proposals, of which
-    an image has a fixed number.
+    torchvision divides the losses of SSD and FCOS by the matched anchors of the whole micro-batch, so that
+    they would depend on its size. Faster R-CNN's losses are means over its samples of anchors and proposals,
+    a fixed number per image.
     """
     if isinstance(model, SSD | FCOS):
         compute: Any = partial(_mean_over_images, model.compute_loss)
@@ -89,15 +89,15 @@ def _mean_over_images(
     """``matches``: SSD's matched anchors of each image, or FCOS's numbers of anchors, the same for all."""
     losses = []
     for place in range(len(targets)):
-        one = slice(place, place + 1)
-        outputs = {name: values[one] for name, values in head_outputs.items()}
-        of_image = matches[one] if isinstance(matches[0], Tensor) else matches
-        losses.append(compute_loss(targets[one], outputs, anchors[one], of_image))
-    return {name: torch.stack([each[name] for each in losses]).mean() for name in losses[0]}
+        index = slice(place, place + 1)
+        outputs = {name: values[index] for name, values in head_outputs.items()}
+        of_image = matches[index] if isinstance(matches[0], Tensor) else matches
+        losses.append(compute_loss(targets[index], outputs, anchors[index], of_image))
+    return {name: torch.stack([image_losses[name] for image_losses in losses]).mean() for name in losses[0]}
 
 
 def swap_head(name: str, model: nn.Module, num_classes: int, **arguments: Any) -> set[str]:
-    """Replace the layers that depend on the classes by random ones; return the names of their tensors."""
+    """Replace the layers that depend on the classes by random layers; return the names of their tensors."""
     head = next((path for start, path in _HEADS.items() if name.startswith(start)), _ONE_STAGE_HEAD)
     arguments.pop("trainable_backbone_layers", None)  # torchvision warns: it is for pretrained backbones
     new = create(name, num_classes, **arguments).get_submodule(head)

@@ -23,9 +23,9 @@ _REMEDY = "give its class a method pipeline_parts(), or write another parallel.s
 FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
-def cant_be_cut(why: str, remedy: str = _REMEDY) -> BadFileError:
+def cant_be_cut(reason: str, remedy: str = _REMEDY) -> BadFileError:
     """Return the error to raise."""
-    return BadFileError(f"model.name: this model can't be cut into stages: {why}; {remedy}")
+    return BadFileError(f"model.name: this model can't be cut into stages: {reason}; {remedy}")
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Module]:
@@ -42,8 +42,8 @@ class _Tracer(fx.Tracer):
         timm = sys.modules.get("timm.layers")
         opaque = tuple(timm.get_notrace_functions()) if timm else ()
         super().__init__(autowrap_functions=(*FACTORIES, *filter(callable, opaque)))
-        self._autowrap_search.append(torch)  # where models look up the factory functions
-        self.proxy_buffer_attributes = True  # otherwise what is computed from buffers becomes a constant
+        self._autowrap_search.append(torch)  # models look up the factory functions in torch
+        self.proxy_buffer_attributes = True  # otherwise values computed from buffers become constants
         self.units, self.leaves = units, leaves
         #: The innermost module whose forward raised; None: the model's own.
         self.failed: nn.Module | None = None
@@ -122,7 +122,7 @@ def _traced(model: nn.Module, units: set[nn.Module]) -> fx.Graph:
         tracer = _Tracer(units, leaves)
         try:
             graph = tracer.trace(model)
-        except Exception as error:  # whatever a forward raises without real tensors
+        except Exception as error:  # any error of a forward without real tensors
             if tracer.failed is None or tracer.failed in leaves:
                 raise cant_be_cut(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
             leaves.add(tracer.failed)
@@ -153,7 +153,7 @@ def _random_states() -> tuple[str, ...]:
 
 
 def own_steps(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes to distribute; parameters and buffers are fetched where they are used."""
+    """Return the nodes to distribute; parameters and buffers are fetched by the stage that uses them."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 

@@ -1,6 +1,6 @@
 """Loads weights from a file: read without executing code, matched by name, the head replaced.
 
-What was loaded into a model, from a file or a hub, is kept as its ``LoadReport``.
+A model's ``LoadReport`` records the tensors loaded from a file or a hub.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LoadReport:
     def line(self, most_names: int = 3) -> str:
         """Return one line with counts, and up to this many names of each kind."""
         parts = [
-            f"{len(names)} {what} ({_listed(names, most_names)})"
-            for what, names in (
+            f"{len(names)} {kind} ({_listed(names, most_names)})"
+            for kind, names in (
                 ("missing and random", self.missing),
                 ("unexpected", self.unexpected),
                 ("resized", self.resized),
@@ -69,7 +69,7 @@ _reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
 
 
 def report_of(model: nn.Module) -> LoadReport | None:
-    """Return what was loaded into ``model``; None if nothing was, or its own code did it."""
+    """Return the report of the weights in ``model``; None if none were loaded, or by its own code."""
     return _reports.get(model)
 
 
@@ -82,7 +82,7 @@ def keep_report(model: nn.Module, report: LoadReport) -> None:
 def hub_report(
     model: nn.Module, source: str, missing: Iterable[str], resized: Iterable[str] = ()
 ) -> LoadReport:
-    """Return the report of a library that loaded its own weights, all except those that are ``missing``."""
+    """Return the report of a library that loaded its own weights, all except ``missing``."""
     total, random = len(_weights_of(model)), tuple(sorted(missing))
     return LoadReport(source, total - len(random), total, random, (), tuple(sorted(resized)))
 
@@ -95,52 +95,52 @@ def unchanged(_model: nn.Module, weights: StateDict) -> StateDict:
 def load_weights(model: nn.Module, path: str, *, convert: Converter = unchanged) -> None:
     """Load the weights in the file ``path`` (.safetensors or a .pth of tensors) into ``model``.
 
-    A head for another number of classes is skipped and stays random: ``report_of`` says which names.
+    A head for another number of classes is skipped and stays random; ``report_of`` lists its names.
     ``convert`` may change the weights before they are matched. Raises BadFileError if the file can't be read,
     or its names or shapes do not match the model's.
     """
-    given = read_weights(path)
-    weights = convert(model, given)
+    original = read_weights(path)
+    weights = convert(model, original)
     head = head_keys(model)
     expected = model.state_dict()
     dropped = {key for key in head & weights.keys() if _other_classes(weights[key], expected[key])}
-    kept = {key: value for key, value in weights.items() if key not in dropped}
+    matched = {key: value for key, value in weights.items() if key not in dropped}
     absent = {
-        key for key in expected.keys() - kept.keys() if not key.endswith("num_batches_tracked")
+        key for key in expected.keys() - matched.keys() if not key.endswith("num_batches_tracked")
     } - dropped
-    _refuse_mismatch(path, kept, expected, absent)
-    _load(model, kept, path, given, given.keys() - weights.keys() - expected.keys())
+    _refuse_mismatch(path, matched, expected, absent)
+    _load(model, matched, path, original, original.keys() - weights.keys() - expected.keys())
 
 
 def load_what_fits(model: nn.Module, weights: StateDict, source: str, convert: Converter, key: str) -> None:
-    """Load the weights of another model, by name; ``report_of`` says what was loaded and what stays random.
+    """Load the weights of another model, by name; ``report_of`` lists the loaded and the random tensors.
 
-    A head of another shape is skipped. ``source``: for the report; ``convert``: changes weights to this
-    model's shapes where that is possible. Raises BadFileError, for ``key`` of the file, if none of the names
-    is the model's, or a tensor other than the head has another shape.
+    A head of another shape is skipped. ``source``: for the report; ``convert``: converts weights to this
+    model's shapes if possible. Raises BadFileError, for ``key`` of the file, if the model has none of the
+    names, or if a tensor other than the head has another shape.
     """
-    expected, given = model.state_dict(), convert(model, weights)
-    misfits = {name for name in given.keys() & expected.keys() if given[name].shape != expected[name].shape}
-    fitting = {name: given[name] for name in given.keys() & expected.keys() - misfits}
+    expected, loaded = model.state_dict(), convert(model, weights)
+    misfits = {name for name in loaded.keys() & expected.keys() if loaded[name].shape != expected[name].shape}
+    fitting = {name: loaded[name] for name in loaded.keys() & expected.keys() - misfits}
     if not fitting:
         raise BadFileError(
-            f"{key}: none of the {len(given)} tensors of {source} has a name of this model "
-            f"({_listed(given, 3)} there, {_listed(expected, 3)} here); "
+            f"{key}: none of the {len(loaded)} tensors of {source} has a name of this model "
+            f"({_listed(loaded, 3)} there, {_listed(expected, 3)} here); "
             f"give the weights of a model like {type(model).__name__}"
         )
-    if others := misfits - head_keys(model):
+    if unfit := misfits - head_keys(model):
         raise BadFileError(
-            f"{key}: {source} does not fit the model: {_other_shapes(given, expected, others)}; "
+            f"{key}: {source} does not fit the model: {_other_shapes(loaded, expected, unfit)}; "
             "write the model.args of those weights"
         )
-    _load(model, fitting, source, weights, given.keys() - expected.keys())
+    _load(model, fitting, source, weights, loaded.keys() - expected.keys())
 
 
-def _load(model: nn.Module, fitting: StateDict, source: str, given: StateDict, unexpected: set[str]) -> None:
-    """Load what fits, and keep the report. ``given``: the weights before they were converted."""
+def _load(model: nn.Module, fitting: StateDict, source: str, before: StateDict, unexpected: set[str]) -> None:
+    """Load the tensors ``fitting``, and store the report. ``before``: the weights before conversion."""
     model.load_state_dict(fitting, strict=False)
     names = _weights_of(model)
-    resized = {key for key in fitting.keys() & given.keys() if fitting[key].shape != given[key].shape}
+    resized = {key for key in fitting.keys() & before.keys() if fitting[key].shape != before[key].shape}
     loaded = len(fitting.keys() & names)
     kinds = (tuple(sorted(keys)) for keys in (names - fitting.keys(), unexpected, resized))
     keep_report(model, LoadReport(source, loaded, len(names), *kinds))
@@ -153,19 +153,19 @@ def _weights_of(model: nn.Module) -> set[str]:
 def read_weights(path: str, key: str = _KEY) -> StateDict:
     """Return the tensors in ``path`` under the names of the unwrapped model, on the CPU.
 
-    ``key``: of the file that names the path, for errors.
+    ``key``: the key of the experiment file that contains the path, for errors.
     """
     if not Path(path).is_file():
         raise BadFileError(
             f"{key}: there is no file {path}; write true for the hub's weights, or an existing path"
         )
     try:
-        found: object = load_file(path) if _is_safetensors(path) else _read_pickled(path, key)
+        content: object = load_file(path) if _is_safetensors(path) else _read_pickled(path, key)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise BadFileError(
             f"{key}: {path} is damaged or not a file of weights: {error}; give another file"
         ) from error
-    return {_bare(name): tensor for name, tensor in _tensors(path, found, key).items()}
+    return {_bare(name): tensor for name, tensor in _tensors(path, content, key).items()}
 
 
 def head_name(model: nn.Module) -> str | None:
@@ -178,7 +178,7 @@ def head_name(model: nn.Module) -> str | None:
 
 
 def _is_safetensors(path: str) -> bool:
-    """Tell by the content, which starts with a length and JSON, where the ending is another."""
+    """Return True for the suffix .safetensors, or content that starts with a length and JSON."""
     with Path(path).open("rb") as file:
         return path.endswith(".safetensors") or file.read(9)[8:] == b"{"
 
@@ -193,16 +193,16 @@ def _read_pickled(path: str, key: str) -> object:
         ) from error
 
 
-def _tensors(path: str, found: object, key: str) -> StateDict:
+def _tensors(path: str, data: object, key: str) -> StateDict:
     """Return the state dict in a loaded file, which may be one level down."""
     for nested in _NESTED_UNDER:
-        if isinstance(found, Mapping) and isinstance(found.get(nested), Mapping):
-            found = found[nested]
-    if not isinstance(found, Mapping) or not found or not all(_is_weight(k, v) for k, v in found.items()):
+        if isinstance(data, Mapping) and isinstance(data.get(nested), Mapping):
+            data = data[nested]
+    if not isinstance(data, Mapping) or not data or not all(_is_weight(k, v) for k, v in data.items()):
         raise BadFileError(
             f"{key}: {path} contains no state dict (names → tensors); save the model's state_dict()"
         )
-    return dict(found)
+    return dict(data)
 
 
 def _is_weight(name: object, value: object) -> bool:
@@ -223,20 +223,20 @@ def head_keys(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if key.rpartition(".")[0] in names}
 
 
-def _other_classes(found: Tensor, expected: Tensor) -> bool:
-    return found.shape[1:] == expected.shape[1:] and found.shape[:1] != expected.shape[:1]
+def _other_classes(loaded: Tensor, expected: Tensor) -> bool:
+    return loaded.shape[1:] == expected.shape[1:] and loaded.shape[:1] != expected.shape[:1]
 
 
-def _refuse_mismatch(path: str, kept: StateDict, expected: Mapping[str, Tensor], absent: set[str]) -> None:
+def _refuse_mismatch(path: str, loaded: StateDict, expected: Mapping[str, Tensor], absent: set[str]) -> None:
     """Raise BadFileError that lists all mismatches between the file and this model."""
-    shapes = [key for key in kept.keys() & expected.keys() if kept[key].shape != expected[key].shape]
-    unknown = kept.keys() - expected.keys()
+    shapes = [key for key in loaded.keys() & expected.keys() if loaded[key].shape != expected[key].shape]
+    unknown = loaded.keys() - expected.keys()
     problems = [
-        f"{what} {listed}"
-        for what, listed in (
+        f"{difference} {listed}"
+        for difference, listed in (
             ("lacks", _listed(absent)),
             ("has besides", _listed(unknown)),
-            ("has in another shape", _other_shapes(kept, expected, shapes)),
+            ("has in another shape", _other_shapes(loaded, expected, shapes)),
         )
         if listed
     ]
@@ -247,13 +247,13 @@ def _refuse_mismatch(path: str, kept: StateDict, expected: Mapping[str, Tensor],
         )
 
 
-def _other_shapes(given: StateDict, expected: Mapping[str, Tensor], names: Iterable[str]) -> str:
+def _other_shapes(loaded: StateDict, expected: Mapping[str, Tensor], names: Iterable[str]) -> str:
     return _listed(
-        f"{name} {tuple(given[name].shape)} instead of {tuple(expected[name].shape)}" for name in names
+        f"{name} {tuple(loaded[name].shape)} instead of {tuple(expected[name].shape)}" for name in names
     )
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
-    every = sorted(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    in_order = sorted(names)
+    more = f" and {len(in_order) - most} more" if len(in_order) > most else ""
+    return ", ".join(in_order[:most]) + more

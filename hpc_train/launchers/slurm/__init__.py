@@ -1,4 +1,4 @@
-"""Runs as Slurm array jobs: submission, the batch script's two ends, what Slurm says of jobs."""
+"""Runs as Slurm array jobs: submission, start and end of the batch script, job states."""
 
 #: The launcher's name: on the command line, and in ``run.json`` of the runs that it has.
 LAUNCHER = "slurm"

@@ -1,4 +1,4 @@
-"""What ``sacct`` says that the jobs of a run used: memory and CPU time. For ``status``."""
+"""Memory and CPU time of a run's jobs by ``sacct``, for ``status``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_ENDED = {"", "Unknown", "None"}
 
 
 def job_usage(paths: RunPaths) -> JobUsage | None:
-    """Return what the run's jobs used; None without jobs, accounting or an answer."""
+    """Return the usage of the run's jobs; None without jobs, accounting or an answer."""
     facts, here = run_facts(paths), commands.cluster_name()
     clusters = [*(facts.get("slurm_clusters") or []), *([None] * len(job_ids(facts)))]
     ids = [job for job, home in zip(job_ids(facts), clusters, strict=False) if home in {None, here}]
@@ -29,20 +29,20 @@ def job_usage(paths: RunPaths) -> JobUsage | None:
         return None
     argv = ["sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}"]
     try:
-        said = commands.run([*argv, f"--format={','.join(_FIELDS)}"], limit_s=_LIMIT_S)
+        output = commands.run([*argv, f"--format={','.join(_FIELDS)}"], limit_s=_LIMIT_S)
     except (NoSchedulerError, commands.RefusedError):
         return None
-    return parsed(said)
+    return parsed(output)
 
 
-def parsed(said: str) -> JobUsage | None:
-    """Read lines of ``_FIELDS``: each job, and below it its steps; None where there is none."""
-    lines = [dict(zip(_FIELDS, line.split("|"), strict=False)) for line in said.splitlines()]
+def parsed(output: str) -> JobUsage | None:
+    """Read lines of ``_FIELDS``: each job, followed by its steps; None without jobs."""
+    lines = [dict(zip(_FIELDS, line.split("|"), strict=False)) for line in output.splitlines()]
     rows = [line for line in lines if len(line) == len(_FIELDS)]
     jobs = [row for row in rows if "." not in row["jobid"]]
     if not jobs:
         return None
-    # Of a job that runs, the allocated time grows and the used time is 0.
+    # While a job runs, its allocated time grows and its used time is 0.
     ended = [row for row in jobs if row["end"] not in _NOT_ENDED]
     allocated_s = sum(int(row["cputimeraw"]) for row in ended if row["cputimeraw"].isdecimal())
     used_s = sum(seconds(row["totalcpu"]) for row in ended)

@@ -1,8 +1,8 @@
-"""What the batch script calls after srun, on the first node: why the attempt ended, and what follows.
+"""Called by the batch script after srun, on the first node: diagnoses the attempt, decides about a requeue.
 
-``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and answers
-``requeue 75 [NODES]`` (those to exclude then) or ``stop CODE``; the script does the rest, for in a
-container Slurm can't be reached. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
+``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) records the diagnosis and
+prints ``requeue 75 [NODES]`` (nodes to exclude) or ``stop CODE``; the script executes it, since Slurm can't
+be reached from a container. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import retried, storage_error
 
 _OUTPUT_BYTES = 1 << 16
-#: A traceback's last lines say what it is; more is in the file.
+#: The last lines of a traceback identify the error; the file has more.
 _ERROR_BYTES = 1 << 16
 GIVEN_UP = "stop 1"
 
 
 def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
-    """Judge the attempt, write the diagnosis into the run's folder, return what the script does next."""
+    """Diagnose the attempt, write the diagnosis to the run's folder, return the script's next action."""
     ended = now_ms()
     job = BatchJob.of(folder, environ)
     number = int(environ["HPC_TRAIN_ATTEMPT"])
@@ -55,27 +55,27 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
     diagnosis = judge(gather(job, record, srun_code))
-    if diagnosis.cause == "time limit" and (words := limit_words(record)):
-        diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {words}")
+    if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
+        diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
     if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
         spent = gpu_budget.used_by(job.paths, final)
         diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery, spent))
     if diagnosis.reason is not None:
-        say(f"{diagnosis.state}: {diagnosis.reason}")  # first: the disk may have no room for anything else
+        say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
 
 
-def refused(folder: Path, words: str, environ: Mapping[str, str]) -> None:
+def refused(folder: Path, refusal: str, environ: Mapping[str, str]) -> None:
     """Write that the run has failed although it was to be requeued: Slurm does not start its job again."""
     paths, number = BatchJob.of(folder, environ).paths, int(environ["HPC_TRAIN_ATTEMPT"])
     status, record = read_status(paths), read_record(paths.attempt(number))
     if status.state != "requeued" or newest_number(paths) != number or record is None:
         return
     resume = f"`hpc-train resume {paths.folder.name}` continues it"
-    reason = one_line("; ".join(filter(None, (status.reason, words, resume))))
+    reason = one_line("; ".join(filter(None, (status.reason, refusal, resume))))
     status = replace(status, state="failed", reason=reason)
     notify_end(paths, say, status)
     with _reporting_errors(paths):
@@ -84,7 +84,7 @@ def refused(folder: Path, words: str, environ: Mapping[str, str]) -> None:
 
 
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
-    """Read what the attempt has left behind."""
+    """Read the evidence that the attempt has left."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
     status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
     output = _output(job, record.attempt)
@@ -122,23 +122,22 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
         return False
     lasted = datetime.fromisoformat(record.events["signal"]) - datetime.fromisoformat(record.events["begin"])
     earliest_s = min(limit_s / 2, limit_s - (slurm.signal_lead_s or 0))
-    # Slurm may be a minute early; limits that short have no room to tell.
+    # Slurm may be a minute early, so with shorter limits this can't be decided.
     return lasted.total_seconds() < earliest_s - 60
 
 
 def _errors(attempt: AttemptPaths) -> dict[int, str]:
     """Return the ranks' errors, the first one first."""
-    found = []
+    dated = []
     for rank, path in attempt.files_of_ranks(".error").items():
         text = tail_text(path, _ERROR_BYTES).strip()
-        found.append((path.stat().st_mtime_ns, rank, text or "said nothing"))
-    return {rank: text for _, rank, text in sorted(found)}
+        dated.append((path.stat().st_mtime_ns, rank, text or "said nothing"))
+    return {rank: text for _, rank, text in sorted(dated)}
 
 
 def _telling_lines(attempt: AttemptPaths, reported: Sequence[int]) -> dict[int, str]:
-    """Return by rank the line of its log that says why it ended; thousands of logs are not read.
-
-    That is of 64 ranks: those first whose end srun reports.
+    """Return by rank the line of its log that explains its end. Only 64 logs are read, first of the ranks
+    whose end srun reports.
     """
     logs = attempt.files_of_ranks(".log")
     read = [rank for rank in dict.fromkeys([*reported, *logs]) if rank in logs][:64]
@@ -146,20 +145,20 @@ def _telling_lines(attempt: AttemptPaths, reported: Sequence[int]) -> dict[int, 
 
 
 def _output(job: BatchJob, number: int) -> str:
-    """Return what the batch script has printed since ``begin`` said that this attempt begins."""
+    """Return the batch script's output since ``begin`` printed the start of this attempt."""
     text = ""
     for ending in ("out", "err"):
         path = job.submission.folder / f"{job.job}_0_log.{ending}"  # by submitit
         with suppress(OSError):
             text += tail_text(path, _OUTPUT_BYTES)
-    # Kept whole where the mark is not there: it lies further back than what is read.
+    # Without the mark, which is then before the part that was read, all of it.
     return text.rpartition(f"{MARK} {number} ")[2]
 
 
 def _ended_record(
     paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
 ) -> AttemptRecord:
-    """Return the record of the attempt that has ended, before its budget was asked."""
+    """Return the record of the ended attempt, before its budget was checked."""
     return replace(
         record,
         end=now(),
@@ -188,30 +187,30 @@ def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> RunSt
 
 @contextmanager
 def _reporting_errors(paths: RunPaths) -> Iterator[None]:
-    """Report a disk error: it changes neither what follows for the job nor that the user is notified."""
+    """Report a disk error: it affects neither the job's next action nor the notification."""
     try:
         yield
     except OSError as error:
         say(f"how the attempt ended can't be written: {storage_error(error, paths.folder)}")
 
 
-def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[int] | None:
-    """Return the ranks' codes where every one is known: srun's is the highest of all."""
-    if srun_code == 0 or (srun_code == 75 and known.get(0) == 75):
+def _all_codes(num_ranks: int, reported: dict[int, int], srun_code: int) -> list[int] | None:
+    """Return the ranks' codes if all are known; srun's code is the highest of them."""
+    if srun_code == 0 or (srun_code == 75 and reported.get(0) == 75):
         return [srun_code] * num_ranks
-    return [known[rank] for rank in range(num_ranks)] if known.keys() >= set(range(num_ranks)) else None
+    return [reported[rank] for rank in range(num_ranks)] if reported.keys() >= set(range(num_ranks)) else None
 
 
-def main(words: Iterable[str]) -> int:
-    """Answer with what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
-    folder, code, *more = words
+def main(arguments: Iterable[str]) -> int:
+    """Print the result of ``after``, or ``stop 1`` for any error, which fails the run; return 0."""
+    folder, code, *more = arguments
     verdict, submission = GIVEN_UP, Path(folder).absolute()
     if code == "refused":
         refused(submission, " ".join(more), os.environ)
         return 0
     try:
         verdict = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
-    except BaseException as error:  # whatever it is, the script must know what to do
+    except BaseException as error:  # on any error the script needs an answer
         traceback.print_exc()
         with suppress(BaseException):
             paths = BatchJob.of(submission, os.environ).paths

@@ -37,7 +37,7 @@ class BatchJob:
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
-        """Raises UsageError outside of a job, BadFileError where the submission does not know its task."""
+        """Raises UsageError outside of a job, BadFileError if the submission does not contain its task."""
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
         if not job:
@@ -53,18 +53,18 @@ class BatchJob:
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
-        """Tell whether the attempt ran in this job, also before a requeue; False without a record."""
+        """Return True if the attempt ran in this job, also before a requeue; False without a record."""
         if record is None or record.job != self.job:
             return False
         return None in {record.cluster, self.cluster} or record.cluster == self.cluster
 
     def earlier(self, number: int) -> list[AttemptRecord]:
-        """Return this job's attempts before that one, the first one first."""
+        """Return this job's attempts before attempt ``number``, in order."""
         return [record for record in records(self.paths) if record.attempt < number and self.owns(record)]
 
     @property
     def asked(self) -> Path:
-        """How often the job has asked for other nodes since an attempt began."""
+        """File with a line per request of the job for other nodes since an attempt began."""
         return self.submission.folder / f"asked-elsewhere-{self.job}"
 
     @property
@@ -90,7 +90,7 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
 
 
 def answer(text: str) -> None:
-    """Hand ``text``, one line, to the batch script.
+    """Pass ``text``, one line, to the batch script.
 
     It goes through a file, since others print to stdout: a site's Python, a container's starter. If the file
     can't be written, or a script of 0.2 names none, it is the last line of stdout.
@@ -104,9 +104,9 @@ def answer(text: str) -> None:
 
 
 def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return fields of the attempt's record: the time limit that Slurm has granted, and what does not fit it.
+    """Return fields of the attempt's record: the granted time limit, and settings that do not fit it.
 
-    The batch script passes ``scontrol show job``; without an answer nothing is known.
+    The batch script passes ``scontrol show job``; without an answer the result is empty.
     """
     shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get("HPC_TRAIN_JOB", ""))
     if shown is None or not (limit_s := seconds(shown[1])):
@@ -119,13 +119,13 @@ def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str
     return {
         "time_limit_s": limit_s,
         "requested_limit_s": requested_s if requested_s > limit_s else None,
-        # At most half of the time, as where nothing is cut: a job always gets some work done.
+        # At most half of the time, as without a cut: a job always gets some work done.
         "lead_s": limit_s / 2 if lead_s > limit_s / 2 else None,
     }
 
 
 def limit_words(record: AttemptRecord) -> str | None:
-    """Return the sentence about a time limit that Slurm has cut; None if the job has what was requested."""
+    """Return the sentence about a time limit that Slurm has cut; None if the job has the requested limit."""
     if record.time_limit_s is None or record.requested_limit_s is None:
         return None
     limit, requested = (f"{s / 60:g} min" for s in (record.time_limit_s, record.requested_limit_s))

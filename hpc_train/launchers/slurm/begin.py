@@ -1,8 +1,8 @@
-"""Called by the batch script before srun, on the first node: claims the attempt, answers with its folder.
+"""Called by the batch script before srun, on the first node: claims the attempt, prints its folder.
 
-``python -m hpc_train.launchers.slurm.begin SUBMISSION`` answers with attempt, token and run folder,
-tab-separated; with nothing if the run must not start; with exit code 78 and the nodes to exclude if it found
-itself on one of them and asks for another start. What goes wrong is reported on stderr and by the exit code.
+``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
+nothing if the run must not start; the nodes to exclude, with exit code 78, if it runs on one of them and
+requests another start. Errors are reported on stderr and by the exit code.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import FULL, storage_error
 
 _SCONTROL_LIMIT_S = 60.0
-#: So often a job asks for other nodes at one start; then it takes what it gets.
+#: Maximum requeues per start to leave an excluded node; after that the job runs where it is.
 _MOST_ASKED = 2
-#: Maximum starts of a failed run's job, without progress, that hpc-train did not request. A person may
-#: requeue the job; a Slurm that does so by itself (RequeueExit) would do it without end.
+#: Maximum starts of a failed run's job, without progress, that hpc-train did not request. A user may requeue
+#: the job; a Slurm that requeues automatically (RequeueExit) would do so without end.
 _MOST_UNREQUESTED = 3
-#: Set by the batch script where Slurm can't leave the nodes out.
+#: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
-#: sinfo is asked at a requeue only; one that hangs must not keep the job from starting.
+#: sinfo is called at a requeue only; if it hangs, the job must start nevertheless.
 _SINFO_LIMIT_S = 30.0
 #: Not ``power*``: nodes that are switched off to save power are not broken.
 _GONE = ("down", "fail")
 
 
 class BudgetSpentError(UserError):
-    """The run has failed: it does not come back from the attempt before."""
+    """The run has failed: it is not requeued after the previous attempt."""
 
     exit_code = ExitCode.NO_RETRY
 
@@ -74,11 +74,10 @@ class WrongNodeError(UserError):
 
 
 def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Claim the attempt; return the answer, or None where the run must not start.
+    """Claim the attempt; return the answer, or None if the run must not start.
 
-    Raises TryAgainError where another attempt runs, BudgetSpentError where none may follow, WrongNodeError
-    where it is to be asked for other nodes, UserError where others could have written its code or the disk
-    is full.
+    Raises TryAgainError if another attempt runs, BudgetSpentError if no attempt may follow, WrongNodeError to
+    request other nodes, UserError if others could have written its code or the disk is full.
     """
     job = BatchJob.of(folder, environ)
     began = now_ms()
@@ -106,7 +105,7 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def _full_disks(paths: RunPaths) -> Iterator[None]:
-    """Raise StorageError where the disk is full. Other errors of a disk may be this node's."""
+    """Raise StorageError if the disk is full. Other disk errors may be specific to this node."""
     try:
         yield
     except OSError as error:
@@ -132,9 +131,9 @@ def _why_not(paths: RunPaths) -> str | None:
 def _check_unrequested(job: BatchJob) -> None:
     """Raise BudgetSpentError if the job of a failed run is started again and again.
 
-    The batch script chooses an exit code after which Slurm does not do that, but it may not have received the
-    list of these codes. A start after a lost node, or one that ``after`` or the batch script requested,
-    does not count.
+    The batch script chooses an exit code after which Slurm does not restart the job, but it may not have
+    received the list of these codes. A start after a lost node, or one that ``after`` or the batch script
+    requested, does not count.
     """
     record, status = newest_record(job.paths), read_status(job.paths)
     if status.state != "failed" or record is None or record.end is None or not job.owns(record):
@@ -156,7 +155,7 @@ def _check_unrequested(job: BatchJob) -> None:
 
 
 def _check_trusted(job: BatchJob) -> None:
-    """Raise UntrustedError where another user could have written what the ranks will run."""
+    """Raise UntrustedError if another user could have written the code of the ranks."""
     trust.check_run(job.paths)
     folder = job.submission.folder
     for path in [folder, *folder.glob("*.pkl")]:
@@ -179,8 +178,8 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         _check_nodes(job, hosts)
     job.asked.unlink(missing_ok=True)
     facts = granted(job.submission, environ)
-    if words := limit_words(AttemptRecord(0, began, [], None, **facts)):
-        say(words)
+    if sentence := limit_words(AttemptRecord(0, began, [], None, **facts)):
+        say(sentence)
     return claim_attempt(
         job.paths,
         LAUNCHER,
@@ -196,17 +195,17 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
 
 
 def _batch_script(environ: Mapping[str, str]) -> Process:
-    """Return the batch script's process: it lives as long as the attempt, which this one does not."""
+    """Return the batch script's process: it lives as long as the attempt, unlike this process."""
     task = environ.get("SLURM_TASK_PID", "")  # the parent may be a container's starter
-    found = Process.of(int(task)) if task.isdecimal() else None
-    return found or Process.of(os.getppid()) or Process.current()
+    process = Process.of(int(task)) if task.isdecimal() else None
+    return process or Process.of(os.getppid()) or Process.current()
 
 
 def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
-    """See to it that the attempt before, which has no end on record, is over. Raises TryAgainError."""
+    """Make sure that the previous attempt, which has no recorded end, is over. Raises TryAgainError."""
     is_own = job.owns(record) and record.restart != job.restart
-    # What Slurm has given up and started again is over, though its processes may still live on a lost node:
-    # they commit nothing once this attempt stands.
+    # An attempt that Slurm has requeued is over, though its processes may live on a lost node: they commit
+    # nothing once this attempt is recorded.
     if not is_own and (living(record) or _is_running(job, record)):
         raise TryAgainError(
             f"attempt {record.attempt} of run {job.paths.folder.name} is running "
@@ -222,9 +221,9 @@ def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
 
 
 def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
-    """Return the record of an attempt that ended before its batch script could say why."""
+    """Return the record of an attempt that ended before its batch script could diagnose it."""
     name = noted_signal(paths.attempt(record.attempt))
-    found = diagnose_record(
+    diagnosis = diagnose_record(
         paths,
         record,
         step=read_status(paths).step,
@@ -232,11 +231,11 @@ def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> 
         dead_nodes=gone_nodes(record.hosts),
         is_requeued=is_requeued,
     )
-    return ended_unseen(paths, record, found)
+    return ended_unseen(paths, record, diagnosis)
 
 
 def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
-    """Raise BudgetSpentError where no attempt may follow the one that was lost; else tell what is left."""
+    """Raise BudgetSpentError if no attempt may follow the lost one; else record the remaining budget."""
     attempt = job.paths.attempt(diagnosed.attempt)
     recovery = effective_recovery(job.paths, diagnosed.attempt)
     spent = gpu_budget.used_by(job.paths, diagnosed)
@@ -245,7 +244,7 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     if decision.comes_back:
         write_record(attempt, diagnosed)
         return
-    # With this restart and an end by the batch script: `status` must take neither for a job that is running.
+    # Record this restart and an end by the batch script, so that `status` does not show the job as running.
     events = diagnosed.events | {"end": now_ms()}
     write_record(attempt, replace(diagnosed, restart=job.restart, events=events))
     raise BudgetSpentError(decision.reason)
@@ -257,14 +256,14 @@ def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
     unwanted = sorted(set(hosts) & nodes.keys())
     if not unwanted:
         return
-    words = bad_nodes.exclusion_words({node: nodes[node] for node in unwanted})
-    asked = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
-    if asked >= _MOST_ASKED:
-        say(f"{words}, but Slurm allocates no other; continuing there")
+    sentence = bad_nodes.exclusion_words({node: nodes[node] for node in unwanted})
+    num_requests = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
+    if num_requests >= _MOST_ASKED:
+        say(f"{sentence}, but Slurm allocates no other; continuing there")
         return
     with job.asked.open("a") as file:
         file.write(f"{now()} {' '.join(unwanted)}\n")
-    raise WrongNodeError(f"asks for other nodes: {words}", nodes)
+    raise WrongNodeError(f"asks for other nodes: {sentence}", nodes)
 
 
 def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
@@ -273,7 +272,7 @@ def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
         return False
     if None not in {record.cluster, job.cluster} and record.cluster != job.cluster:
         return silent_s(job.paths, record) < SILENT_LIMIT_S
-    with suppress(HpcTrainError):  # where Slurm does not answer, ownership keeps the run whole
+    with suppress(HpcTrainError):  # if Slurm does not answer, ownership protects the run
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
         return not {"RUNNING", "COMPLETING", "SUSPENDED"}.isdisjoint(listed.split())
     return False
@@ -308,11 +307,11 @@ def _num_ranks(environ: Mapping[str, str]) -> int | None:
 
 
 def gone_nodes(hosts: Sequence[str]) -> list[str]:
-    """Return those of the nodes that Slurm calls down, or has not heard of; none where it can't be asked."""
-    wanted = bad_nodes.names(hosts)
-    if not wanted:
+    """Return the nodes that Slurm reports as down or does not know; none if it can't be reached."""
+    nodes = bad_nodes.names(hosts)
+    if not nodes:
         return []
-    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(wanted)}", "--format=%N %T"]
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
     with suppress(OSError, subprocess.SubprocessError):  # in a container there is none
         done = subprocess.run(
@@ -320,7 +319,7 @@ def gone_nodes(hosts: Sequence[str]) -> list[str]:
         )
         pairs = (line.split() for line in done.stdout.splitlines())
         states = {pair[0]: pair[1].lower() for pair in pairs if len(pair) == 2}
-        return sorted(node for node in wanted if _is_gone(states.get(node, "")))
+        return sorted(node for node in nodes if _is_gone(states.get(node, "")))
     return []
 
 
@@ -329,9 +328,9 @@ def _is_gone(state: str) -> bool:
     return state.startswith(_GONE) or state.endswith("*")
 
 
-def main(words: Iterable[str]) -> int:
-    """Answer with what ``begin`` returns, or the nodes to exclude; return the exit code."""
-    (folder,) = words
+def main(arguments: Iterable[str]) -> int:
+    """Print the result of ``begin``, or the nodes to exclude; return the exit code."""
+    (folder,) = arguments
     try:
         line = begin(Path(folder).absolute(), os.environ)
     except UserError as error:

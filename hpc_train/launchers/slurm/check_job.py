@@ -1,7 +1,7 @@
 """The jobs of ``doctor --submit``: a batch script in which a node reports on itself, without srun.
 
-With several nodes one more job measures the all-reduces of their pairs (``health.pair_bandwidth``). What a
-node found arrives as a file in the folder of runs; from one that can't write there, as an exit code.
+With several nodes one more job measures the all-reduces of their pairs (``health.pair_bandwidth``). A node
+writes its findings to a file in the folder of runs; if it can't, they are its exit code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SOURCE = "sbatch"
 _TIME_MIN = 5
 _PAUSE_MAX_S = 5.0
 _MAX_NODES = 64
-#: Assumed: a pair of nodes is slow below this part of the median of all pairs, where there are several.
+#: Assumed: a pair of nodes is slow below this fraction of the median, if there are several pairs.
 _SLOW_PAIR = 0.5
 _PAIR_SCRIPT = Path(PACKAGE_PARENT, "hpc_train", "health", "pair_bandwidth.py")
 _KEYS = ("partition", "account", "qos", "constraint", "reservation")
@@ -72,13 +72,13 @@ class CheckJob:
         return self.state in queue.ENDED | {queue.FORGOTTEN}
 
     def update(self) -> None:
-        """Ask Slurm for the job's state."""
+        """Update the job's state from Slurm."""
         try:
-            said = commands.run(["scontrol", "--oneliner", "show", "job", self.job], retry=True)
+            output = commands.run(["scontrol", "--oneliner", "show", "job", self.job], retry=True)
         except commands.RefusedError:  # dropped
             self.state = queue.FORGOTTEN
             return
-        values = dict(word.partition("=")[::2] for word in commands.job_line(said).split())
+        values = dict(word.partition("=")[::2] for word in commands.job_line(output).split())
         self.state, self.reason = values.get("JobState", ""), values.get("Reason", "")
         self.exit_code, self.requeue = values.get("ExitCode", ""), values.get("Requeue", "")
         if (host := values.get("BatchHost", "(null)")) != "(null)":
@@ -86,11 +86,12 @@ class CheckJob:
 
 
 def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: float) -> list[Finding]:
-    """Run a job on each node, or on any one, and return what they found.
+    """Run a job on each node, or on any one, and return the findings.
 
-    With several, or a number of nodes in place of names, another job measures their pairs.
-    Raises NoSchedulerError, UsageError where ``nodes`` are not names, OSError where this machine can't write
-    the folder of runs.
+    With several nodes, or a number in place of names, another job measures their pairs.
+
+    Raises NoSchedulerError, UsageError if ``nodes`` are not names, OSError if this machine can't write to the
+    folder of runs.
     """
     slurm = (experiment.slurm if experiment is not None else None) or SlurmConfig()
     profile = profiles.find(slurm.profile)
@@ -119,12 +120,12 @@ def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: fl
 
 
 def _hostnames(nodes: Sequence[str]) -> list[str]:
-    words = [word for node in nodes for word in [node.strip()] if word]
-    for word in words:
+    hosts = [word for node in nodes for word in [node.strip()] if word]
+    for word in hosts:
         if not re.fullmatch(SLURM_WORD_PATTERN, word):
             raise UsageError(f"--nodes: {printable(word)!r} is not a list of nodes; write one like n1,n[3-5]")
     try:
-        names = commands.run(["scontrol", "show", "hostnames", ",".join(words)]).split()
+        names = commands.run(["scontrol", "show", "hostnames", ",".join(hosts)]).split()
     except commands.RefusedError as error:
         raise UsageError(f"--nodes: {error.words}; write a list like n1,n[3-5]") from None
     return names
@@ -160,16 +161,18 @@ def _submit(
 
 def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
     """Return the options of sbatch: the file's, for one task per node that needs little."""
-    given = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
+    options = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
     more = {
-        key.replace("_", "-"): value for each in (profile.sbatch, slurm.extra) for key, value in each.items()
+        key.replace("_", "-"): value
+        for section in (profile.sbatch, slurm.extra)
+        for key, value in section.items()
     }
-    given |= {"propagate": "NONE"} | {
+    options |= {"propagate": "NONE"} | {
         key: value for key, value in more.items() if key not in _OMITTED and value is not False
     }
     if slurm.gpus_per_node:
         request = ":".join(filter(None, (slurm.gpu_type or profile.defaults.gpu_type, "1")))
-        given |= {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus-per-node": request}
+        options |= {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus-per-node": request}
     fixed = {
         "job-name": "hpc-train-doctor",
         "nodes": job.num_nodes,
@@ -182,7 +185,7 @@ def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
     }
     return [
         f"--{key}" if value is True else f"--{key}={value}"
-        for key, value in (given | fixed).items()
+        for key, value in (options | fixed).items()
         if value is not None
     ]
 
@@ -201,7 +204,7 @@ def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
 
 
 def _cancel(jobs: Sequence[CheckJob]) -> None:
-    """End what still waits or runs, after Ctrl-C too."""
+    """Cancel jobs that still wait or run, also after Ctrl-C."""
     with suppress(NoSchedulerError, commands.RefusedError):
         if ids := [job.job for job in jobs if job.job and not job.has_ended]:
             commands.cancel_jobs(ids)
@@ -230,47 +233,47 @@ def _judged(
         return [_not_ended(job, where, limit_s)]
     if job.num_nodes > 1:
         return [_bandwidth(job)]
-    found = [_may_requeue(job)] if job.requeue else []
+    findings = [_may_requeue(job)] if job.requeue else []
     try:
         facts = parsed(job.report.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
-        return [*found, _without_report(job, where, runs)]
+        return [*findings, _without_report(job, where, runs)]
     gpus = experiment.slurm.gpus_per_node if experiment is not None and experiment.slurm is not None else 0
     wants_gpu = experiment is not None and gpus > 0 and experiment.device != "cpu"
     prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
     machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched, experiment)
-    return [*found, *judged(machine)]
+    return [*findings, *judged(machine)]
 
 
 def _bandwidth(job: CheckJob) -> Finding:
     """Return how fast the pairs of nodes add up tensors, and which pairs are slow."""
     source = f"job {job.job}"
     results = [json.loads(path.read_text(encoding="ascii")) for path in job.report.parent.glob("pair-*.json")]
-    pairs = {f"{each['node']}-{other}": rate for each in results for other, rate in each["pairs"].items()}
+    pairs = {f"{result['node']}-{peer}": rate for result in results for peer, rate in result["pairs"].items()}
     if len(results) < job.num_nodes or not pairs:
-        said = last_line(job.report.with_name(f"{job.report.name}.err")) or f"{job.state} {job.exit_code}"
-        why = "ranks on these nodes can't exchange gradients"
+        detail = last_line(job.report.with_name(f"{job.report.name}.err")) or f"{job.state} {job.exit_code}"
+        effect = "ranks on these nodes can't exchange gradients"
         remedy = "check the nodes' interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
-        return Finding(Level.ERROR, "slurm.bandwidth", f"no all-reduce: {said}", source, why, remedy)
+        return Finding(Level.ERROR, "slurm.bandwidth", f"no all-reduce: {detail}", source, effect, remedy)
     median = statistics.median(pairs.values())
     slow = {pair: rate for pair, rate in sorted(pairs.items()) if rate < _SLOW_PAIR * median}
     rates = ", ".join(f"{pair} {rate:.2g}" for pair, rate in (slow or dict(sorted(pairs.items()))).items())
     backend = results[0]["backend"]
-    what = f"all-reduce between nodes, {backend}, one rank each, GB/s: {rates}; median {median:.2g}"
+    summary = f"all-reduce between nodes, {backend}, one rank each, GB/s: {rates}; median {median:.2g}"
     if not slow:
-        return Finding(Level.OK, "slurm.bandwidth", what, source)
-    why = "every step waits for the slowest pair"
+        return Finding(Level.OK, "slurm.bandwidth", summary, source)
+    effect = "every step waits for the slowest pair"
     remedy = "exclude a node that is in several of them (slurm.exclude), and tell the administrators"
-    return Finding(Level.WARNING, "slurm.bandwidth", what, source, why, remedy)
+    return Finding(Level.WARNING, "slurm.bandwidth", summary, source, effect, remedy)
 
 
 def _not_ended(job: CheckJob, where: str, limit_s: float) -> Finding:
     waits = job.state == "PENDING"
-    what = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s"
+    problem = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s"
     return Finding(
         Level.WARNING,
         "slurm.submit",
-        f"{where}: {what} ({job.reason}); cancelled" if waits else f"{where}: {what}; cancelled",
+        f"{where}: {problem} ({job.reason}); cancelled" if waits else f"{where}: {problem}; cancelled",
         _SOURCE,
         "the node was not checked",
         "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)",
@@ -297,11 +300,11 @@ def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
     if code in {"43", "44"}:
         reason = "it is not there" if code == "43" else "no file can be made in it"
         return unusable_runs(where, runs, reason)
-    said = last_line(job.report.with_name(f"{job.report.name}.err")).removeprefix("hpc-train: ")
+    error_line = last_line(job.report.with_name(f"{job.report.name}.err")).removeprefix("hpc-train: ")
     causes = {
         "41": (
             "machine.modules",
-            said or "the set-up of the profile or `module load` fails",
+            error_line or "the set-up of the profile or `module load` fails",
             "correct environment.modules, or `setup` of the profile",
         ),
         "42": (
@@ -312,7 +315,7 @@ def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
         "45": ("machine.python", "Python fails", "write environment.python"),
     }
     unknown = f"the job ended as {job.state} {job.exit_code}", "see slurmd's log, or ask the administrators"
-    check, what, remedy = causes.get(code, ("slurm.submit", *unknown))
+    check, problem, remedy = causes.get(code, ("slurm.submit", *unknown))
     return Finding(
-        Level.ERROR, check, f"{where}: {what}", f"job {job.job}", "ranks can't start there", remedy
+        Level.ERROR, check, f"{where}: {problem}", f"job {job.job}", "ranks can't start there", remedy
     )

@@ -1,4 +1,4 @@
-"""What the checks of ``doctor`` on a Slurm read, and the findings that they write."""
+"""Input of ``doctor``'s checks of a Slurm cluster, and helpers for their findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASSUMED_SAVE_S = 10.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: a cluster, and with ``slurm`` a file's request."""
+    """The subject of the checks: a cluster, and with ``slurm`` a file's request."""
 
     facts: ClusterFacts
     slurm: SlurmConfig | None = None
@@ -36,8 +36,8 @@ class Subject:
     @property
     def save_words(self) -> str:
         """``save_s`` for a message, and whether it was measured."""
-        known = self.longest_save_s is not None
-        return f"the longest save so far took {self.save_s:.1f} s" if known else "a save may take 10 s"
+        is_measured = self.longest_save_s is not None
+        return f"the longest save so far took {self.save_s:.1f} s" if is_measured else "a save may take 10 s"
 
     @property
     def used(self) -> list[Partition]:
@@ -45,15 +45,15 @@ class Subject:
         return request_checks.used(self.slurm or SlurmConfig(), self.facts)
 
     def level_of(self, partition: Partition) -> Level:
-        """Return the level of what makes jobs of the partition fail."""
+        """Return the level of a problem that makes jobs of the partition fail."""
         return Level.ERROR if partition in self.used else Level.WARNING
 
 
-def configuration(check: str, level: Level, what: str, why: str, remedy: str) -> Finding:
+def configuration(check: str, level: Level, problem: str, effect: str, remedy: str) -> Finding:
     """Return a finding on a setting of slurm.conf."""
-    return Finding(level, f"slurm.{check}", what, CONFIG, why, remedy)
+    return Finding(level, f"slurm.{check}", problem, CONFIG, effect, remedy)
 
 
-def fine(check: str, what: str, source: str = CONFIG) -> Finding:
-    """Return that a check found nothing wrong."""
-    return Finding(Level.OK, f"slurm.{check}", what, source)
+def fine(check: str, result: str, source: str = CONFIG) -> Finding:
+    """Return the finding of a passed check."""
+    return Finding(Level.OK, f"slurm.{check}", result, source)

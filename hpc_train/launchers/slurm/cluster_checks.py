@@ -1,6 +1,6 @@
-"""What of a Slurm's configuration would make runs fail, or lose work: one function per check.
+"""Checks of a Slurm configuration for settings that make runs fail or lose work: one function per check.
 
-Called by ``launcher`` for ``doctor``. Nothing is asked here: all is in the ``Subject``.
+Called by ``launcher`` for ``doctor``. The checks read the ``Subject`` only.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from hpc_train.paths import ExperimentPaths, runs_root
 _ARRAY_SIZE = 100
 #: Without accounting ``status`` has only this long to learn how a job ended. Assumed.
 _JOB_AGE_S = 60
-#: The least that a job can do with its time: as long as it is before the signal.
+#: Minimum time limit of a job, as a multiple of the time from the signal to the limit.
 _LEADS = 2
 _EXPERIMENTS_LOOKED_AT = 50
-#: Key of a request in the section → the check that reports it, and where it was read.
+#: Key of a request in the section → the check that reports it, and the source of its limits.
 _SOURCES = {
     "account": ("slurm.account", "sacctmgr show user $USER withassoc"),
     "time_limit": ("slurm.time-limit", "scontrol show partition"),
@@ -50,23 +50,23 @@ _OTHER_SOURCE = ("slurm.request", "sinfo, scontrol show partition")
 def check(request: CheckRequest) -> list[Finding]:
     """Return the findings on the cluster, and on the file's request.
 
-    Raises NoSchedulerError where there is no Slurm here.
+    Raises NoSchedulerError if there is no Slurm here.
     """
     can_be_queued = request.experiment is None or request.experiment.slurm is not None
     try:
         subject = _subject(request)
     except (commands.NoAnswerError, commands.RefusedError) as error:
-        why = "nothing can be submitted meanwhile; runs in the queue are not affected"
+        effect = "nothing can be submitted meanwhile; runs in the queue are not affected"
         remedy = "repeat the command later, or ask the administrators"
-        found = [Finding(Level.ERROR, "slurm.answer", str(error), "scontrol, sinfo", why, remedy)]
+        findings = [Finding(Level.ERROR, "slurm.answer", str(error), "scontrol, sinfo", effect, remedy)]
     else:
-        found = [finding for each in CHECKS for finding in each(subject)]
+        findings = [finding for run_check in CHECKS for finding in run_check(subject)]
     if not can_be_queued:
-        found = [replace(each, level=Level.WARNING) if each.level is Level.ERROR else each for each in found]
-        why = "the file can be started with --local only"
+        findings = [replace(f, level=Level.WARNING) if f.level is Level.ERROR else f for f in findings]
+        effect = "the file can be started with --local only"
         missing = "the file has no section slurm"
-        found.append(Finding(Level.WARNING, "slurm.section", missing, "", why, "write `slurm: {}`"))
-    return found
+        findings.append(Finding(Level.WARNING, "slurm.section", missing, "", effect, "write `slurm: {}`"))
+    return findings
 
 
 def _subject(request: CheckRequest) -> Subject:
@@ -88,16 +88,16 @@ def _longest_save_s() -> float | None:
     """Return how long the longest save of any run here took; None while there is none."""
     root = runs_root()
     folders = sorted(root.iterdir())[:_EXPERIMENTS_LOOKED_AT] if root.is_dir() else []
-    experiments = [ExperimentPaths(each) for each in folders if each.name[:1] != "." and each.is_dir()]
-    return max((save_s for each in experiments for save_s in options.saves_s(each)), default=None)
+    experiments = [ExperimentPaths(path) for path in folders if path.name[:1] != "." and path.is_dir()]
+    return max((save_s for path in experiments for save_s in options.saves_s(path)), default=None)
 
 
 def requests(subject: Subject) -> Iterator[Finding]:
-    """What the file requests, and Slurm would refuse or never start."""
+    """Requests of the file that Slurm would refuse or never start."""
     if subject.slurm is None:
         return
     may_change = subject.facts.rewrites_requests
-    why = "Slurm rejects the job, or accepts it and never starts it"
+    effect = "Slurm rejects the job, or accepts it and never starts it"
     for problem in request_checks.problems(subject.slurm, subject.facts):
         name, source = _SOURCES.get(problem.key.partition(".")[2], _OTHER_SOURCE)
         yield Finding(
@@ -105,23 +105,23 @@ def requests(subject: Subject) -> Iterator[Finding]:
             name,
             f"{subject.place(problem.key)}: {problem.message}",
             source,
-            f"{why}, unless a plug-in of this site changes the request" if may_change else why,
+            f"{effect}, unless a plug-in of this site changes the request" if may_change else effect,
             problem.remedy,
         )
 
 
 def array_size(subject: Subject) -> Iterator[Finding]:
     """MaxArraySize."""
-    found = subject.facts.number("MaxArraySize")
-    if found is None:
+    size = subject.facts.number("MaxArraySize")
+    if size is None:
         return
-    if found >= _ARRAY_SIZE:
-        yield fine("array-size", f"MaxArraySize = {found}")
+    if size >= _ARRAY_SIZE:
+        yield fine("array-size", f"MaxArraySize = {size}")
         return
     yield configuration(
         "array-size",
         Level.WARNING,
-        f"MaxArraySize = {found}: an array has at most {max(found - 1, 0)} as its highest index",
+        f"MaxArraySize = {size}: an array has at most {max(size - 1, 0)} as its highest index",
         "a larger sweep becomes several jobs, and sweep.max_parallel applies to each of them",
         "write smaller sweeps, or " + ADMINISTRATORS.format("a larger MaxArraySize"),
     )
@@ -144,17 +144,17 @@ def accounting(subject: Subject) -> Iterator[Finding]:
 
 
 def job_age(subject: Subject) -> Iterator[Finding]:
-    """MinJobAge where there is no accounting."""
-    found = subject.facts.number("MinJobAge")
-    if found is None:
+    """MinJobAge without accounting."""
+    age_s = subject.facts.number("MinJobAge")
+    if age_s is None:
         return
-    if found == 0 or found >= _JOB_AGE_S or subject.facts.has_accounting:
-        yield fine("job-age", f"MinJobAge = {found} s")
+    if age_s == 0 or age_s >= _JOB_AGE_S or subject.facts.has_accounting:
+        yield fine("job-age", f"MinJobAge = {age_s} s")
         return
     yield configuration(
         "job-age",
         Level.WARNING,
-        f"MinJobAge = {found} s: Slurm drops jobs {found} s after their end, and there is no accounting",
+        f"MinJobAge = {age_s} s: Slurm drops jobs {age_s} s after their end, and there is no accounting",
         "`status` of a job that was killed can't say why",
         ADMINISTRATORS.format("MinJobAge=300 or accounting"),
     )
@@ -232,8 +232,8 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
 
 def account(subject: Subject) -> Iterator[Finding]:
     """Whether this user may submit, and to the file's account and QOS."""
-    found, source = subject.facts.associations, "sacctmgr show user $USER withassoc"
-    if found is None or not subject.facts.enforces("associations"):
+    associations, source = subject.facts.associations, "sacctmgr show user $USER withassoc"
+    if associations is None or not subject.facts.enforces("associations"):
         return
     problems = list(request_checks.accounts(subject.slurm or SlurmConfig(), subject.facts))
     if subject.slurm is None and problems:
@@ -246,7 +246,7 @@ def account(subject: Subject) -> Iterator[Finding]:
             problems[0].remedy,
         )
     elif not problems:
-        accounts = list(dict.fromkeys(each.account for each in found))
+        accounts = list(dict.fromkeys(association.account for association in associations))
         yield fine("account", f"accounts: {', '.join(accounts[:8])}", source)
 
 

@@ -1,6 +1,6 @@
-"""What Slurm says of itself, its partitions, its nodes and this user: read for ``doctor`` and ``init``.
+"""Reads Slurm's configuration, partitions, nodes and this user's associations, for ``doctor`` and ``init``.
 
-Names are those of the site, which may contain anything: whoever prints them escapes them.
+Names are set by the site and may contain any character: escape them before printing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpc_train.launchers.slurm.tres_limits import QOS_FIELDS, Limits, Qos, parse
 from hpc_train.launchers.slurm.tres_limits import seconds as seconds
 from hpc_train.launchers.slurm.unsatisfiable import Node
 
-#: As Slurm prints that there is no value.
+#: Slurm's notations for a missing value.
 _NOTHING = {"", "(null)", "N/A", "NONE", "none"}
 _KEY = re.compile(r"(?:^| )([A-Za-z][\w/]*)=")
 _FORMAT = "%N|%R|%T|%c|%m|%G|%f"
@@ -25,19 +25,20 @@ _ASSOCIATION_FIELDS = (
     "account", "partition", "qos", "maxsubmit", "defaultaccount", "defaultqos", "maxwall", "maxtres",
     "grptres", "maxtrespernode", "cluster",
 )  # fmt: skip
-#: Up to the default account: what each version prints.
+#: Fields up to the default account, which each version prints.
 _NEEDED_FIELDS = 5
-#: States of ``sinfo`` in which a node takes no new job until somebody repairs it.
+#: States of ``sinfo`` in which a node accepts no new jobs until it is repaired.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "inval")
-#: States of a partition that takes no jobs, not even to wait.
+#: States of a partition that accepts no jobs, not even to wait.
 _REFUSES_JOBS = ("INACTIVE", "DRAIN")
-#: What ``AccountingStorageEnforce`` enforces → the words that do so besides its own.
+#: A value of ``AccountingStorageEnforce`` → other values that imply it.
 _ALSO_ENFORCED_BY = {
     "associations": {"all", "limits", "qos", "safe", "wckeys"},
     "limits": {"all", "safe"},
     "qos": {"all"},
 }
-#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that leave a request's partition, account and QOS alone.
+#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that do not change a request's partition, account and
+#: QOS.
 _LEAVE_REQUESTS = {"require_timelimit", "logging", "throttle", "none"}
 
 
@@ -49,7 +50,7 @@ class Partition:
 
     @classmethod
     def parse(cls, line: str) -> Partition:
-        """Read one line. A value ends where the next key begins."""
+        """Read one line. A value ends before the next key."""
         keys = list(_KEY.finditer(line))
         ends = [key.start() for key in keys[1:]] + [len(line)]
         return cls({key[1]: line[key.end() : end].strip() for key, end in zip(keys, ends, strict=True)})
@@ -71,18 +72,18 @@ class Partition:
 
     @property
     def qos(self) -> str:
-        """The QOS whose limits hold for its jobs, in small letters; empty where it has none."""
+        """The QOS whose limits apply to its jobs, in lower case; empty if it has none."""
         value = self.values.get("QoS", "")
         return "" if value in _NOTHING else value.lower()
 
     @property
     def refuses_jobs(self) -> bool:
-        """Whether it takes no new jobs, not even to wait."""
+        """Whether it accepts no new jobs, not even to wait."""
         return self.values.get("State", "UP") in _REFUSES_JOBS
 
     @property
     def is_replaced(self) -> bool:
-        """Whether its jobs go to its ``Alternate`` partition, since it takes none itself."""
+        """Whether its jobs go to its ``Alternate`` partition, since it accepts none itself."""
         return self.refuses_jobs and self.values.get("Alternate", "") not in _NOTHING
 
     def number(self, name: str) -> int | None:
@@ -103,8 +104,8 @@ class Partition:
     @property
     def default_time_s(self) -> int | None:
         """The time limit of a job that requests none."""
-        own = seconds(self.values.get("DefaultTime"))
-        return self.max_time_s if own is None else own
+        default_s = seconds(self.values.get("DefaultTime"))
+        return self.max_time_s if default_s is None else default_s
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ class PartitionNode:
     @classmethod
     def parse(cls, line: str) -> PartitionNode | None:
         """Read a line of ``sinfo`` in ``_FORMAT``; None for any other line."""
-        name, partition, state, rest = [*line.strip().split("|", 3), "", "", ""][:4]
-        node = Node.parse(rest)
+        name, partition, state, resources = [*line.strip().split("|", 3), "", "", ""][:4]
+        node = Node.parse(resources)
         return None if node is None else cls(name, partition, state, node)
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes jobs without a repair first; a state that ends in ``*`` does not respond."""
+        """Whether it accepts jobs without a repair; a node whose state ends in ``*`` does not respond."""
         return not self.state.lower().startswith(_UNUSABLE) and not self.state.endswith("*")
 
 
@@ -134,7 +135,7 @@ _NO_LIMITS = Limits("your association")
 
 @dataclass(frozen=True)
 class Association:
-    """What this user may charge, of ``sacctmgr show associations``."""
+    """An account that this user may charge, from ``sacctmgr show associations``."""
 
     account: str
     partition: str
@@ -144,15 +145,14 @@ class Association:
     #: The QOS of jobs that request none; empty: the cluster's own default.
     default_qos: str = ""
     limits: Limits = _NO_LIMITS
-    #: In small letters; empty where it was not printed.
+    #: In lower case; empty if it was not printed.
     cluster: str = ""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """All that was read. ``associations`` and ``qos``: None where there is no accounting, or it does not
-    answer; ``reservations``: names, None where Slurm does not say. ``node_names``: also of nodes in no
-    partition.
+    """The facts that were read. ``associations`` and ``qos``: None without accounting or its answer;
+    ``reservations``: names, None if unknown. ``node_names``: including nodes in no partition.
     """
 
     config: Mapping[str, str]
@@ -165,11 +165,11 @@ class ClusterFacts:
 
     def number(self, name: str) -> int | None:
         """Return a setting that is a number, such as ``KillWait``: ``30 sec``; None for any other value."""
-        words = self.config.get(name, "").split()
-        return int(words[0]) if words and words[0].isdecimal() else None
+        parts = self.config.get(name, "").split()
+        return int(parts[0]) if parts and parts[0].isdecimal() else None
 
     def text(self, name: str) -> str:
-        """Return a setting; empty where it has no value."""
+        """Return a setting; empty if unset."""
         value = self.config.get(name, "")
         return "" if value in _NOTHING else value
 
@@ -180,10 +180,10 @@ class ClusterFacts:
             self.text("AccountingStorageType")
         )
 
-    def enforces(self, what: str) -> bool:
-        """Tell whether ``associations``, ``limits`` or ``qos`` are enforced; some words imply others."""
-        words = set(self.text("AccountingStorageEnforce").lower().split(","))
-        return bool(words & {what, *_ALSO_ENFORCED_BY[what]})
+    def enforces(self, kind: str) -> bool:
+        """Return True if ``associations``, ``limits`` or ``qos`` are enforced; some values imply others."""
+        values = set(self.text("AccountingStorageEnforce").lower().split(","))
+        return bool(values & {kind, *_ALSO_ENFORCED_BY[kind]})
 
     @property
     def rewrites_requests(self) -> bool:
@@ -195,86 +195,98 @@ class ClusterFacts:
     def associations_of(self, account: str | None, partition: str) -> list[Association]:
         """Return the user's associations with the account, or with the default one, in this partition.
 
-        One of this partition alone comes before one of all partitions.
+        Associations with this partition take precedence over associations with all partitions.
         """
-        found = [
-            each
-            for each in self.associations or ()
-            if (each.is_default if account is None else each.account == account.lower())
+        candidates = [
+            association
+            for association in self.associations or ()
+            if (association.is_default if account is None else association.account == account.lower())
         ]
-        own = [each for each in found if each.partition.lower() == partition.lower()]
-        return own or [each for each in found if not each.partition]
+        specific = [
+            association for association in candidates if association.partition.lower() == partition.lower()
+        ]
+        return specific or [association for association in candidates if not association.partition]
 
     def qos_named(self, name: str) -> Qos | None:
-        """Return the QOS with this name, in small letters; None if there is none, or QOS are unknown."""
-        return next((each for each in self.qos or () if each.name == name), None)
+        """Return the QOS with this name, in lower case; None if there is none, or QOS are unknown."""
+        return next((qos for qos in self.qos or () if qos.name == name), None)
 
     def qos_of(self, name: str | None, account: str | None, partition: str) -> Qos | None:
         """Return the QOS of a job that names this one, or none; None if unknown, as one of several is."""
         if name is not None:
             return self.qos_named(name.lower())
-        own = self.associations_of(account, partition)
-        if not own:
+        associations = self.associations_of(account, partition)
+        if not associations:
             return None
-        # Of an association with a single QOS Slurm takes that.
-        default = next((each.default_qos or (each.qos[0] if len(each.qos) == 1 else "") for each in own), "")
+        # Slurm uses an association's QOS if there is only one.
+        default = next(
+            (
+                association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
+                for association in associations
+            ),
+            "",
+        )
         return self.qos_named(default or "normal")
 
     @cached_property
     def default(self) -> Partition | None:
         """The cluster's default partition; None if it has none."""
-        return next((each for each in self.partitions if each.is_default), None)
+        return next((partition for partition in self.partitions if partition.is_default), None)
 
     def partition(self, name: str) -> Partition | None:
-        """Return the partition with this name, hidden ones included; None if there is none."""
-        return next((each for each in self.partitions if each.name == name), None)
+        """Return the partition with this name, which may be hidden; None if there is none."""
+        return next((partition for partition in self.partitions if partition.name == name), None)
 
     def nodes_of(self, partition: str) -> list[PartitionNode]:
-        """Return the nodes of the partition that ``sinfo`` lists, down ones included."""
+        """Return the nodes of the partition that ``sinfo`` lists, including nodes that are down."""
         return [node for node in self.nodes if node.partition == partition]
 
     def lists_all_nodes(self, partition: Partition) -> bool:
-        """Tell whether all nodes of the partition were listed: ``sinfo`` may hide those without power."""
+        """Return True if all nodes of the partition were listed: ``sinfo`` may hide powered-down nodes."""
         total = partition.number("TotalNodes")
         return total is None or len(self.nodes_of(partition.name)) >= total
 
 
 def read() -> ClusterFacts:
-    """Ask Slurm. Raises NoSchedulerError where there is none or no answer, RefusedError where it says no."""
+    """Query Slurm. Raises NoSchedulerError if there is none or no answer, RefusedError if it refuses."""
     config = commands.parsed_config(commands.run(["scontrol", "show", "config"]))
-    # --all: partitions that are hidden take jobs as well.
+    # --all: hidden partitions accept jobs as well.
     partitions = commands.run(["scontrol", "--all", "--oneliner", "show", "partition"])
     nodes = commands.run(["sinfo", "--all", "--noheader", "--Node", f"--format={_FORMAT}"])
     facts = ClusterFacts(config, parsed_partitions(partitions), parsed_nodes(nodes), node_names=_node_names())
     reservations = _reservations()
     if not facts.has_accounting:
         return replace(facts, reservations=reservations)
-    with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), most of which it waits
+    with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), mostly waiting
         associations, qos = pool.submit(_associations, facts.text("ClusterName")), pool.submit(_qos)
     return replace(facts, associations=associations.result(), qos=qos.result(), reservations=reservations)
 
 
-def parsed_partitions(said: str) -> list[Partition]:
+def parsed_partitions(output: str) -> list[Partition]:
     """Return the partitions of ``scontrol --oneliner show partition``."""
-    return [Partition.parse(line) for line in said.split("\n") if line.startswith("PartitionName=")]
+    return [Partition.parse(line) for line in output.split("\n") if line.startswith("PartitionName=")]
 
 
-def parsed_nodes(said: str) -> list[PartitionNode]:
+def parsed_nodes(output: str) -> list[PartitionNode]:
     """Return the nodes of ``sinfo``, once for each partition that has them."""
-    return [node for line in said.split("\n") if (node := PartitionNode.parse(line))]
+    return [node for line in output.split("\n") if (node := PartitionNode.parse(line))]
 
 
-def parsed_associations(said: str, cluster: str = "") -> list[Association]:
+def parsed_associations(output: str, cluster: str = "") -> list[Association]:
     """Return the associations with this cluster: lines of ``_ASSOCIATION_FIELDS``, maybe without the last.
 
-    ``cluster``: empty if its name is not known; then those with all clusters.
+    ``cluster``: empty if its name is unknown; then associations with all clusters.
     """
-    found = _parsed_associations(said)
-    return [each for each in found if not cluster or each.cluster in {"", cluster.lower()}]
+    associations = _parsed_associations(output)
+    return [
+        association
+        for association in associations
+        if not cluster or association.cluster in {"", cluster.lower()}
+    ]
 
 
-def _parsed_associations(said: str) -> Iterator[Association]:
-    for line in said.split("\n"):
+def _parsed_associations(output: str) -> Iterator[Association]:
+    for line in output.split("\n"):
         parts = line.split("|")
         if len(parts) < _NEEDED_FIELDS or not parts[0]:
             continue
@@ -293,37 +305,37 @@ def _parsed_associations(said: str) -> Iterator[Association]:
         )
 
 
-def parsed_reservations(said: str) -> list[str]:
+def parsed_reservations(output: str) -> list[str]:
     """Return the names in ``scontrol --oneliner show reservation``."""
-    return re.findall(r"^ReservationName=(\S+)", said, re.MULTILINE)
+    return re.findall(r"^ReservationName=(\S+)", output, re.MULTILINE)
 
 
 def _associations(cluster: str) -> list[Association] | None:
     import getpass
 
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "withassoc"]
-    said = _answer([*argv, f"format={','.join(_ASSOCIATION_FIELDS)}"])
-    return None if said is None else parsed_associations(said, cluster)
+    output = _answer([*argv, f"format={','.join(_ASSOCIATION_FIELDS)}"])
+    return None if output is None else parsed_associations(output, cluster)
 
 
 def _qos() -> list[Qos] | None:
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(QOS_FIELDS)}"]
-    said = _answer(argv)
-    return None if said is None else parsed_qos(said)
+    output = _answer(argv)
+    return None if output is None else parsed_qos(output)
 
 
 def _reservations() -> list[str] | None:
-    said = _answer(["scontrol", "--oneliner", "show", "reservation"])
-    return None if said is None else parsed_reservations(said)
+    output = _answer(["scontrol", "--oneliner", "show", "reservation"])
+    return None if output is None else parsed_reservations(output)
 
 
 def _node_names() -> list[str] | None:
-    said = _answer(["scontrol", "--all", "--oneliner", "show", "node"])
-    return None if said is None else re.findall(r"^NodeName=(\S+)", said, re.MULTILINE)
+    output = _answer(["scontrol", "--all", "--oneliner", "show", "node"])
+    return None if output is None else re.findall(r"^NodeName=(\S+)", output, re.MULTILINE)
 
 
 def _answer(argv: Sequence[str]) -> str | None:
-    """Return what the program said; None where it is not installed here, or its database is down."""
+    """Return the program's output; None if it is not installed here, or its database is down."""
     try:
         return commands.run(argv)
     except (NoSchedulerError, commands.RefusedError):

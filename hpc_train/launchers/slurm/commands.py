@@ -12,18 +12,19 @@ from functools import cache
 from hpc_train.errors import NoSchedulerError, UserError, printable, shortened
 from hpc_train.launchers.slurm import queue_cache
 
-#: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
+#: Above Slurm's own time-out: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
 LIMIT_S = 60.0
 _ATTEMPTS = 4
 _WORDS_MAX = 1000
-#: Programs that only ask or order; sbatch hands its own environment, locale and all, on to the job.
+#: sbatch passes its environment, including the locale, on to the job, so it is unchanged.
 _UNCHANGED = {"sbatch"}
 #: The option of sbatch with which it submits nothing and prints when the job would start.
 _TEST_ONLY = "--test-only"
-#: Formats and filters that a user may have set: answers must read the same, and orders reach the job meant.
+#: Formats and filters that a user may have set: output must have a fixed format, and commands must reach the
+#: intended job.
 _PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _FORMATS = {"LC_ALL": "C", "TZ": "UTC0", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
-#: What Slurm says (20.02 to 24.11, read and measured) where nobody who knows has answered.
+#: Messages of Slurm (20.02 to 24.11, read and measured) if its daemons do not answer.
 _NO_ANSWER = re.compile(
     r"unable to contact|unable to connect|connect(ion)? (refused|failure|timed out)|timed out on send/recv"
     r"|zero bytes were transmitted|standby mode|in transition|temporarily unable"
@@ -40,7 +41,7 @@ _HAVE_ENDED = re.compile(r"already complet|invalid job id", re.IGNORECASE)
 
 
 class RefusedError(UserError):
-    """Slurm answered, and said no. ``words`` is what it said."""
+    """Slurm refused the command. ``words`` is its message."""
 
     def __init__(self, argv: Sequence[str], words: str) -> None:
         self.words = words
@@ -58,17 +59,17 @@ def run(
     retry: bool = False,
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """Run one of Slurm's programs; return what it printed.
+    """Run one of Slurm's programs; return its output.
 
-    ``retry``: ask again, ever later, while nobody answers. Not for sbatch, which may have been heard.
-    ``environ``: the environment of this process unless stated.
-    Raises NoSchedulerError where there is no Slurm or no answer, RefusedError where the answer is no.
+    ``retry``: repeat with growing pauses while there is no answer. Not for sbatch, which may have succeeded.
+    ``environ``: the environment of this process unless stated. Raises NoSchedulerError if there is no Slurm
+    or no answer, RefusedError if Slurm refuses.
     """
     if not retry:
         return _run(argv, limit_s, environ)
     import stamina
 
-    stamina.instrumentation.set_on_retry_hooks([])  # its own way to tell would be words among ours
+    stamina.instrumentation.set_on_retry_hooks([])  # its log lines would mix with ours
     for attempt in stamina.retry_context(
         on=NoAnswerError, attempts=_ATTEMPTS, timeout=3 * limit_s, wait_initial=0.5, wait_max=10.0
     ):
@@ -101,27 +102,27 @@ def _run(argv: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> str
             f"Slurm does not answer: `{_shown(argv)}` said nothing for {limit_s:g} s"
         ) from None
     if done.returncode == 0:
-        return done.stdout + (done.stderr if _TEST_ONLY in argv else "")  # where sbatch says when
+        return done.stdout + (done.stderr if _TEST_ONLY in argv else "")  # sbatch prints the start time there
     raise failure(argv, done.stderr or done.stdout or f"exit code {done.returncode}")
 
 
-def failure(argv: Sequence[str], said: str) -> NoAnswerError | RefusedError:
-    """Return what it means that the program failed, by what it said."""
-    words = _words(said)
-    if _NO_ANSWER.search(words):
-        return NoAnswerError(f"Slurm does not answer: `{_shown(argv)}` said: {words}")
-    return RefusedError(argv, words)
+def failure(argv: Sequence[str], output: str) -> NoAnswerError | RefusedError:
+    """Return the error for a program that failed with this output."""
+    message = _words(output)
+    if _NO_ANSWER.search(message):
+        return NoAnswerError(f"Slurm does not answer: `{_shown(argv)}` said: {message}")
+    return RefusedError(argv, message)
 
 
 def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     if argv[0] in _UNCHANGED and _TEST_ONLY not in argv:
         return dict(environ)
-    kept = {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
-    return kept | _FORMATS
+    filtered = {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
+    return filtered | _FORMATS
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """Return the command for people: a thousand job ids say nothing."""
+    """Return the command for messages, shortened, since it may list many job ids."""
     return shortened(printable(shlex.join(argv)), 200)
 
 
@@ -131,23 +132,23 @@ def _words(text: str) -> str:
 
 
 def release(job: str) -> None:
-    """Let a held job, or all tasks of an array, start. One that is not held stays as it is."""
+    """Release a held job, or all tasks of an array. Jobs that are not held are unchanged."""
     _order(["scontrol", "release", job], retry=True)
 
 
 def cancel_jobs(ids: Sequence[str]) -> None:
-    """End these jobs (``12``, ``12_3``) for good. Those that have ended already are no error."""
+    """End these jobs (``12``, ``12_3``) for good. Jobs that have already ended are ignored."""
     for start in range(0, len(ids), _JOBS_A_COMMAND):
-        some = list(ids[start : start + _JOBS_A_COMMAND])
+        batch = list(ids[start : start + _JOBS_A_COMMAND])
         try:
-            _order(["scancel", *some], retry=True)
+            _order(["scancel", *batch], retry=True)
         except RefusedError as error:
             if not _HAVE_ENDED.search(error.words):
                 raise
 
 
 def _order(argv: Sequence[str], *, retry: bool = False) -> None:
-    """Change something in Slurm: what it said before counts no more, whether it heard us or not."""
+    """Run a command that changes Slurm's state, and drop cached answers even if it fails."""
     try:
         run(argv, retry=retry)
     finally:
@@ -156,13 +157,13 @@ def _order(argv: Sequence[str], *, retry: bool = False) -> None:
 
 @cache
 def config() -> dict[str, str]:
-    """Return ``scontrol show config``: MaxArraySize, KillWait, JobRequeue, …; asked once a process."""
+    """Return ``scontrol show config``: MaxArraySize, KillWait, JobRequeue, …; queried once per process."""
     return parsed_config(run(["scontrol", "show", "config"], retry=True))
 
 
-def parsed_config(said: str) -> dict[str, str]:
+def parsed_config(output: str) -> dict[str, str]:
     """Return the settings of ``scontrol show config``."""
-    pairs = [line.partition("=") for line in said.splitlines() if "=" in line]
+    pairs = [line.partition("=") for line in output.splitlines() if "=" in line]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
@@ -186,13 +187,14 @@ def _cluster_name() -> str:
 
 @cache
 def partition(name: str = "") -> dict[str, str]:
-    """Return ``scontrol show partition``: GraceTime, PreemptMode, …; of the default one without a name."""
+    """Return ``scontrol show partition``: GraceTime, PreemptMode, …; the default one without a name."""
     argv = ["scontrol", "--oneliner", "show", "partition", *([name] if name else [])]
     lines = run(argv, retry=True).splitlines()
-    found = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in lines]
+    listed = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in lines]
     # A wrapper's banner is a line as well.
     return next(
-        (each for each in found if "PartitionName" in each and (name or each.get("Default") == "YES")), {}
+        (facts for facts in listed if "PartitionName" in facts and (name or facts.get("Default") == "YES")),
+        {},
     )
 
 
@@ -206,10 +208,10 @@ def job_line(shown: str) -> str:
 
 
 def own_jobs() -> list[tuple[str, str]]:
-    """Return (job, script) of this user's jobs that wait or run; the script as sbatch was given it.
+    """Return (job, script) of this user's jobs that wait or run; the script as passed to sbatch.
 
-    An array counts once, by its own number, whatever became of its tasks.
+    An array is listed once, by its number, independent of its tasks' states.
     """
-    said = run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o"], retry=True)
-    found = dict.fromkeys(tuple(line.split("|", 1)) for line in said.splitlines() if "|" in line)
-    return [(job, script) for job, script in found if job.isdigit()]
+    output = run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o"], retry=True)
+    pairs = dict.fromkeys(tuple(line.split("|", 1)) for line in output.splitlines() if "|" in line)
+    return [(job, script) for job, script in pairs if job.isdigit()]

@@ -1,4 +1,4 @@
-"""What srun reports of an attempt's end, as evidence, and what follows for its job. Pure."""
+"""Converts srun's report to evidence of an attempt's end, and its diagnosis to the job's next action."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpc_train.recovery.diagnosis import (
     one_line,
 )
 
-#: srun's own, where it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
+#: srun's exit codes if it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
 _NODE_FAILURE = re.compile(r"node failure|due to node_?fail", re.IGNORECASE)
 _FAILED_NODE = re.compile(r"node failure on (\S+)", re.IGNORECASE)
@@ -37,30 +37,30 @@ MORE_MEMORY = "ask for more slurm.mem_gb"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an attempt once srun has returned."""
+    """The facts about an attempt once srun has returned."""
 
     srun_code: int
     is_completed: bool = False
     is_cancelled: bool = False
-    #: What ranks said of their own errors, the first one first.
+    #: Errors that ranks have written, in order of time.
     errors: dict[int, str] = field(default_factory=dict)
-    #: Exit codes that ranks left, and the nodes that they were on.
+    #: Exit codes that ranks recorded, and their nodes.
     codes: dict[int, int] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     #: All nodes of the attempt, and whether it is the run's first one.
     hosts: Sequence[str] = ()
     is_first_attempt: bool = False
-    #: Which signal asked rank 0 to stop.
+    #: The signal by which rank 0 was asked to stop.
     signal: str | None = None
     #: It came long before the time limit.
     is_early: bool = False
     #: Optimizer steps that are done.
     step: int = 0
-    #: What the batch script has printed since the attempt began.
+    #: Output of the batch script since the attempt began.
     output: str = ""
-    #: The ranks that wrote a log, each with the line that says why it ended.
+    #: The ranks that wrote a log → the line that explains the rank's end.
     logs: dict[int, str] = field(default_factory=dict)
-    #: Of the batch script, from which ranks inherit them.
+    #: Resource limits of the batch script, which ranks inherit.
     limits: dict[str, str] = field(default_factory=dict)
 
 
@@ -76,13 +76,13 @@ class Diagnosis:
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
     def words(self, exclude: Mapping[str, str] | None = None) -> str:
-        """Return what the batch script reads; ``exclude``: the nodes that the next start is to avoid."""
+        """Return the answer for the batch script; ``exclude``: nodes that the next start should avoid."""
         if self.state != "requeued":
             return f"stop {int(self.exit_code)}"
         return f"requeue {int(self.exit_code)} {','.join(exclude or ())}".rstrip()
 
     def decided(self, decision: Decision) -> Diagnosis:
-        """Return what becomes of a run that would be requeued, once its budget was asked."""
+        """Return the diagnosis of a run to requeue after the decision about its budget."""
         reason = one_line(decision.reason)
         if decision.comes_back:
             return replace(self, reason=reason)
@@ -92,23 +92,23 @@ class Diagnosis:
 def judge(facts: Facts) -> Diagnosis:
     """Return why the attempt ended; whether a run that may be requeued is depends on its budget."""
     facts = _with_codes_of_full_disks(facts)
-    found = diagnose(evidence(facts))
+    diagnosis = diagnose(evidence(facts))
     ends = {
         "completed": ("completed", ExitCode.DONE),
         "cancelled": ("cancelled", ExitCode.FAILED),
         "diverged": ("failed", ExitCode.FAILED),
     }
-    state, code = ends.get(found.cause, ("requeued", ExitCode.TRY_AGAIN))
-    if found.cause == "user error":
-        state, code = "failed", exit_code_of_user_error(found, facts.codes)
-    return Diagnosis(found.cause, state, found.reason, code, found.bad_nodes)
+    state, code = ends.get(diagnosis.cause, ("requeued", ExitCode.TRY_AGAIN))
+    if diagnosis.cause == "user error":
+        state, code = "failed", exit_code_of_user_error(diagnosis, facts.codes)
+    return Diagnosis(diagnosis.cause, state, diagnosis.reason, code, diagnosis.bad_nodes)
 
 
 def _with_codes_of_full_disks(facts: Facts) -> Facts:
-    """Add what srun reports of ranks whose disk had no room for their exit code."""
+    """Add srun's exit codes of ranks whose disk was too full to record them."""
     ends = _task_ends(facts.output)
-    found = {end.rank: int(ExitCode.IO) for end in ends if end.exit_code == ExitCode.IO}
-    return replace(facts, codes=found | facts.codes)
+    codes = {end.rank: int(ExitCode.IO) for end in ends if end.exit_code == ExitCode.IO}
+    return replace(facts, codes=codes | facts.codes)
 
 
 def evidence(facts: Facts) -> Evidence:
@@ -137,45 +137,45 @@ def evidence(facts: Facts) -> Evidence:
 
 
 def stop_by(name: str | None, is_early: bool = False) -> Stop:
-    """Return why a job was asked to stop by this signal: SIGUSR2 is the warning before the time limit."""
+    """Return the reason for a stop by this signal: SIGUSR2 is the warning before the time limit."""
     return Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
 
 
 def _has_stopped(facts: Facts) -> bool:
-    """Tell whether the ranks ended because they were asked to."""
+    """Return True if the ranks ended on a stop request."""
     if _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN:
         return True
     return facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes
 
 
 def _agreed_to_stop(facts: Facts) -> bool:
-    """Tell whether a rank says that it was asked to stop: rank 0 for all of them, once they have saved.
+    """Return True if a rank reports a stop request: rank 0 for all ranks, once they have saved.
 
-    Another rank where there was nothing to save yet: then it leaves by itself, and others lose a peer.
+    If there was nothing to save yet, another rank may report it: it exits alone, and the others lose a peer.
     """
-    said = {int(code) for code in _EXIT_CODE.findall(facts.output)}
-    return ExitCode.TRY_AGAIN in {*facts.codes.values(), *said}
+    reported = {int(code) for code in _EXIT_CODE.findall(facts.output)}
+    return ExitCode.TRY_AGAIN in {*facts.codes.values(), *reported}
 
 
 def _silent_end(facts: Facts) -> SilentEnd | None:
     """Return srun's report of a task that wrote no error itself: killed, for example."""
     reported = _task_ends(facts.output)
-    # One that lost a peer may be seen to end before the peer is.
+    # The end of a rank that lost a peer may be reported before the peer's.
     ends = [
-        own
+        cleaned
         for end in reported
         if end.exit_code != ExitCode.PEER_LOST
-        if (own := end.without_followers(facts.logs)) is not None
+        if (cleaned := end.without_followers(facts.logs)) is not None
     ]
     silent = [end for end in ends if end.signal not in _STOP_SIGNALS and end.exit_code not in FOLLOWED]
-    # Once ranks leave because they were asked to, srun kills those that are slow to.
+    # Once ranks exit on a stop request, srun kills the slow ones.
     if _agreed_to_stop(facts) and silent and silent[0] is not ends[0]:
         return None
     return first_cause(silent, facts.logs)
 
 
 def reported_ranks(output: str) -> list[int]:
-    """Return the ranks of which srun reports the end, the first one first."""
+    """Return the ranks whose end srun reports, in order."""
     return [rank for end in _task_ends(output) for rank in end.all_ranks]
 
 

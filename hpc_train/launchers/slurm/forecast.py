@@ -1,4 +1,4 @@
-"""What Slurm says of jobs before they are submitted: when each would start, and which never would.
+"""Predicts from Slurm when jobs would start, and which jobs would never start, before they are submitted.
 
 Called by ``launcher`` for ``plan``, ``submit`` and ``resume``.
 """
@@ -20,37 +20,37 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 #: ``sbatch: Job 1 to start at 2026-11-25T01:42:26 using 1 processors on nodes n1 in partition low``.
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b.*? on (?:nodes? )?(\S+)")
 _ERROR = re.compile(r"(sbatch: )?(error: |fatal: )?(allocation failure: )?")
-#: Jobs of a sweep for which Slurm is asked when they would start: each takes a fraction of a second.
+#: Jobs of a sweep whose start is queried: each query takes a fraction of a second.
 _JOBS_ASKED = 20
 
 
 def never_starts(experiments: Sequence[Experiment]) -> list[KeyProblem]:
-    """Return why Slurm would refuse these runs, or hold them for ever; runs of one request once.
+    """Return why Slurm would refuse these runs, or hold them forever, once per distinct request.
 
-    Raises NoSchedulerError where Slurm does not answer, BadFileError on a profile.
+    Raises NoSchedulerError if Slurm does not answer, BadFileError for a profile.
     """
-    alike = {str(each.slurm): each for each in experiments if each.slurm is not None}
+    alike = {str(exp.slurm): exp for exp in experiments if exp.slurm is not None}
     if not alike or not _is_here():
         return []
     try:
         facts = cluster_facts.read()
-    except commands.RefusedError as error:  # facts that this user may not read: sbatch has its own say
+    except commands.RefusedError as error:  # facts that this user may not read; sbatch checks again
         raise NoSchedulerError(str(error)) from error
     if facts.rewrites_requests:
-        return []  # what Slurm will check is not what the file says
-    found = list(_too_many(experiments, facts))
+        return []  # Slurm will check a request other than the file's
+    problems = list(_too_many(experiments, facts))
     for experiment in alike.values():
         assert experiment.slurm is not None
         profile = profiles.find(experiment.slurm.profile)
         slurm = profile.applied(experiment).slurm
         assert slurm is not None
         extra = {**profile.sbatch, **slurm.extra}
-        found += request_checks.problems(slurm.model_copy(update={"extra": extra}), facts)
-    return list(dict.fromkeys(found))
+        problems += request_checks.problems(slurm.model_copy(update={"extra": extra}), facts)
+    return list(dict.fromkeys(problems))
 
 
 def _is_here() -> bool:
-    """Tell whether Slurm is installed: plans are made on other machines, too."""
+    """Return True if Slurm is installed: plans are made on other machines, too."""
     try:
         sbatch.check_programs()
     except NoSchedulerError:
@@ -59,16 +59,16 @@ def _is_here() -> bool:
 
 
 def _too_many(experiments: Sequence[Experiment], facts: ClusterFacts) -> list[KeyProblem]:
-    """Return that the runs are more than Slurm takes of this user at once."""
+    """Return the limits on a user's jobs that these runs exceed."""
     slurm, runs = experiments[0].slurm, len(experiments)
     assert slurm is not None
     most_jobs = facts.number("MaxJobCount")
     limits = [] if most_jobs is None else [("MaxJobCount", most_jobs)]
     slurm = request_checks.with_defaults(slurm)
-    by_partition = [max_submit(slurm, facts, each) for each in request_checks.used(slurm, facts)]
-    known = [each for each in by_partition if each is not None]
-    if known and len(known) == len(by_partition):
-        limits.append(max(known, key=lambda each: each[1]))
+    by_partition = [max_submit(slurm, facts, place) for place in request_checks.used(slurm, facts)]
+    maxima = [limit for limit in by_partition if limit is not None]
+    if maxima and len(maxima) == len(by_partition):
+        limits.append(max(maxima, key=lambda limit: limit[1]))
     message = "{} are more than the {} jobs that this cluster takes of you at once ({})"
     remedy = "write a smaller grid, and submit the rest once these have ended"
     return [
@@ -79,27 +79,27 @@ def _too_many(experiments: Sequence[Experiment], facts: ClusterFacts) -> list[Ke
 
 
 def forecast(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
-    """Ask ``sbatch --test-only`` when each job would start.
+    """Query by ``sbatch --test-only`` when each job would start.
 
-    Raises NoSchedulerError where Slurm does not answer, BadFileError where no script can be made.
+    Raises NoSchedulerError if Slurm does not answer, BadFileError if no script can be made.
     """
     if not _is_here():
         return []
-    asked = job_arrays.shown_batches(folder, runs, job_arrays.array_limit())
-    found = []
-    for batch, group in asked[:_JOBS_ASKED]:
+    batches = job_arrays.shown_batches(folder, runs, job_arrays.array_limit())
+    forecasts = []
+    for batch, group in batches[:_JOBS_ASKED]:
         paths = [run.paths for run in group]
         try:
-            said = sbatch.tested(batch, len(group))
+            output = sbatch.tested(batch, len(group))
         except commands.RefusedError as error:
-            found.append(JobForecast(paths, note=_ERROR.sub("", error.words)))
+            forecasts.append(JobForecast(paths, note=_ERROR.sub("", error.words)))
         else:
-            found.append(_parsed(paths, said))
-    return found
+            forecasts.append(_parsed(paths, output))
+    return forecasts
 
 
-def _parsed(runs: Sequence[RunPaths], said: str) -> JobForecast:
-    match = _STARTS.search(said)
+def _parsed(runs: Sequence[RunPaths], output: str) -> JobForecast:
+    match = _STARTS.search(output)
     if match is None:
         return JobForecast(runs)
     start = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)

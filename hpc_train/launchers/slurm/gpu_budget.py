@@ -1,4 +1,4 @@
-"""How much of its share of ``slurm.max_gpu_hours`` a run has used: whether its next attempt may follow."""
+"""Usage of a run's share of ``slurm.max_gpu_hours``, which decides whether another attempt may follow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KEY = "slurm.max_gpu_hours"
 
 
 def used_by(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:
-    """Return what the run's attempts have used up to ``final``, whose end is not on disk yet.
+    """Return the GPU hours of the run's attempts up to ``final``, whose end is not on disk yet.
 
     None if the run has no budget, or no GPUs.
     """
     budget, gpus_per_node = _section(paths, final.attempt)
     if not budget or not gpus_per_node:
         return None
-    earlier = [each for each in records(paths) if each.attempt < final.attempt]
+    earlier = [record for record in records(paths) if record.attempt < final.attempt]
     return GpuHours(gpu_hours_of([*earlier, final], gpus_per_node), budget, KEY)
 
 

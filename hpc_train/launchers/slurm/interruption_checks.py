@@ -1,4 +1,4 @@
-"""What of a Slurm's configuration would keep an interrupted run from saving, or from being requeued."""
+"""Checks of a Slurm configuration for settings that keep an interrupted run from saving or being requeued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KILL_WAIT_S = 5
 #: A dead node's job waits that long before it is requeued. Slurm's own: 300.
 _NODE_TIMEOUT_S = 3600
 _CODE = re.compile(r"\d+(?:-\d+)?")
-#: What batch scripts exit with: failed, requeued, wrong file.
+#: Exit codes of batch scripts: failed, requeued, wrong file.
 _EXIT_CODES = (1, 2, 3, 65, 74, 75)
 
 
@@ -82,9 +82,9 @@ def grace(subject: Subject) -> Iterator[Finding]:
     for partition, _ in _preemptable(subject.facts):
         source = f"scontrol show partition {partition.name}"
         grace_s = _grace_s(partition, subject.facts)
-        given = partition.values.get("GraceTime", "0")
-        label = f"partition {partition.name}: GraceTime = {given} s"
-        label += f", so KillWait's {grace_s} s count" if given == "0" else ""
+        setting = partition.values.get("GraceTime", "0")
+        label = f"partition {partition.name}: GraceTime = {setting} s"
+        label += f", so KillWait's {grace_s} s count" if setting == "0" else ""
         if grace_s >= needed_s:
             yield fine("grace", label, source)
             continue
@@ -102,18 +102,18 @@ def grace(subject: Subject) -> Iterator[Finding]:
 
 def kill_wait(subject: Subject) -> Iterator[Finding]:
     """KillWait."""
-    found = subject.facts.number("KillWait")
+    wait_s = subject.facts.number("KillWait")
     measured = subject.longest_save_s
     needed = _KILL_WAIT_S if measured is None else max(_KILL_WAIT_S, round(measured) + 1)
-    if found is None:
+    if wait_s is None:
         return
-    if found >= needed:
-        yield fine("kill-wait", f"KillWait = {found} s")
+    if wait_s >= needed:
+        yield fine("kill-wait", f"KillWait = {wait_s} s")
         return
     yield configuration(
         "kill-wait",
         Level.WARNING,
-        f"KillWait = {found} s: shorter than {needed} s",
+        f"KillWait = {wait_s} s: shorter than {needed} s",
         "that is all that ranks get to save at `scontrol requeue` and to write why they end after another "
         "rank's crash",
         ADMINISTRATORS.format(f"KillWait={max(needed, 30)}") + ", or write a smaller checkpoint.every_min",
@@ -122,18 +122,18 @@ def kill_wait(subject: Subject) -> Iterator[Finding]:
 
 def node_timeout(subject: Subject) -> Iterator[Finding]:
     """SlurmdTimeout."""
-    found = subject.facts.number("SlurmdTimeout")
-    if found is None:
+    late_s = subject.facts.number("SlurmdTimeout")
+    if late_s is None:
         return
-    if 0 < found <= _NODE_TIMEOUT_S:
-        yield fine("node-timeout", f"SlurmdTimeout = {found} s")
+    if 0 < late_s <= _NODE_TIMEOUT_S:
+        yield fine("node-timeout", f"SlurmdTimeout = {late_s} s")
         return
-    never = found == 0
+    never = late_s == 0
     yield configuration(
         "node-timeout",
         Level.ERROR if never else Level.WARNING,
-        f"SlurmdTimeout = {found} s: a dead node is {'never' if never else 'late'} set down",
-        f"Slurm {'never requeues' if never else f'waits {found} s to requeue'} the jobs of a node that dies",
+        f"SlurmdTimeout = {late_s} s: a dead node is {'never' if never else 'late'} set down",
+        f"Slurm {'never requeues' if never else f'waits {late_s} s to requeue'} the jobs of a node that dies",
         ADMINISTRATORS.format("SlurmdTimeout=300"),
     )
 
@@ -160,9 +160,9 @@ def _preemptable(facts: ClusterFacts) -> Iterator[tuple[Partition, str]]:
         mode = partition.values.get("PreemptMode") or facts.config.get("PreemptMode", "OFF")
         if save_window.grace_s_of(partition.values, facts.config) is None:
             continue
-        higher = [other for other in facts.partitions if _tier(other) > _tier(partition)]
+        higher = [candidate for candidate in facts.partitions if _tier(candidate) > _tier(partition)]
         nodes = _names(facts, partition)
-        if any(nodes & _names(facts, other) for other in higher):
+        if any(nodes & _names(facts, candidate) for candidate in higher):
             yield partition, mode
 
 
@@ -180,7 +180,7 @@ def _grace_s(partition: Partition, facts: ClusterFacts) -> int:
 
 
 def _contains(text: str, code: int) -> bool:
-    """Tell whether a list of exit codes, such as ``1,70-80``, has this one."""
+    """Return True if a list of exit codes, such as ``1,70-80``, contains this code."""
     for word in text.split(","):
         if _CODE.fullmatch(word):
             low, _, high = word.partition("-")

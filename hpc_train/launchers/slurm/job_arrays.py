@@ -1,7 +1,6 @@
-"""Runs as jobs: arrays of those that request the same, submitted held, recorded, then released.
+"""Runs as jobs: arrays of runs with the same request, submitted held, recorded, then released.
 
-Imported by ``launcher`` where runs are planned or started: it reads experiments and writes batch scripts,
-which commands that only look at runs do without.
+Imported by ``launcher`` only when runs are planned or started: it reads experiments and writes batch scripts.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_n
 if TYPE_CHECKING:
     from hpc_train.config.cluster_sections import SlurmConfig
 
-#: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
+#: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
 _FINISH = (
     "what is made stays: submit the file again, or resume a run of it, to finish this; to train on this "
     "machine instead, submit with --local --new"
 )
-#: What stands in a script that is only shown for names that a submission gives.
+#: Placeholders, in scripts that are only shown, for names that a submission sets.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
 
@@ -67,7 +66,7 @@ class JobArrays:
     """The jobs of an experiment's runs, as ``Launcher``'s methods of these names describe."""
 
     def __init__(self) -> None:
-        #: Within ``submitting``, before ``start``: the runs that are in a submission, once that was asked.
+        #: Within ``submitting``, before ``start``: the runs that are in a submission, once read.
         self._recorded: set[str] | None = None
 
     def ranks(self, slurm: SlurmConfig) -> Ranks:
@@ -86,14 +85,14 @@ class JobArrays:
         )
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
-        """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
+        """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
         return [
             script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))
         ]
 
     @contextmanager
     def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
-        """Hold the lock; finish what a command that died left half done."""
+        """Hold the lock; finish the submissions of killed commands."""
         sbatch.check_programs()
         with steps.locked(folder):
             self._recorded = None
@@ -108,7 +107,7 @@ class JobArrays:
             yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Tell whether no job and no submission has the run; submissions are read once per ``submitting``."""
+        """Return True if no job and no submission has the run; reads submissions once per ``submitting``."""
         if not steps.is_without_job(paths):
             return False
         if self._recorded is None:
@@ -116,7 +115,7 @@ class JobArrays:
         return paths.folder.name not in self._recorded
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        """Submit all, held; release them once all are recorded. TRY_AGAIN where one can never start."""
+        """Submit all, held; release them once all are recorded. TRY_AGAIN if a job can never start."""
         self._recorded = None
         with prepared(runs):
             return self._submit(folder, runs)
@@ -155,7 +154,7 @@ def _gpu_hours(slurm: SlurmConfig) -> float | None:
 
 
 def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:
-    """Return the runs of each job: alike in all that the script says, at most ``limit``, in order."""
+    """Return the runs of each job: equal in all parts of the script, at most ``limit``, in order."""
     alike: dict[Hashable, list[StartRequest]] = {}
     for run in runs:
         alike.setdefault(_likeness(run), []).append(run)
@@ -208,9 +207,9 @@ def _throttle(runs: Sequence[StartRequest]) -> int | None:
 
 
 def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Batch:
-    """Return the script, without the nodes that the runs exclude, unless they could not start without these.
+    """Return the script without the nodes that the runs exclude, unless they could start only there.
 
-    A held job is taken whatever it asks for, and would wait for ever once it is released.
+    Slurm accepts a held job with any request; it would wait forever once it is released.
     """
     batch, nodes = _batch(paths, runs), nodes_to_exclude(runs[0].paths)
     if not nodes or sbatch.could_start(batch):
@@ -220,7 +219,7 @@ def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Bat
 
 
 def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node: bool = False) -> Batch:
-    """Return the script of the runs' job; runs that are not there have no code yet."""
+    """Return the script of the runs' job; runs that do not exist yet have no code."""
     run = runs[0]
     code = snapshot.linked(run.paths)
     shown = run.paths.siblings.snapshots / _SHOWN_SNAPSHOT
@@ -236,13 +235,13 @@ def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node:
 
 
 def _send_all(jobs: Sequence[_Job]) -> None:
-    """Submit all, held. Where Slurm refuses one, none stays: raises BadFileError."""
+    """Submit all, held. If Slurm refuses one, all are withdrawn: raises BadFileError."""
     try:
         for job in jobs:
             _send(job)
     except commands.RefusedError as error:
-        for each in jobs:
-            _take_back(each, [run.paths for run in each.runs], f"Slurm refused it: {error.words}")
+        for sent_job in jobs:
+            _take_back(sent_job, [run.paths for run in sent_job.runs], f"Slurm refused it: {error.words}")
         raise BadFileError(_refusal(job.runs[0], error.words)) from None
 
 
@@ -259,11 +258,11 @@ def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
     remove_folder(job.paths.folder)
 
 
-def _refusal(run: StartRequest, words: str) -> str:
-    advice = sbatch_errors.advice(words, run.experiment)
+def _refusal(run: StartRequest, output: str) -> str:
+    advice = sbatch_errors.advice(output, run.experiment)
     problem = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
-    said = re.sub(r"sbatch: (error: |fatal: )?", "", words)
-    return problem(advice.key, f"Slurm refuses it: {said}", advice.remedy)
+    text = re.sub(r"sbatch: (error: |fatal: )?", "", output)
+    return problem(advice.key, f"Slurm refuses it: {text}", advice.remedy)
 
 
 def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
@@ -278,12 +277,12 @@ def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission)
 
 
 def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> Submission | None:
-    """Find the job of a prepared record or submit it; None where nothing can be submitted of it."""
+    """Find the job of a prepared record or submit it; None if none of its runs can be submitted."""
     job_id = sbatch.own_job(paths)
     if job_id is not None:
         return steps.place(folder, paths, replace(record, job_id=job_id))
-    made = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
-    runs = [run for run in made if not run.cancelled.exists()]
+    existing = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
+    runs = [run for run in existing if not run.cancelled.exists()]
     job = _Job(paths, replace(record, runs=[run.folder.name for run in runs]), [])
     reason = "its submission was cut short, and can't be done again"
     try:
@@ -302,13 +301,13 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
 
 
 def _tell(jobs: Sequence[_Job]) -> ExitCode:
-    """Say which jobs there are; return TRY_AGAIN where one of them can never start."""
+    """Print the jobs; return TRY_AGAIN if one of them can never start."""
     for job in jobs:
         held = ", held: `scontrol release` lets it start" if job.record.stays_held else ""
         say(f"{_job_words(job.record)}{held}")
     if len(jobs) > 1 and jobs[0].record.max_parallel is not None:
         say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
-    for warning in dict.fromkeys(words for job in jobs for words in _short_times(job)):
+    for warning in dict.fromkeys(text for job in jobs for text in _short_times(job)):
         say(f"  {warning}")
     return ExitCode.TRY_AGAIN if _say_stuck(jobs) else ExitCode.DONE
 
@@ -330,17 +329,17 @@ def _job_words(record: Submission) -> str:
 
 
 def _say_stuck(jobs: Sequence[_Job]) -> bool:
-    """Say which jobs Slurm accepted but will never start, and why; return whether there is one.
+    """Print the jobs that Slurm accepted but will never start, and why; return True if there is one.
 
-    Slurm needs a moment to judge them.
+    Slurm determines this a moment after the submission.
     """
     by_id = {str(job.record.job_id): job for job in jobs if not job.record.stays_held}
     is_stuck = False
     for job_id, reasons in _judged(list(by_id)).items():
         for reason in sorted(reasons):
-            if words := pending_reasons.never_starts(reason):
+            if text := pending_reasons.never_starts(reason):
                 is_stuck = True
-                say(f"  job {job_id} {words}")
+                say(f"  job {job_id} {text}")
                 for line in _causes(by_id[job_id], reason):
                     say(f"    {line}")
             elif sbatch_errors.may_never_start(reason):
@@ -349,7 +348,7 @@ def _say_stuck(jobs: Sequence[_Job]) -> bool:
 
 
 def _causes(job: _Job, reason: str) -> list[str]:
-    """Return the requests that no node satisfies, where Slurm's reason names none."""
+    """Return the requests that no node satisfies if Slurm's reason does not name them."""
     if reason != "BadConstraints":
         return []
     run = job.runs[0]
@@ -358,19 +357,19 @@ def _causes(job: _Job, reason: str) -> list[str]:
     assert slurm is not None
     if causes := unsatisfiable.unsatisfied(slurm):
         return causes
-    asked = ", ".join(unsatisfiable.requested(slurm))
-    return [f"no node satisfies all of: {asked}; `sinfo -N -o '%N %c %m %G %f'` shows what nodes have"]
+    requests = ", ".join(unsatisfiable.requested(slurm))
+    return [f"no node satisfies all of: {requests}; `sinfo -N -o '%N %c %m %G %f'` shows what nodes have"]
 
 
 def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
-    """Return why the jobs wait, once Slurm has looked at them, or after a while."""
-    found: dict[str, set[str]] = {}
+    """Return why the jobs wait, once Slurm has evaluated them, or after a while."""
+    reasons_by_job: dict[str, set[str]] = {}
     for look in range(_REASON_LOOKS if job_ids else 0):
         time.sleep(_REASON_PAUSE_S * (look > 0))
         try:
-            found = steps.reasons(job_ids)
+            reasons_by_job = steps.reasons(job_ids)
         except NoSchedulerError:
-            return {}  # submitted all the same; status asks again
-        if not any("None" in reasons for reasons in found.values()):
+            return {}  # the jobs are submitted; status queries again
+        if not any("None" in reasons for reasons in reasons_by_job.values()):
             break
-    return found
+    return reasons_by_job

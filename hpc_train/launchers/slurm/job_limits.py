@@ -1,7 +1,7 @@
-"""Limits of a QOS or an association that one job alone exceeds: it is refused, or waits for ever.
+"""Limits of a QOS or an association that a single job exceeds: it is refused, or waits forever.
 
-Called by ``request_checks``. Limits of all of a user's jobs together count here only where a single job is
-above them. The job's request is a lower bound: what the file does not say may be more, never less.
+Called by ``request_checks``. Limits on all of a user's jobs together matter only if a single job exceeds
+them. The job's request is a lower bound: values that the file does not set may be more, never less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PER_NODE = "MaxTRESPerNode"
 
 
 def limit_problems(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
-    """Yield what exceeds a limit of the partition's QOS, the job's QOS or the association."""
+    """Yield requests that exceed a limit of the partition's QOS, the job's QOS or the association."""
     if not facts.enforces("limits"):
         return
     request, per_node = requested(slurm)
@@ -34,51 +34,53 @@ def limit_problems(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition
         yield from _wall(slurm, limits)
         for name, most in limits.per_job.items():
             yield from _exceeded(request, most, f"a job of {limits.owner} gets at most", name)
-        words = f"{limits.owner} gives a node's job at most"
-        yield from _exceeded(per_node, limits.per_node, words, _PER_NODE)
+        prefix = f"{limits.owner} gives a node's job at most"
+        yield from _exceeded(per_node, limits.per_node, prefix, _PER_NODE)
 
 
 def max_submit(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> tuple[str, int] | None:
-    """Return name and value of the limit on a user's jobs in the queue and running; None: none is known.
+    """Return name and value of the limit on a user's jobs in the queue and running; None if unknown.
 
-    As with other limits, that of a QOS hides the association's.
+    As with other limits, a QOS overrides the association.
     """
     if not facts.enforces("limits"):
         return None
     qos = _qos_in_order(slurm, facts, partition)
     if qos is None:
         return None
-    for each in qos:
-        if each.max_submit is not None:
-            return ("MaxSubmitJobsPerUser", each.max_submit) if facts.enforces("qos") else None
-    own = facts.associations_of(slurm.account, partition.name)
-    most = own[0].max_submit if own else None
+    for entry in qos:
+        if entry.max_submit is not None:
+            return ("MaxSubmitJobsPerUser", entry.max_submit) if facts.enforces("qos") else None
+    associations = facts.associations_of(slurm.account, partition.name)
+    most = associations[0].max_submit if associations else None
     return None if most is None else ("MaxSubmitJobs", most)
 
 
 def requested(slurm: SlurmConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what the job has at least, by resource: in all, and on each node."""
-    each = {"cpu": needed_cpus(slurm)}
+    """Return the job's minimum resources, by name: in total, and on each node."""
+    per_node = {"cpu": needed_cpus(slurm)}
     if slurm.gpus_per_node:
-        each["gres/gpu"] = slurm.gpus_per_node
+        per_node["gres/gpu"] = slurm.gpus_per_node
         if slurm.gpu_type:
-            each[f"gres/gpu:{slurm.gpu_type.lower()}"] = slurm.gpus_per_node
+            per_node[f"gres/gpu:{slurm.gpu_type.lower()}"] = slurm.gpus_per_node
     if slurm.mem_gb is not None:
-        each["mem"] = slurm.mem_gb * 1024
+        per_node["mem"] = slurm.mem_gb * 1024
     nodes = min_nodes(slurm)
-    return {name: nodes * count for name, count in each.items()} | {"node": nodes}, each
+    return {name: nodes * count for name, count in per_node.items()} | {"node": nodes}, per_node
 
 
 def _limits(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[Limits]:
-    """Yield the limits that hold, the strongest first: a value hides the same one of those that follow."""
+    """Yield the limits that apply, the strongest first; a value overrides the same weaker limit."""
     qos = _qos_in_order(slurm, facts, partition)
     if qos is None:
         return
-    own = facts.associations_of(slurm.account, partition.name)
-    # A QOS that is not enforced limits nothing, but may hide.
-    found = [(each.limits, facts.enforces("qos")) for each in qos] + [(each.limits, True) for each in own]
+    associations = facts.associations_of(slurm.account, partition.name)
+    # A QOS that is not enforced limits nothing, but may override.
+    by_strength = [(source.limits, facts.enforces("qos")) for source in qos] + [
+        (source.limits, True) for source in associations
+    ]
     hidden_wall, hidden = False, set[tuple[str, str]]()
-    for limits, is_enforced in found:
+    for limits, is_enforced in by_strength:
         if is_enforced:
             yield _without(limits, hidden, hidden_wall=hidden_wall)
         hidden_wall = hidden_wall or limits.max_wall_s is not None
@@ -103,13 +105,13 @@ def _by_name(limits: Limits) -> dict[str, Mapping[str, int]]:
 
 
 def _without(limits: Limits, hidden: Set[tuple[str, str]], *, hidden_wall: bool) -> Limits:
-    """Return the limits but those that are hidden, by their names and resources."""
-    left = {
+    """Return the limits without the hidden pairs of name and resource."""
+    remaining = {
         name: {key: count for key, count in most.items() if (name, key) not in hidden}
         for name, most in _by_name(limits).items()
     }
-    per_node = left.pop(_PER_NODE)
-    return Limits(limits.owner, None if hidden_wall else limits.max_wall_s, left, per_node)
+    per_node = remaining.pop(_PER_NODE)
+    return Limits(limits.owner, None if hidden_wall else limits.max_wall_s, remaining, per_node)
 
 
 def _wall(slurm: SlurmConfig, limits: Limits) -> Iterator[KeyProblem]:
@@ -120,11 +122,11 @@ def _wall(slurm: SlurmConfig, limits: Limits) -> Iterator[KeyProblem]:
 
 
 def _exceeded(
-    request: Mapping[str, int], most: Mapping[str, int], words: str, name: str
+    request: Mapping[str, int], most: Mapping[str, int], prefix: str, name: str
 ) -> Iterator[KeyProblem]:
     for resource, count in request.items():
         if resource in most and count > most[resource]:
             key = _KEYS.get(resource, "slurm.gpus_per_node")
             unit = " MB of memory" if resource == "mem" else f" {resource}"
-            message = f"the job requests {count}{unit}, but {words} {most[resource]} ({name})"
+            message = f"the job requests {count}{unit}, but {prefix} {most[resource]} ({name})"
             yield KeyProblem(key, message, "request less, or another account or QOS")

@@ -45,13 +45,13 @@ class SlurmLauncher:
 
     @cached_property
     def _job_arrays(self) -> JobArrays:
-        """What starts runs; `status` and `cancel`, which a person waits for, do without its imports."""
+        """The module that starts runs, imported late so that `status` and `cancel` are fast."""
         from hpc_train.launchers.slurm.job_arrays import JobArrays
 
         return JobArrays()
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
-        """Return that there is no section ``slurm``, if so; its keys are checked with the file."""
+        """Return a problem if there is no section ``slurm``; its keys are checked with the file."""
         return [] if experiment.slurm is not None else [_NO_SECTION]
 
     def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
@@ -82,7 +82,7 @@ class SlurmLauncher:
         return self._job_arrays.submitting(folder)
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Tell whether no job and no submission has the run. Only within ``submitting``."""
+        """Return True if no job and no submission has the run. Only within ``submitting``."""
         return self._job_arrays.is_unsubmitted(paths)
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
@@ -90,7 +90,7 @@ class SlurmLauncher:
         return self._job_arrays.start(folder, runs)
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        """Ask Slurm about active runs; unless ``is_fresh``, its answers may be up to ``MAX_AGE_S`` old."""
+        """Query Slurm for active runs; unless ``is_fresh``, answers may be up to ``MAX_AGE_S`` old."""
         return queue_status.statuses(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
@@ -102,7 +102,9 @@ class SlurmLauncher:
         return queue_status.other_cluster(paths)
 
     def output(self, paths: RunPaths) -> Path | None:
-        """Return the output of the newest job's batch script, and say so, if no rank has written a log."""
+        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
+        log.
+        """
         return queue_status.output_without_logs(paths)
 
     def checks(self, request: CheckRequest) -> list[Finding]:
@@ -124,19 +126,19 @@ class SlurmLauncher:
         return section.job_section(cluster_facts.read(), queue, gpus_per_node)
 
     def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Compare the requests with the limits of the cluster; none where Slurm is not installed."""
+        """Compare the requests with the limits of the cluster; empty if Slurm is not installed."""
         from hpc_train.launchers.slurm import forecast
 
         return forecast.never_starts(experiments)
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
-        """Ask ``sbatch --test-only``; none where Slurm is not installed."""
+        """Query ``sbatch --test-only``; empty if Slurm is not installed."""
         from hpc_train.launchers.slurm import forecast
 
         return forecast.forecast(folder, runs)
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
-        """Ask ``sacct`` about all jobs of the run."""
+        """Query ``sacct`` for all jobs of the run."""
         from hpc_train.launchers.slurm import accounting
 
         return accounting.job_usage(paths)

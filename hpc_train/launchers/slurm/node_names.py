@@ -11,7 +11,7 @@ _MAX_NODES = 100_000
 
 
 def expanded(listed: str) -> list[str]:
-    """Return the names in the list; empty for a path (sbatch reads a file then) or what is no list."""
+    """Return the names in the list; empty for a path (sbatch reads a file then) or an invalid list."""
     if "/" in listed:
         return []
     names = [name for item in _ITEM.findall(listed) if item for name in _expanded(item)]
@@ -23,11 +23,11 @@ def _expanded(item: str) -> list[str]:
     if match is None:
         return [item] if "[" not in item else []
     before, ranges, after = match.groups()
-    rest = _expanded(after) if after else [""]
+    ends = _expanded(after) if after else [""]
     numbers: list[str] = []
-    for each in ranges.split(","):
-        low, _, high = each.partition("-")
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
         if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= _MAX_NODES:
             return []
         numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return [f"{before}{number}{end}" for number in numbers for end in rest]
+    return [f"{before}{number}{end}" for number in numbers for end in ends]

@@ -1,7 +1,7 @@
-"""From the experiment to the options of one job, as submitit's ``update_parameters`` takes them.
+"""Converts the experiment to the options of one job, for submitit's ``update_parameters``.
 
-Everything was checked where the file was read; what goes into ``#SBATCH`` lines is checked here once more,
-since a line break there would run as a command.
+All values were checked when the file was read; values for ``#SBATCH`` lines are checked here again, since a
+line break there would run as a command.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, min_nodes, ranks_on_each_node, sbatch_option
 
-#: Seconds before the time limit, while nobody knows how long a save takes.
+#: Seconds before the time limit, until the duration of a save is known.
 FIRST_LEAD_S = 120
-#: Runs whose saves are looked at for the lead: reading thousands of records would take longer than it helps.
+#: Maximum number of runs whose saves are read for the lead: reading thousands of records is too slow.
 _RUNS_LOOKED_AT = 200
 #: Above any array: submitit's own default would throttle to 256.
 _NO_THROTTLE = 10**9
@@ -50,7 +50,7 @@ def sbatch_parameters(
     """Return submitit's parameters for runs of one ``shape``, without set-up and tear-down; all of it JSON.
 
     ``lead_s``: seconds between USR2 and the time limit. ``max_parallel``: runs of the array at a time.
-    ``exclude``: nodes, beside those of the file.
+    ``exclude``: nodes, in addition to the file's.
     """
     experiment = profile.applied(experiment)
     slurm = experiment.slurm
@@ -60,7 +60,7 @@ def sbatch_parameters(
         {
             "job_name": experiment.name,
             "partition": slurm.partition,
-            # Of a range submitit gets the lower end, since it multiplies; sbatch gets the range below.
+            # submitit gets the lower end of a range, since it multiplies; sbatch gets the range below.
             "nodes": min_nodes(slurm),
             "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_on_each_node(slurm),
             "cpus_per_task": cpus,
@@ -77,7 +77,7 @@ def sbatch_parameters(
     )
     _refuse_unsafe(parameters)
     return parameters | {
-        # None keeps submitit's 5 minutes away, so that the partition's default holds; and its wckey.
+        # None disables submitit's 5 minutes, so that the partition's default applies; and its wckey.
         "time": slurm.time_limit,
         "wckey": None,
         "signal_delay_s": lead_s,
@@ -89,7 +89,7 @@ def sbatch_parameters(
 
 
 def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
-    """Return sbatch's list of nodes: the file's and these; the file's alone where that is a path."""
+    """Return sbatch's list of nodes: the file's and these; only the file's if it is a path."""
     if not exclude or (slurm.exclude and "/" in slurm.exclude):
         return slurm.exclude
     return ",".join(filter(None, (slurm.exclude, *exclude)))
@@ -100,19 +100,19 @@ def cpus_per_rank(slurm: SlurmConfig) -> int | None:
     if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
         return slurm.cpus_per_gpu
     cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_on_each_node(slurm)
-    if cores % ranks:  # a profile's default, which the file's rules have not seen
+    if cores % ranks:  # a profile's default, which was not validated with the file
         message = f"{cores} cores of a node can't be shared evenly by {ranks} ranks"
         raise BadFileError(f"slurm.cpus_per_gpu: {message}; write a number that makes a multiple of {ranks}")
     return cores // ranks
 
 
 def srun_args(profile: Profile, cpus: int | None) -> list[str]:
-    """Return srun's options; the last of a kind counts, so these go before submitit's."""
+    """Return srun's options; the last of a kind applies, so these go before submitit's."""
     return [
         "--kill-on-bad-exit=1",
         # Whatever sbatch's --export was.
         "--export=ALL",
-        # Each rank has a log of its own; what escapes it (Python could not start) joins the batch script's.
+        # Each rank has a log of its own; other output (if Python could not start) goes to the batch script's.
         "--output=all",
         "--label",
         # Not inherited from sbatch since 22.05.
@@ -124,8 +124,8 @@ def srun_args(profile: Profile, cpus: int | None) -> list[str]:
 def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
     """Return how many seconds before its time limit a job is signalled to save and stop.
 
-    What the file says; else by the longest save so far, at most half the time limit, so that a job always
-    gets some work done. Slurm looks at its clock each half a minute or so and may tell up to 60 s earlier.
+    The file's value; else by the longest save so far, at most half the time limit, so that a job always gets
+    some work done. Slurm checks the time about every 30 s and may signal up to 60 s earlier.
     """
     assert experiment.slurm is not None
     return lead_of(experiment.slurm, lambda: saves_s(folder))
@@ -142,7 +142,7 @@ def lead_of(slurm: SlurmConfig, saves: Callable[[], Sequence[float]] = list) -> 
 
 
 def shape(experiment: Experiment, profile: Profile) -> Hashable:
-    """Return what runs of one array have in common: all that their batch script says but which run it is."""
+    """Return the common part of an array's runs: the content of their batch script except the run."""
     experiment = profile.applied(experiment)
     slurm, environment = experiment.slurm, experiment.environment
     assert slurm is not None
@@ -166,12 +166,13 @@ def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
 
 
 def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -> dict[str, Any]:
-    """Return the options that submitit has no name for, or none that serves."""
-    own = _without_none({"reservation": slurm.reservation})
+    """Return the options that submitit does not support, or not as needed."""
+    fixed = _without_none({"reservation": slurm.reservation})
     cores = {}
     if isinstance(slurm.nodes, str):
-        own["nodes"] = slurm.nodes
-        # With tasks per node a job has the least nodes' tasks, and gets no more nodes than tasks (22.05).
+        fixed["nodes"] = slurm.nodes
+        # With tasks per node a job has the tasks of the minimum nodes, and gets no more nodes than tasks
+        # (22.05).
         cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
     # Limits of the login shell, such as minutes of CPU time, are not meant for jobs: the node's own apply.
     more = {"propagate": "NONE"} | cores
@@ -183,12 +184,12 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     }
     if slurm.gpus_per_node and profile.gpus == "gres" and "gres" in more:
         more["gres"] = f"{_gpus(slurm, profile)['gres']},{more['gres']}"
-    _refuse_unsafe(own | more)
+    _refuse_unsafe(fixed | more)
     if taken := [key for key in more if sbatch_option(key) in OWNED]:
         raise BadFileError(f"slurm.extra.{taken[0]}: belongs to hpc-train; take it out")
     # submitit's own signal line follows an environment variable.
-    own |= {"requeue": True, "signal": f"USR2@{lead_s}"}
-    return more | own | ({"hold": True} if held else {})
+    fixed |= {"requeue": True, "signal": f"USR2@{lead_s}"}
+    return more | fixed | ({"hold": True} if held else {})
 
 
 def _refuse_unsafe(parameters: Mapping[str, Any]) -> None:
@@ -205,7 +206,9 @@ def saves_s(folder: ExperimentPaths) -> list[float]:
         return []
     runs = (RunPaths(path) for path in folder.folder.iterdir() if path.name[:1] != "." and path.is_dir())
     records = (
-        read_record(each) for run in islice(runs, _RUNS_LOOKED_AT) for each in run.attempt_folders()[-3:]
+        read_record(attempt)
+        for run in islice(runs, _RUNS_LOOKED_AT)
+        for attempt in run.attempt_folders()[-3:]
     )
     return [record.save_s for record in records if record is not None and record.save_s is not None]
 

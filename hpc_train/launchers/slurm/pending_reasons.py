@@ -1,4 +1,4 @@
-"""Why a job waits, in words: Slurm's own reason, and what it means for a person."""
+"""Explains why a job waits: Slurm's reason, and its meaning for the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from hpc_train.launchers.slurm.queue import JobState
 
-#: Reasons of jobs that wait for ever as they are → the key that asks for too much (22.05 to 26.05, read).
+#: Reasons of jobs that wait forever → the key that requests too much (22.05 to 26.05, read).
 _NEVER = {
     "BadConstraints": "slurm.* (no node satisfies what it asks for)",
     "PartitionConfig": "slurm.*",
@@ -20,7 +20,7 @@ _NEVER = {
     "InvalidQOS": "slurm.qos",
     "DependencyNeverSatisfied": "slurm.dependency",
 }
-#: A limit of one job or one node; those of all of a user's or a group's jobs together pass with time.
+#: A limit of one job or one node; limits on all jobs of a user or a group pass with time.
 _NEVER_BY_LIMIT = re.compile(r"(QOS|Assoc|Max)(\w*Per(Job|Node)\w*|\w*WallDuration\w*|Min\w*)")
 _HELD = {
     "JobHeldUser": "held; `scontrol release {job}` lets it start",
@@ -29,7 +29,7 @@ _HELD = {
 
 
 def never_starts(reason: str | None) -> str | None:
-    """Return words for a job that will not start as it is; None for a reason that passes."""
+    """Return text for a job that will never start; None for a temporary reason."""
     if reason is None:
         return None
     key = "slurm.*" if _NEVER_BY_LIMIT.fullmatch(reason) else _NEVER.get(reason)
@@ -39,7 +39,7 @@ def never_starts(reason: str | None) -> str | None:
 
 
 def waiting_words(job: JobState) -> str:
-    """Return what a job in the queue waits for."""
+    """Return the reason for which a queued job waits."""
     if job.reason is None and job.state == "PENDING":
         return "waits: Slurm has given no reason yet"
     reason = job.reason or job.state
@@ -56,7 +56,7 @@ def waiting_words(job: JobState) -> str:
 
 
 def _local_time(utc: str | None) -> str | None:
-    """Return the time as a clock on the wall here shows it, with the day where that is another one."""
+    """Return the local time, with the date if it is not today."""
     if utc is None:
         return None
     time = datetime.fromisoformat(utc).astimezone()

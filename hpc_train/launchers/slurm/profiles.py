@@ -1,4 +1,4 @@
-"""Site profiles: how one cluster wants its jobs, each a small file ``<name>.yaml`` of a site or user.
+"""Site profiles: one cluster's settings for jobs, each a small file ``<name>.yaml`` of a site or user.
 
 Its lines are run unchanged, so a file that others could change is refused.
 """
@@ -29,7 +29,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest, suggestion
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, bad_option_values, sbatch_option, taken_options
 
-#: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
+#: Keys of ``slurm:`` that a profile may fill in: they affect neither the number of ranks nor the training.
 DEFAULTS = (
     "partition", "account", "qos", "constraint", "exclude", "reservation", "gpu_type", "cpus_per_gpu",
     "mem_gb", "time_limit", "signal_lead_s", "mail",
@@ -46,7 +46,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 class Profile(Section):
-    """How a site wants its jobs. All keys have a default."""
+    """A site's settings for jobs. All keys have a default."""
 
     description: str = ""
     """What the profile is for."""
@@ -70,19 +70,19 @@ class Profile(Section):
     container_command: Annotated[str, pattern(_COMMAND, "words like apptainer exec --nv")] = (
         "apptainer exec --nv"
     )
-    """What runs a command in ``environment.container``: Apptainer or Singularity."""
+    """The program that runs a command in ``environment.container``: Apptainer or Singularity."""
 
     def applied(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the profile's defaults where it says nothing."""
+        """Return the experiment with the profile's defaults for keys that it does not set."""
         slurm = experiment.slurm
         assert slurm is not None
-        given = {key: getattr(self.defaults, key) for key in DEFAULTS if getattr(slurm, key) is None}
+        defaults = {key: getattr(self.defaults, key) for key in DEFAULTS if getattr(slurm, key) is None}
         if any(sbatch_option(key) in MEMORY_SHARES for key in slurm.extra):
-            given.pop("mem_gb", None)
-        return experiment.model_copy(update={"slurm": slurm.model_copy(update=given)})
+            defaults.pop("mem_gb", None)
+        return experiment.model_copy(update={"slurm": slurm.model_copy(update=defaults)})
 
     def variables(self) -> dict[str, str]:
-        """Return what the batch script exports."""
+        """Return the variables that the batch script exports."""
         names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.network_interface else ()
         interface = {name: str(self.network_interface) for name in names}
         return interface | {name: str(value) for name, value in self.environment.items()}
@@ -111,7 +111,7 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
 def slurm_of(experiment: Experiment) -> SlurmConfig | None:
     """Return the section ``slurm`` with its profile's defaults, None without the section.
 
-    As written where the profile can't be used: what starts the run reports that.
+    As written if the profile can't be used: starting the run reports that.
     """
     slurm = experiment.slurm
     if slurm is None:
@@ -124,9 +124,11 @@ def slurm_of(experiment: Experiment) -> SlurmConfig | None:
 
 def folders() -> list[Path]:
     """Return the folders of profiles: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the package's."""
-    given = [Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part]
+    from_environment = [
+        Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part
+    ]
     usual = [platformdirs.user_config_path("hpc-train") / "profiles", Path("/etc/hpc-train/profiles")]
-    return [path.expanduser().absolute() for path in (*given, *usual, TEMPLATES / "profiles")]
+    return [path.expanduser().absolute() for path in (*from_environment, *usual, TEMPLATES / "profiles")]
 
 
 def known_names() -> list[str]:
@@ -163,18 +165,18 @@ def _read(path: Path, _state: tuple[int, ...]) -> Profile:
 
 
 def _refuse_writable_by_others(path: Path) -> None:
-    for each in (path, path.parent):
-        mode = each.stat().st_mode
+    for checked in (path, path.parent):
+        mode = checked.stat().st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
             message = f"others than its owner can write it (mode {stat.S_IMODE(mode):04o})"
-            remedy = f"its lines run in your jobs, so type chmod go-w {each}"
-            raise BadFileError(one_line(f"{each}: {message}; {remedy}"))
+            remedy = f"its lines run in your jobs, so type chmod go-w {checked}"
+            raise BadFileError(one_line(f"{checked}: {message}; {remedy}"))
 
 
 def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
-    """Return one problem a key, in words read off the profile's schema."""
+    """Return one problem per key, described by the profile's schema."""
     schema = Profile.model_json_schema()
-    found: dict[KeyPath, Problem] = {}
+    by_path: dict[KeyPath, Problem] = {}
     for entry in error.errors(include_url=False):
         path, node = _known_part(schema, entry["loc"])
         if entry["type"] == "extra_forbidden":
@@ -185,8 +187,8 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
         else:
             message = f"needs {wanted(node)}, got {shown(value_at(data, path))}"
             new = Problem(path, message, "write that, or take it out")
-        found.setdefault(new.path, new)
-    return list(found.values())
+        by_path.setdefault(new.path, new)
+    return list(by_path.values())
 
 
 def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
@@ -201,8 +203,8 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
     return path, node
 
 
-def _unknown(path: KeyPath, known: list[str]) -> Problem:
-    remedy = suggestion(str(path[-1]), known, f"take it out, or write one of {', '.join(known)}")
+def _unknown(path: KeyPath, keys: list[str]) -> Problem:
+    remedy = suggestion(str(path[-1]), keys, f"take it out, or write one of {', '.join(keys)}")
     return Problem(path, "unknown key of a profile", remedy, on_key=True)
 
 

@@ -1,7 +1,8 @@
-"""The state of jobs by squeue; of jobs that it does not list, by sacct and scontrol; else they are forgotten.
+"""The state of jobs by squeue; for jobs that it does not list, by sacct and scontrol; else they are
+forgotten.
 
 One answer without a job proves nothing: the job may belong to another cluster (``ELSEWHERE``), or the answer
-may be older than the job. So a forgotten job has the time at which it was first missed, for a second look.
+may be older than the job. So a forgotten job has the time at which it was first missed, for a second query.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
 
 #: In the queue, on no node.
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-#: Over. Slurm requeues some of them by itself, and then calls them PENDING.
+#: States of ended jobs. Slurm requeues some automatically; they are PENDING then.
 ENDED = {
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
     "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
@@ -37,17 +38,17 @@ RUNNING = {
     "RESIZING",
     "STAGE_OUT",
 }
-#: Our own word: slurmctld does not know the job's id, and accounting knows no end of it.
+#: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
-#: Our own word: the job belongs to another cluster than the one that answers here.
+#: hpc-train's own state: the job belongs to another cluster than the one queried here.
 ELSEWHERE = "ELSEWHERE"
 #: A job's id and its cluster; None: not recorded (0.2).
 JobKey: TypeAlias = tuple[str, str | None]
-#: Jobs that scontrol is asked about in one look: it takes one id per call.
+#: Maximum calls of scontrol per query: it accepts one id per call.
 _SHOWN_MAX = 20
-#: For how long a missed job is remembered until somebody looks again.
+#: How long a missed job is remembered until the next query.
 _MISSED_MAX_S = 86400.0
-#: For a status that a person waits for; slurmctld is given half a minute.
+#: For a status that a user waits for.
 _LIMIT_S = 30.0
 _SEPARATOR = "\x1f"
 _SQUEUE_FIELDS = (
@@ -56,7 +57,7 @@ _SQUEUE_FIELDS = (
 )  # fmt: skip
 _SACCT_FIELDS = ("JobID", "State", "End", "ExitCode", "NodeList", "JobName")
 _ID = re.compile(r"\d+(_\d+)?")
-#: Of a task whose array has other tasks, scontrol says that it is `not found` (22.05).
+#: scontrol prints `not found` for a task whose array has other tasks (22.05).
 _UNKNOWN = re.compile(r"invalid job id|job \d+(_\d+)? not found", re.IGNORECASE)
 _TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
 
@@ -69,18 +70,18 @@ class JobState:
     job: str
     state: str
     reason: str | None = None
-    #: How often it was requeued; None where Slurm does not say.
+    #: How often it was requeued; None if unknown.
     restarts: int | None = None
     nodes: str | None = None
-    #: Of a job that waits: when it starts, or Slurm's guess.
+    #: For a waiting job: its start, or Slurm's estimate.
     start_estimate: str | None = None
     ended: str | None = None
     #: ``3:0``: the batch script's code and signal.
     exit_code: str | None = None
     name: str | None = None
-    #: As sbatch was given it, arguments after it.
+    #: As passed to sbatch, followed by its arguments.
     script: str | None = None
-    #: Of a forgotten job: when an answer first lacked it, in seconds since 1970.
+    #: For a forgotten job: when an answer first lacked it, in seconds since 1970.
     missed_at: float | None = None
 
     @property
@@ -97,22 +98,23 @@ class JobState:
 def ask(
     keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = MAX_AGE_S
 ) -> dict[JobKey, JobState]:
-    """Return the state of jobs; ``also``: of these only if they wait or run, or have just ended.
+    """Return the state of jobs; ``also``: jobs to include only if they wait or run, or have just ended.
 
-    A job is absent where its state is unknown now, because accounting or scontrol does not answer.
-    ``max_age_s``: maximum age of the answer; 0 asks again. Raises NoSchedulerError if squeue does not answer.
+    A job is absent if its state is unknown now, because accounting or scontrol does not answer.
+    ``max_age_s``: maximum age of the answer; 0 queries again. Raises NoSchedulerError if squeue does not
+    answer.
     """
-    wanted = set(keys)
+    requested = set(keys)
 
     def is_enough(answer: Answer) -> bool:
         if "error" in answer:
             return True
-        return _here(wanted, answer.get("cluster")) <= set(answer["jobs"]) | set(answer["untold"])
+        return _here(requested, answer.get("cluster")) <= set(answer["jobs"]) | set(answer["untold"])
 
-    answer = queue_cache.shared(max_age_s, is_enough, lambda last: _ask(wanted, last))
+    answer = queue_cache.shared(max_age_s, is_enough, lambda last: _ask(requested, last))
     if "error" in answer:
         raise NoSchedulerError(str(answer["error"]))
-    return {key: state for key in wanted | set(also) if (state := _state(key, answer)) is not None}
+    return {key: state for key in requested | set(also) if (state := _state(key, answer)) is not None}
 
 
 def _here(keys: Iterable[JobKey], cluster: str | None) -> set[str]:
@@ -130,34 +132,34 @@ def _state(key: JobKey, answer: Answer) -> JobState | None:
 def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
     now, cluster = time.time(), cluster_name()
     missed: dict[str, float] = dict((last or {}).get("missed") or {})
-    wanted = _here(keys, cluster)
+    requested = _here(keys, cluster)
     try:
-        found = _squeue(f"--user={os.getuid()}")
-        if missing := wanted - set(found):  # somebody else's, for root or by accounting's grace
+        states = _squeue(f"--user={os.getuid()}")
+        if missing := requested - set(states):  # another user's, visible to root or through accounting
             with suppress(RefusedError):
-                found |= _squeue(f"--jobs={_numbers(missing)}")
-        ended, untold = _sacct(wanted - set(found))
-        found |= ended
-        shown, unknown = _shown(wanted - set(found) - untold)
+                states |= _squeue(f"--jobs={_numbers(missing)}")
+        ended, untold = _sacct(requested - set(states))
+        states |= ended
+        shown, unknown = _shown(requested - set(states) - untold)
     except (NoSchedulerError, RefusedError) as error:
-        # To be shared as well: each question costs seconds then.
+        # Errors are shared as well: each query takes seconds then.
         return {"error": str(error), "missed": missed, "cluster": cluster}
-    found |= shown
-    missed = {job: at for job, at in missed.items() if job not in found and now - at < _MISSED_MAX_S}
+    states |= shown
+    missed = {job: at for job, at in missed.items() if job not in states and now - at < _MISSED_MAX_S}
     missed |= {job: missed.get(job, now) for job in unknown}
-    found |= {job: JobState(job, FORGOTTEN, missed_at=missed[job]) for job in unknown}
+    states |= {job: JobState(job, FORGOTTEN, missed_at=missed[job]) for job in unknown}
     return {
-        "jobs": {job: vars(state) for job, state in found.items()},
-        "untold": sorted(wanted - set(found)),
+        "jobs": {job: vars(state) for job, state in states.items()},
+        "untold": sorted(requested - set(states)),
         "missed": missed,
         "cluster": cluster,
     }
 
 
 def _shown(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
-    """Return the jobs that scontrol shows, and those whose ids slurmctld calls invalid.
+    """Return the jobs that scontrol shows, and the jobs with ids that slurmctld calls invalid.
 
-    squeue may be behind, since some sites answer it from a cache, or its output may be incomplete.
+    squeue may be outdated, since some sites cache its answers, or its output may be incomplete.
     """
     states, unknown = dict[str, JobState](), set[str]()
     for job in sorted(ids)[:_SHOWN_MAX]:
@@ -194,17 +196,17 @@ def _from_scontrol(job: str, shown: str) -> JobState | None:
 
 
 def _numbers(ids: Iterable[str]) -> str:
-    """Return the jobs' and arrays' numbers; a task by itself is not found while its array is one record."""
+    """Return the jobs' and arrays' numbers; a single task is not found while its array is one record."""
     return ",".join(sorted({job.partition("_")[0] for job in ids}, key=int))
 
 
-def _squeue(whose: str) -> dict[str, JobState]:
-    """Return jobs that wait, run, or have ended so lately that slurmctld remembers them."""
+def _squeue(selection: str) -> dict[str, JobState]:
+    """Return jobs that wait, run, or ended recently enough to be in slurmctld's memory."""
     fields = ",".join(f"{field}:{_SEPARATOR}" for field in _SQUEUE_FIELDS)
-    said = run(
-        ["squeue", "--noheader", "--array", "--states=all", whose, f"--Format={fields}"], limit_s=_LIMIT_S
+    output = run(
+        ["squeue", "--noheader", "--array", "--states=all", selection, f"--Format={fields}"], limit_s=_LIMIT_S
     )
-    rows = (line.split(_SEPARATOR) for line in said.splitlines())
+    rows = (line.split(_SEPARATOR) for line in output.splitlines())
     states = [_from_squeue(row) for row in rows if len(row) > len(_SQUEUE_FIELDS) and _ID.fullmatch(row[0])]
     return {state.job: state for state in states}
 
@@ -226,7 +228,7 @@ def _from_squeue(row: Sequence[str]) -> JobState:
 
 
 def _exit_code(text: str) -> str:
-    """Return ``code:signal``; squeue gives both as one number, as wait(2) does (22.05)."""
+    """Return ``code:signal``; squeue prints both as one number, like wait(2) (22.05)."""
     if not text.isdigit():
         return text
     signal = int(text) & 0x7F
@@ -234,32 +236,32 @@ def _exit_code(text: str) -> str:
 
 
 def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
-    """Return the jobs that accounting knows to have ended, and those of which it can't tell now."""
+    """Return the jobs that have ended according to accounting, and the jobs of unknown state."""
     if not ids:
         return {}, set()
     argv = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={_numbers(ids)}"]
     try:
-        said = run(
+        output = run(
             [*argv, f"--delimiter={_SEPARATOR}", f"--format={','.join(_SACCT_FIELDS)}"], limit_s=_LIMIT_S
         )
     except NoAnswerError:
         return {}, ids
     except (NoSchedulerError, RefusedError):
         return {}, set()  # a site without accounting
-    rows = (line.split(_SEPARATOR) for line in said.splitlines())
+    rows = (line.split(_SEPARATOR) for line in output.splitlines())
     states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]
-    # One that accounting takes to be running, though slurmctld knows of none, is gone all the same.
+    # A job that accounting lists as running but slurmctld does not know has ended.
     return {state.job: state for state in states if state.job in ids and state.state in ENDED}, set()
 
 
 def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:
     listed, state, end, exit_code, nodes, name = row[: len(_SACCT_FIELDS)]
-    words = state.rstrip("+").split()  # CANCELLED by 1000
+    parts = state.rstrip("+").split()  # CANCELLED by 1000
     for job in _tasks(listed):
         yield JobState(
             job,
-            words[0] if words else FORGOTTEN,
-            " ".join(words[1:]) or None,
+            parts[0] if parts else FORGOTTEN,
+            " ".join(parts[1:]) or None,
             nodes=None if nodes == "None assigned" else nodes,
             ended=_time(end),
             exit_code=exit_code,
@@ -268,7 +270,7 @@ def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:
 
 
 def _tasks(listed: str) -> list[str]:
-    """Return ``12_3`` … for ``12_[3-5,7%2]``: tasks that ended before each was a record of its own."""
+    """Return ``12_3`` … for ``12_[3-5,7%2]``: tasks that ended before they had separate records."""
     match = _TASKS.fullmatch(listed)
     if match is None:
         return [listed]
@@ -281,7 +283,7 @@ def _tasks(listed: str) -> list[str]:
 
 
 def _time(text: str) -> str | None:
-    """Return Slurm's time, asked for in UTC; None for ``N/A``, ``Unknown`` and the like."""
+    """Return Slurm's time, which is requested in UTC; None for ``N/A``, ``Unknown`` and the like."""
     if not text[:1].isdigit():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What Slurm said last, in a small file: all commands of a user on this host together ask once in 10 s."""
+"""Caches Slurm's last answer in a small file: all commands of a user on this host query it once per 10 s."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hpc_train.paths import cache_folder
 from hpc_train.run.files import write_text
 
 MAX_AGE_S = 10.0
-#: For the command that asks just now. Slurm may take its time; after that everybody asks for himself.
+#: How long to wait for another command's query, since Slurm may be slow; after that each command queries
+#: itself.
 _LOCK_LIMIT_S = 90.0
 
-#: Where the cache folder can't be written, this process alone asks no more often.
+#: If the cache folder can't be written, only this process shares its answers.
 _own: dict[Path, dict[str, Any]] = {}
 
 Answer = dict[str, Any]
@@ -30,23 +31,23 @@ def shared(
 ) -> Answer:
     """Return the last answer if it is no older than ``max_age_s`` and ``is_enough``, else a new one.
 
-    ``ask`` receives the last answer, however old. A command that waits while another one asks takes the
-    other's answer. ``asked`` is when, in seconds since 1970.
+    ``ask`` receives the last answer of any age. A command that waits while another one queries uses the
+    other's answer. ``asked`` is the time of the query, in seconds since 1970.
     """
     called = time.time()
     with _locked():
         last = _read()
-        asked = time.time()
-        # One from the future is of any age: the clock was set back.
-        if last is not None and called - max_age_s <= last["asked"] <= asked and is_enough(last):
+        now = time.time()
+        # An answer from the future has an unknown age: the clock was set back.
+        if last is not None and called - max_age_s <= last["asked"] <= now and is_enough(last):
             return last
-        answer = ask(last) | {"version": 1, "asked": asked}
+        answer = ask(last) | {"version": 1, "asked": now}
         _write(answer)
         return answer
 
 
 def forget() -> None:
-    """Let the next command ask: something has been changed. Waits for one that asks just now."""
+    """Drop the cached answer after a change. Waits for a query in progress."""
     with _locked():
         _write((_read() or {"version": 1}) | {"asked": 0.0})
 
@@ -67,7 +68,7 @@ def _locked() -> Iterator[None]:
         _file().parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except (OSError, Timeout, NotImplementedError):
-        yield  # no locks here, or somebody hangs: at worst Slurm is asked twice
+        yield  # no locks here, or a process hangs: at worst Slurm is queried twice
         return
     try:
         yield
@@ -78,7 +79,7 @@ def _locked() -> Iterator[None]:
 def _read() -> Answer | None:
     file = _file()
     try:
-        if file.stat().st_uid != os.geteuid():  # in a shared folder anybody could have put it there
+        if file.stat().st_uid != os.geteuid():  # in a shared folder another user could have created it
             return None
         answer = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The status of a run: from its folder, and from Slurm where the folder can't know."""
+"""The status of a run: from its folder, and from Slurm for facts that the folder lacks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, write_status
 
-#: From a job's end to its verdict by us: the tear-down's own may still be on its way through a network
-#: disk, and Slurm may be about to requeue what it calls ended. Assumed.
+#: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
+#: Slurm may be about to requeue the ended job. Assumed.
 _GRACE = timedelta(seconds=5)
-#: What Slurm reports as the signal that ended a batch script whose output file could not be opened (22.05).
+#: The signal that Slurm reports for a batch script whose output file could not be opened (22.05).
 _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
@@ -69,11 +69,11 @@ _JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
 
 @dataclass(frozen=True)
 class Folder:
-    """What a run folder says, read before Slurm is asked."""
+    """The content of a run folder, read before Slurm is queried."""
 
     paths: RunPaths
     status: RunStatus
-    #: The newest job's ``12_3`` or ``12``; None where none was ever submitted.
+    #: The newest job's ``12_3`` or ``12``; None if none was ever submitted.
     job: str | None
     record: AttemptRecord | None
     is_cancelled: bool
@@ -82,7 +82,7 @@ class Folder:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Folder:
-        """Read the run's files; Slurm is not asked."""
+        """Read the run's files; Slurm is not queried."""
         status, record = read_status(paths), newest_record(paths)
         key = newest_key(paths, record)
         job, cluster = key or (None, None)
@@ -95,26 +95,26 @@ class Folder:
 
     @property
     def may_return(self) -> bool:
-        """Whether the run has ended without an end that its own batch script or a person has written.
+        """Whether the run's end was only inferred, not written by its batch script or a user.
 
-        Such an end is taken back if Slurm lists the job again.
+        Such an end is withdrawn if Slurm lists the job again.
         """
         if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
             return False
         return self.record is None or not self._is_newest_job(self.record) or _is_inferred(self.record)
 
     def began_by(self, job: JobState) -> bool:
-        """Tell whether the job as it is now, not as it was before a requeue, has begun the newest attempt."""
+        """Return True if the job, since its last requeue, has begun the newest attempt."""
         return self._is_of(job) and not self.is_requeued(job)
 
     def is_requeued(self, job: JobState) -> bool:
-        """Tell whether the newest attempt is the job's, which has been requeued since."""
+        """Return True if the job ran the newest attempt and has been requeued since."""
         if not self._is_of(job):
             return False
         assert self.record is not None
         if job.restarts is None or self.record.restart is None:
             return job.is_waiting
-        # An older answer counts fewer: it never takes a run that goes on for one that waits.
+        # An older answer has fewer restarts, so a running run is never taken for a waiting one.
         return job.restarts > self.record.restart
 
     def _is_of(self, job: JobState) -> bool:
@@ -160,10 +160,10 @@ def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
 
 
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
-    """Return the status of runs; ``status.json`` is corrected where Slurm knows of an end or a requeue.
+    """Return the status of runs; ``status.json`` is corrected if Slurm reports an end or a requeue.
 
-    Where Slurm does not answer the folders' word is returned and that is said, once; with ``max_age_s`` 0,
-    which insists, NoSchedulerError is raised.
+    If Slurm does not answer, the folders' status is returned and this is printed, once; with ``max_age_s`` 0
+    NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
     going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
@@ -182,7 +182,7 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
 
 
 def status_of(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
-    """Return the status of one run; ``job``: None where Slurm can't tell of it."""
+    """Return the status of one run; ``job``: None if its state is unknown."""
     status, submissions = folder.status, submissions or Submissions()
     if folder.job is None and status.state in GOING_ON:
         return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
@@ -206,7 +206,7 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
 
 
 def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
-    """Return the folder's word: this cluster's Slurm knows nothing about the job."""
+    """Return the folder's status: this cluster's Slurm does not know the job."""
     reason = f"job {job.job} belongs to cluster {folder.cluster}, this is {job.reason}"
     return replace(folder.status, reason=reason)
 
@@ -214,7 +214,7 @@ def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
 def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run that has ended according to its folder, while Slurm has its job.
 
-    The job was requeued by hand, or an end that was only inferred from its absence is taken back.
+    The job was requeued manually, or an end that was only inferred from its absence is withdrawn.
     """
     status, record = folder.status, folder.record
     if status.state == "completed" or folder.is_cancelled:
@@ -260,7 +260,7 @@ class Submissions:
         self._runs: dict[Path, set[str] | None] = {}
 
     def are_released(self, paths: RunPaths, job: str) -> bool:
-        """Tell whether the submission that made the job is complete, or unknown."""
+        """Return True if the submission that made the job is complete, or unknown."""
         return all(state == RELEASED for _, state in self._of(paths, job)[:1])
 
     def made(self, paths: RunPaths, job: JobState) -> bool:
@@ -278,9 +278,9 @@ class Submissions:
         """Return the file into which the job's batch script prints, if there is one yet."""
         name = f"{job}_0_log.out"  # by submitit
         outputs = (submission.folder / name for submission, _ in self._of(paths, job))
-        # Several, where Slurm has begun to count its jobs again.
-        found = [path for path in outputs if path.is_file()]
-        return max(found, key=lambda path: path.stat().st_mtime) if found else None
+        # Several if Slurm has restarted its job numbers.
+        existing = [path for path in outputs if path.is_file()]
+        return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
 
     def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, str]]:
         """Return the submissions that made the job, with their states."""
@@ -289,13 +289,15 @@ class Submissions:
             by_job = self._known.setdefault(folder.folder, {})
             for submission in folder.submission_folders():
                 record = read_json(submission.record) or {}
-                made = (submission, str(record.get("state")))
-                by_job.setdefault(str(record.get("job_id")), []).append(made)
+                entry = (submission, str(record.get("state")))
+                by_job.setdefault(str(record.get("job_id")), []).append(entry)
         return self._known[folder.folder].get(job.partition("_")[0], [])
 
 
 def output_without_logs(paths: RunPaths) -> Path | None:
-    """Return what the newest job's batch script printed, where no rank of it wrote anything; say so."""
+    """Return the output file of the newest job's batch script, and print a note, if no rank has written a
+    log.
+    """
     record = newest_record(paths)
     job = newest_job(paths, record)
     has_logs = paths.attempt(newest_number(paths)).files_of_ranks(".log")
@@ -324,7 +326,9 @@ def _on_its_way(job: JobState) -> str:
 
 
 def _requeue_reason(folder: Folder) -> str:
-    """Return why, where the batch script had no say: its record knows, or what its ranks have left."""
+    """Return the reason if the batch script could not record it: by the attempt's record, or its ranks'
+    files.
+    """
     if folder.status.state not in GOING_ON:
         return f"requeued by hand after {folder.status.reason or folder.status.state}"
     record = folder.record
@@ -337,19 +341,19 @@ def _requeue_reason(folder: Folder) -> str:
 
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
-    """Return the status of a run whose job has ended, or is unknown, while the folder has no end yet."""
+    """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
     if job.missed_at is not None and not folder.is_cancelled and not _is_gone(folder, job.missed_at):
-        words = (
+        text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
-        return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, words))))
+        return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, text))))
     if _has_just_ended(job):
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
         return end_cancelled(folder)
-    found = _diagnosed(folder, job, submissions)
-    state = "cancelled" if found.cause == "cancelled" else "failed"
-    return _end(folder, replace(folder.status, state=state, reason=found.reason), found.cause)
+    diagnosis = _diagnosed(folder, job, submissions)
+    state = "cancelled" if diagnosis.cause == "cancelled" else "failed"
+    return _end(folder, replace(folder.status, state=state, reason=diagnosis.reason), diagnosis.cause)
 
 
 def _is_gone(folder: Folder, missed_at: float) -> bool:
@@ -391,13 +395,13 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
         where = f"{job.nodes or 'a node'} can't write into {folder.paths.siblings.submissions}"
         return Diagnosis("lost", f"job {job.job}: {where}; nodes must see the folder of runs at this path")
     was_requeued = folder.status.state == "requeued"
-    what = job.state if has_begun or was_requeued else job.reason or job.state
-    how = f"({what}{_exit_words(code, signal)})"
+    state_text = job.state if has_begun or was_requeued else job.reason or job.state
+    how = f"({state_text}{_exit_words(code, signal)})"
     return diagnose_unexplained_job(job.job, how, has_begun=has_begun, was_requeued=was_requeued, see=see)
 
 
 def _exit_words(code: str, signal: str) -> str:
-    """Return how a batch script ended, to follow other words."""
+    """Return how a batch script ended, as a suffix of a message."""
     if signal not in {"", "0"}:
         return f", signal {signal}"
     reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""
@@ -415,10 +419,10 @@ def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:
 
 
 def _correct(folder: Folder, status: RunStatus) -> RunStatus:
-    """Write ``status`` unless the folder has come to say something else meanwhile; return what holds."""
+    """Write ``status`` unless the folder's status has changed meanwhile; return the valid one."""
     latest = read_status(folder.paths)
     if (latest.state, latest.attempt) != (folder.status.state, folder.status.attempt):
         return latest
-    with suppress(OSError):  # somebody else's run, or a full disk: say it all the same
+    with suppress(OSError):  # another user's run, or a full disk: return it nevertheless
         write_status(folder.paths, status)
     return status

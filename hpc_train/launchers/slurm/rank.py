@@ -1,8 +1,8 @@
-"""What srun executes for each rank: hold back signals, open the rank's log, become Python.
+"""Executed by srun for each rank: blocks signals, opens the rank's log, executes Python.
 
-``python -I -S …/rank.py PYTHON ARGUMENT…``. A file of its own with nothing but the standard library, so that
-it is installed before the first signal can come: a signal during Python's imports would end the job unsaved.
-Whatever fails here must not lose the rank.
+``python -I -S …/rank.py PYTHON ARGUMENT…``. A separate file that uses only the standard library, so that
+signals are blocked before the first one can arrive: a signal during Python's imports would end the job
+unsaved. A failure here must not lose the rank.
 """
 
 import os
@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 
-#: Left over from whatever the job was submitted from; the rank would believe them before Slurm's.
+#: Inherited from the environment of the submission; they would override Slurm's variables.
 STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
@@ -33,7 +33,7 @@ def main(command: list[str]) -> None:
 
 
 def redirect() -> None:
-    """Let output go to the rank's log, and input come from nowhere."""
+    """Redirect output to the rank's log, and input from /dev/null."""
     rank = int(os.environ["SLURM_PROCID"])
     folder = os.path.join(os.environ["HPC_TRAIN_RUN_FOLDER"], "attempts", os.environ["HPC_TRAIN_ATTEMPT"])  # noqa: PTH118
     path = os.path.join(folder, f"rank-{rank}.log")  # noqa: PTH118

@@ -1,4 +1,4 @@
-"""What a rank of a job runs on, by what the file requests: for the memory that ``plan`` predicts."""
+"""The device of a rank by the file's request, for the memory that ``plan`` predicts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _GIB = 2**30
 
 
 def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
-    """Return the job's GPU, or the rank's part of a node's memory. ``device``: of the file."""
+    """Return the job's GPU, or the rank's part of a node's memory. ``device``: the file's key."""
     if slurm.gpus_per_node == 0 or device == "cpu":
-        each = None if slurm.mem_gb is None else slurm.mem_gb * _GIB // (size.per_node or 1)
-        return Device("CPU", is_gpu=False, memory_bytes=each, remedy="write slurm.mem_gb")
+        share = None if slurm.mem_gb is None else slurm.mem_gb * _GIB // (size.per_node or 1)
+        return Device("CPU", is_gpu=False, memory_bytes=share, remedy="write slurm.mem_gb")
     names = (slurm.gpu_type, _gpus_of(slurm.extra.get("gres")), slurm.constraint)
-    for name in (each for each in names if isinstance(each, str)):
+    for name in (text for text in names if isinstance(text, str)):
         if (gib := gpu_memory_gib(name)) is not None:
             return Device(name, is_gpu=True, memory_bytes=int(gib * _GIB))
     shown = slurm.gpu_type or "a GPU of any type"

@@ -1,10 +1,10 @@
-"""What of a file's request Slurm refuses, or accepts and never starts: one function per rule.
+"""Rules for requests that Slurm refuses, or accepts and never starts: one function per rule.
 
-``plan`` and ``submit`` refuse such a file before anything is made; ``doctor`` reports the same problems. With
-EnforcePartLimits=NO, Slurm's default, most of these jobs are accepted and held for ever, so they are found by
-what Slurm says of itself, rather than by asking sbatch. All of that is in the ``ClusterFacts``.
+``plan`` and ``submit`` refuse such a file before they create files; ``doctor`` reports the same problems.
+With EnforcePartLimits=NO, Slurm's default, most of these jobs are accepted and held forever, so they are
+detected from Slurm's configuration, not by sbatch. All of it is in the ``ClusterFacts``.
 
-What passes with time, such as a partition that is down or nodes that are drained, is no problem: jobs wait.
+Temporary conditions, such as a partition that is down or drained nodes, are not problems: jobs wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_train.launchers.slurm.job_limits import limit_problems
 from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.validate.slurm_rules import max_nodes, min_nodes
 
-#: A person's own defaults of sbatch, which hold where the file says nothing (``script.job_environment``).
+#: The user's defaults of sbatch, which apply to keys that the file does not set (``script.job_environment``).
 _DEFAULTS = {
     "partition": "SBATCH_PARTITION",
     "account": "SBATCH_ACCOUNT",
@@ -33,75 +33,75 @@ _LISTED = 8
 
 
 def problems(slurm: SlurmConfig, facts: ClusterFacts) -> list[KeyProblem]:
-    """Return why Slurm would refuse a job with this section, or never start it; empty where it may start.
+    """Return why Slurm would refuse a job with this section, or never start it; empty if it may start.
 
-    ``slurm``: with its profile's settings. Of several partitions one that fits is enough.
+    ``slurm``: with its profile's settings. If there are several partitions, one that fits is enough.
     """
     slurm = with_defaults(slurm)
-    found = list(partition_names(slurm, facts))
-    if found:
-        return found
+    messages = list(partition_names(slurm, facts))
+    if messages:
+        return messages
     for rule in RULES:
-        found += rule(slurm, facts)
-    by_partition = [list(_in_partition(slurm, facts, each)) for each in used(slurm, facts)]
+        messages += rule(slurm, facts)
+    by_partition = [list(_in_partition(slurm, facts, partition)) for partition in used(slurm, facts)]
     if by_partition and all(by_partition):
-        found += by_partition[0]
-    return list(dict.fromkeys(found))
+        messages += by_partition[0]
+    return list(dict.fromkeys(messages))
 
 
 def with_defaults(slurm: SlurmConfig) -> SlurmConfig:
-    """Return the section with the person's own defaults of sbatch where it says nothing."""
-    own = {key: os.environ[name] for key, name in _DEFAULTS.items() if os.environ.get(name)}
-    return slurm.model_copy(update={key: value for key, value in own.items() if not getattr(slurm, key)})
+    """Return the section with the user's defaults of sbatch for keys that it does not set."""
+    defaults = {key: os.environ[name] for key, name in _DEFAULTS.items() if os.environ.get(name)}
+    return slurm.model_copy(update={key: value for key, value in defaults.items() if not getattr(slurm, key)})
 
 
 def used(slurm: SlurmConfig, facts: ClusterFacts) -> list[Partition]:
-    """Return the partitions that the job may start in; the default one where the file names none."""
+    """Return the partitions in which the job may start; the default one if the file names none."""
     names = (slurm.partition or "").split(",")
-    found = [facts.partition(name) if name else facts.default for name in names]
-    return [each for each in found if each is not None]
+    partitions = [facts.partition(name) if name else facts.default for name in names]
+    return [partition for partition in partitions if partition is not None]
 
 
 def partition_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """Each partition exists."""
     if not facts.partitions:
-        return  # Slurm told nothing
-    known = ", ".join(each.name for each in facts.partitions[:_LISTED])
+        return  # nothing is known
+    names = ", ".join(partition.name for partition in facts.partitions[:_LISTED])
     for name in (slurm.partition or "").split(","):
         if name and facts.partition(name) is None:
-            yield KeyProblem("slurm.partition", f"there is no partition {name}", f"write one of {known}")
+            yield KeyProblem("slurm.partition", f"there is no partition {name}", f"write one of {names}")
     if not slurm.partition and facts.default is None:
         message = "is not given, and this cluster has no default partition"
-        yield KeyProblem("slurm.partition", message, f"write one of {known}")
+        yield KeyProblem("slurm.partition", message, f"write one of {names}")
 
 
 def accounts(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """The account is one of the user's."""
     if facts.associations is None or not facts.enforces("associations"):
         return
-    known = list(dict.fromkeys(each.account for each in facts.associations))
-    if not known:
+    names = list(dict.fromkeys(association.account for association in facts.associations))
+    if not names:
         message = f"you have no account (AccountingStorageEnforce = {facts.text('AccountingStorageEnforce')})"
         yield KeyProblem("slurm.account", message, "ask the administrators for an association")
-    elif slurm.account is not None and slurm.account.lower() not in known:
+    elif slurm.account is not None and slurm.account.lower() not in names:
         message = f"{slurm.account} is not an account of yours"
-        yield KeyProblem("slurm.account", message, f"write one of {', '.join(known[:_LISTED])}")
+        yield KeyProblem("slurm.account", message, f"write one of {', '.join(names[:_LISTED])}")
 
 
 def qos(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
     """Each quality of service exists, and the account may use it."""
     if not facts.qos or not facts.enforces("qos"):
         return
-    own = facts.associations_of(slurm.account, partition.name)
-    allowed = list(dict.fromkeys(name for each in own for name in each.qos))
-    # ``+name`` and ``-name`` change what the account has, which is not listed.
+    associations = facts.associations_of(slurm.account, partition.name)
+    allowed = list(dict.fromkeys(name for item in associations for name in item.qos))
+    # ``+name`` and ``-name`` change the account's set, which is not listed.
     is_listed = bool(allowed) and not any(name[:1] in "+-" for name in allowed)
     for name in filter(None, (slurm.qos or "").split(",")):
         if facts.qos_named(name.lower()) is None:
-            known = ", ".join(each.name for each in facts.qos[:_LISTED])
-            yield KeyProblem("slurm.qos", f"there is no QOS {name}", f"write one of {known}")
+            names = ", ".join(item.name for item in facts.qos[:_LISTED])
+            yield KeyProblem("slurm.qos", f"there is no QOS {name}", f"write one of {names}")
         elif is_listed and name.lower() not in allowed:
-            message = f"account {slurm.account or own[0].account} may not use QOS {name}"
+            message = f"account {slurm.account or associations[0].account} may not use QOS {name}"
             yield KeyProblem("slurm.qos", message, f"write one of {', '.join(allowed[:_LISTED])}")
 
 
@@ -109,19 +109,19 @@ def reservation(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]
     """Each reservation exists."""
     for name in (slurm.reservation or "").split(","):
         if name and facts.reservations is not None and name not in facts.reservations:
-            known = ", ".join(facts.reservations[:_LISTED])
-            remedy = f"write one of {known}" if known else "take it out: there are none now"
+            names = ", ".join(facts.reservations[:_LISTED])
+            remedy = f"write one of {names}" if names else "take it out: there are none now"
             yield KeyProblem("slurm.reservation", f"there is no reservation {name}", remedy)
 
 
 def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """Nodes that the file names exist."""
-    known = set(facts.node_names or ())
-    if not known and all(map(facts.lists_all_nodes, facts.partitions)):
-        known = {node.name for node in facts.nodes}
+    existing = set(facts.node_names or ())
+    if not existing and all(map(facts.lists_all_nodes, facts.partitions)):
+        existing = {node.name for node in facts.nodes}
     for key, value in (("exclude", slurm.exclude), ("extra.nodelist", slurm.extra.get("nodelist"))):
-        unknown = [name for name in expanded(str(value or "")) if name not in known]
-        if unknown and known:
+        unknown = [name for name in expanded(str(value or "")) if name not in existing]
+        if unknown and existing:
             message = f"there is no node {unknown[0]}"
             yield KeyProblem(f"slurm.{key}", message, "write names that `scontrol show node` lists")
 
@@ -144,7 +144,7 @@ def _in_partition(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition)
 
 
 def partition_access(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
-    """The partition takes jobs, and those of this account and QOS."""
+    """The partition accepts jobs, including jobs of this account and QOS."""
     name = partition.name
     if partition.refuses_jobs:
         message = f"partition {name} takes no jobs (State = {partition.values['State']})"
@@ -152,9 +152,9 @@ def partition_access(slurm: SlurmConfig, facts: ClusterFacts, partition: Partiti
     if partition.values.get("ReqResv") == "YES" and not slurm.reservation:
         message = f"is missing: partition {name} takes only jobs with a reservation"
         yield KeyProblem("slurm.reservation", message, "write it, or submit to another partition")
-    own = facts.associations_of(slurm.account, name)
-    account = slurm.account or next((each.account for each in own), None)
-    # Whether the account is below one of AllowAccounts, which newer versions take as well, is not known.
+    associations = facts.associations_of(slurm.account, name)
+    account = slurm.account or next((association.account for association in associations), None)
+    # Newer versions also accept children of AllowAccounts; whether the account is one is unknown.
     if facts.enforces("associations") and partition.listed("AllowAccounts") is None:
         yield from _denied("account", account, partition.listed("DenyAccounts"), partition)
     of_job = facts.qos_of(slurm.qos, slurm.account, name)
@@ -179,7 +179,7 @@ def _denied(
 
 
 def _may_lift(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition, flag: str) -> bool:
-    """Tell whether the job's QOS lifts a limit of the partition by this flag, or is unknown."""
+    """Return True if the job's QOS lifts a limit of the partition by this flag, or is unknown."""
     if not facts.has_accounting:
         return False
     of_job = facts.qos_of(slurm.qos, slurm.account, partition.name)
@@ -212,13 +212,13 @@ def node_counts(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -
 
 
 def node_sizes(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
-    """Enough nodes of the partition have what the file requests of a node."""
+    """Enough nodes of the partition satisfy the file's request per node."""
     most_mb = partition.number("MaxMemPerNode")
     if slurm.mem_gb is not None and most_mb is not None and slurm.mem_gb * 1024 > most_mb:
         message = f"{slurm.mem_gb}, but partition {partition.name} gives {most_mb / 1024:g} per node"
         yield KeyProblem("slurm.mem_gb", f"{message} (MaxMemPerNode)", "write less, or another partition")
     members = facts.nodes_of(partition.name)
-    nodes = [each.node for each in members]
+    nodes = [member.node for member in members]
     if not nodes or not facts.lists_all_nodes(partition):
         return
     remedy = "write what a node has, or another partition"
@@ -226,18 +226,18 @@ def node_sizes(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) ->
     for line in lines:
         key, _, message = line.partition(": ")
         yield KeyProblem(key, message, remedy)
-    yield from _outside(slurm, partition, [each.name for each in members])
+    yield from _outside(slurm, partition, [member.name for member in members])
 
 
 def _outside(slurm: SlurmConfig, partition: Partition, members: Sequence[str]) -> Iterator[KeyProblem]:
     """Yield a problem for nodes that the file requires and that are not in the partition."""
-    wanted = expanded(str(slurm.extra.get("nodelist") or ""))
-    outside = [name for name in wanted if name not in members]
+    required = expanded(str(slurm.extra.get("nodelist") or ""))
+    outside = [name for name in required if name not in members]
     if outside:
         message = f"node {outside[0]} is not in partition {partition.name}"
         remedy = f"write nodes that `sinfo -N -p {partition.name}` lists, or another partition"
         yield KeyProblem("slurm.extra.nodelist", message, remedy)
-    left = set(members) - set(expanded(slurm.exclude or ""))
-    if slurm.exclude and len(left) < min_nodes(slurm) <= len(members):
-        message = f"leaves {len(left)} of the {len(members)} nodes of partition {partition.name}"
+    remaining = set(members) - set(expanded(slurm.exclude or ""))
+    if slurm.exclude and len(remaining) < min_nodes(slurm) <= len(members):
+        message = f"leaves {len(remaining)} of the {len(members)} nodes of partition {partition.name}"
         yield KeyProblem("slurm.exclude", f"{message}, and the job needs {min_nodes(slurm)}", "exclude fewer")

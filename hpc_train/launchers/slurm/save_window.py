@@ -1,4 +1,4 @@
-"""Whether a save fits into the time that Slurm leaves a job which must go: said at submit."""
+"""Checks, at submit, that a save fits into the time between Slurm's signal and the kill."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands, options
 from hpc_train.paths import ExperimentPaths
 
-#: From the signal to the end of the step that goes on. Assumed; where steps take longer, more is needed.
+#: From the signal to the end of the current step. Assumed; longer steps need more.
 STEP_RESERVE_S = 5
 SAVES = 3
 
 
 def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
-    """Return what to say of saves that took longer than there may be time for; nothing before the first.
+    """Return warnings about saves that took longer than the available time; empty before the first save.
 
     ``experiment``: with its profile's settings.
     """
@@ -23,15 +23,15 @@ def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
     if experiment.slurm is None or not saves:
         return []
     longest_s = max(saves)
-    words = [_preemption(name, longest_s) for name in (experiment.slurm.partition or "").split(",")]
-    return [each for each in (*words, _time_limit(experiment, folder, longest_s)) if each]
+    by_partition = [_preemption(name, longest_s) for name in (experiment.slurm.partition or "").split(",")]
+    return [warning for warning in (*by_partition, _time_limit(experiment, folder, longest_s)) if warning]
 
 
 def _preemption(partition: str, longest_s: float) -> str | None:
     try:
         name, grace_s = preemption_grace(partition)
     except (NoSchedulerError, commands.RefusedError):
-        return None  # submitted all the same
+        return None  # the job is submitted nevertheless
     if grace_s is None or grace_s >= needed_s(longest_s):
         return None
     return (
@@ -50,14 +50,14 @@ def needed_s(longest_s: float) -> float:
 def preemption_grace(partition: str) -> tuple[str, int | None]:
     """Return the partition's name (empty: the default's) and the seconds from preemption to the kill.
 
-    None where nobody preempts its jobs, or it is not the partition that says how long they have.
+    None if its jobs are not preempted, or the partition does not determine the time.
     """
-    found = commands.partition(partition)
-    return found.get("PartitionName", partition), grace_s_of(found, commands.config())
+    values = commands.partition(partition)
+    return values.get("PartitionName", partition), grace_s_of(values, commands.config())
 
 
 def grace_s_of(partition: Mapping[str, str], config: Mapping[str, str]) -> int | None:
-    """Return ``preemption_grace``'s seconds by what Slurm says of the partition and of itself."""
+    """Return ``preemption_grace``'s seconds from the settings of the partition and of Slurm."""
     mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
     if config.get("PreemptType", "preempt/none") != "preempt/partition_prio" or mode.startswith("OFF"):
         return None

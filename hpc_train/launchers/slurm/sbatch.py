@@ -1,7 +1,7 @@
-"""sbatch: called once, however often Slurm has to be asked.
+"""Runs sbatch so that a job is submitted once, even with retries.
 
-sbatch can fail with the job queued all the same (an answer that was lost, a command that died), so nobody
-calls it again without having looked for a job of ours: one whose script is in the submission's folder.
+sbatch can fail although the job is queued (a lost answer, a killed command), so before a retry the queue is
+searched for a job whose script is in the submission's folder.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import SubmissionPaths
 
-#: Assumed: a restart of slurmctld takes less. The command can be given again afterwards.
+#: Assumed: a restart of slurmctld takes less. The command can be repeated afterwards.
 LIMIT_S = 120.0
 _PAUSE_MAX_S = 10.0
-#: A site's filters and plug-ins may take their time; after that sbatch is taken to hang.
+#: A site's filters and plug-ins may be slow; after that sbatch is considered hung.
 _SBATCH_LIMIT_S = 300.0
 #: sbatch's own line; a wrapper may ignore ``--parsable``.
 _SENTENCE = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
-#: What Slurm says of a job for which it has too few nodes, or too few that can be used now.
+#: Slurm's messages about a job for which it has too few nodes, or too few usable nodes.
 TOO_FEW_NODES = re.compile(r"configuration is not available|node name", re.IGNORECASE)
 
 
 def check_programs() -> None:
-    """Raise NoSchedulerError where Slurm is not installed: before anything is made that would wait for it."""
+    """Raise NoSchedulerError if Slurm is not installed, before files are created for a submission."""
     for program in ("sbatch", "squeue", "scontrol", "srun"):  # srun is looked for by submitit
         if shutil.which(program) is None:
             raise NoSchedulerError(
@@ -43,13 +43,13 @@ def check_programs() -> None:
 
 
 class NumberUnknownError(commands.NoAnswerError):
-    """sbatch has submitted the job, but its output does not tell the job's number."""
+    """sbatch has submitted the job, but its output does not contain the job's number."""
 
 
 def send(paths: SubmissionPaths, batch: Batch, runs: int) -> str:
-    """Have one held job of this number of runs in the queue and return its number.
+    """Make sure that one held job of this number of runs is queued, and return its number.
 
-    Raises NoSchedulerError where Slurm has not answered for ``LIMIT_S``, RefusedError where it says no.
+    Raises NoSchedulerError if Slurm has not answered for ``LIMIT_S``, RefusedError if it refuses.
     """
     deadline, pause_s = time.monotonic() + LIMIT_S, 1.0
     is_unclear, is_submitted = False, False
@@ -74,9 +74,9 @@ def send(paths: SubmissionPaths, batch: Batch, runs: int) -> str:
 
 
 def own_job(paths: SubmissionPaths) -> str | None:
-    """Return the submission's job that waits or runs, the oldest of two where an answer was lost."""
-    found = _own_jobs(paths)
-    return found[0] if found else None
+    """Return the submission's job that waits or runs; the older one if a lost answer led to two."""
+    jobs = _own_jobs(paths)
+    return jobs[0] if jobs else None
 
 
 def _own_jobs(paths: SubmissionPaths) -> list[str]:
@@ -86,12 +86,12 @@ def _own_jobs(paths: SubmissionPaths) -> list[str]:
 
 
 def _cancel_others(paths: SubmissionPaths, job: str) -> None:
-    if others := [other for other in _own_jobs(paths) if other != job]:
-        commands.cancel_jobs(others)
+    if duplicates := [candidate for candidate in _own_jobs(paths) if candidate != job]:
+        commands.cancel_jobs(duplicates)
 
 
 def could_start(batch: Batch) -> bool:
-    """Tell whether Slurm has the nodes that the script asks for, free or not; True where it won't say."""
+    """Return True if Slurm has the nodes that the script requests, free or not, or if this is unknown."""
     try:
         tested(batch)
     except commands.RefusedError as error:
@@ -100,9 +100,9 @@ def could_start(batch: Batch) -> bool:
 
 
 def tested(batch: Batch, runs: int = 1) -> str:
-    """Return what ``sbatch --test-only`` says of the job of this number of runs: times in UTC.
+    """Return the output of ``sbatch --test-only`` for the job of this number of runs: times in UTC.
 
-    Raises RefusedError where Slurm would refuse it, or could not start it as things are.
+    Raises RefusedError if Slurm would refuse it, or could not start it now.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.sh")
@@ -114,7 +114,7 @@ def tested(batch: Batch, runs: int = 1) -> str:
 def sbatch(batch: Batch, runs: int = 1) -> str:
     """Write the script for this number of runs and submit it; return the job's number.
 
-    Raises NumberUnknownError if the output does not tell which number that is.
+    Raises NumberUnknownError if the output does not contain it.
     """
     path = batch.submission / "batch.sh"
     path.write_text(script.script_text(batch, runs), encoding="utf-8")
@@ -125,7 +125,7 @@ def sbatch(batch: Batch, runs: int = 1) -> str:
 def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run sbatch with these arguments, which include ``--parsable``; return the job's number.
 
-    Whatever a site's wrapper or plug-in prints besides is ignored.
+    Other output of a site's wrapper or plug-in is ignored.
     """
     output = commands.run(["sbatch", *arguments], limit_s=_SBATCH_LIMIT_S, environ=environ)
     number = job_number(output)

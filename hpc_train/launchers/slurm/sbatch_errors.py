@@ -1,4 +1,4 @@
-"""What Slurm says no with → the key of the file that it is about, and what to do."""
+"""Maps Slurm's messages of refusal to the key of the file, with a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpc_train.validate.slurm_rules import MEMORY_SHARES
 
 @dataclass(frozen=True)
 class Advice:
-    """Where in the file, dotted, and what to write there."""
+    """A key of the file, dotted, and the remedy."""
 
     key: str
     remedy: str
@@ -78,7 +78,7 @@ _BY_MESSAGE: tuple[tuple[str, str, str], ...] = (
     (r"invalid wckey", "slurm.extra.wckey", "write one of yours, or take it out"),
 )
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
-#: What a site's plug-in writes about without naming an option → the option.
+#: Subject of a message by a site's plug-in that names no option → the option.
 _SUBJECTS: tuple[tuple[str, str], ...] = (
     (r"(wall ?)?time[ -]?limit|wall ?time", "time"),
     (r"\baccount\b|\bproject\b", "account"),
@@ -94,22 +94,24 @@ _GENERAL = "change the request as these words require, or ask the cluster's admi
 _PER_USER = re.compile(r"(QOS|Assoc)\w*(Per(User|Account)|Grp)\w*")
 
 
-def advice(words: str, experiment: Experiment) -> Advice:
-    """Return the key of the file that the refusal is about, and what to write there.
+def advice(message: str, experiment: Experiment) -> Advice:
+    """Return the key of the file that the refusal is about, and the remedy.
 
-    Slurm's own messages have a remedy. Those of a site's plug-ins are free text: the option that they name,
-    or their only subject, gives the key, and the remedy does not guess more than that the key is missing.
+    Slurm's own messages have a remedy. Messages of a site's plug-ins are free text: the option that they
+    name, or their only subject, gives the key, and the remedy says at most that the key is missing.
     """
-    options = [option.rstrip("-") for option in _OPTION.findall(words)]
+    options = [option.rstrip("-") for option in _OPTION.findall(message)]
     for option in options:
         for key in experiment.slurm.extra if experiment.slurm else {}:
             if key.replace("_", "-") == option:
                 return Advice(f"slurm.extra.{key}", "write it as sbatch takes it, or take it out")
     for pattern, key, remedy in _BY_MESSAGE:
-        if not options and re.search(pattern, words, re.IGNORECASE):
+        if not options and re.search(pattern, message, re.IGNORECASE):
             missing = key == "slurm.time_limit" and _value(key, experiment) is None
             return Advice(key, "write one; the file has none" if missing else remedy)
-    options = options or [option for pattern, option in _SUBJECTS if re.search(pattern, words, re.IGNORECASE)]
+    options = options or [
+        option for pattern, option in _SUBJECTS if re.search(pattern, message, re.IGNORECASE)
+    ]
     if not set(options).isdisjoint(MEMORY_SHARES):
         share = next(option for option in options if option in MEMORY_SHARES)
         return Advice(
@@ -128,5 +130,5 @@ def _value(key: str, experiment: Experiment) -> object:
 
 
 def may_never_start(reason: str) -> bool:
-    """Tell whether the reason passes once other jobs have ended, unless the job alone asks for too much."""
+    """Return True if the reason passes once other jobs have ended, unless the job alone requests too much."""
     return _PER_USER.fullmatch(reason) is not None

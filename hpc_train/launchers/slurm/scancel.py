@@ -1,4 +1,4 @@
-"""The end of runs' jobs for good: marked first, so that no tear-down requeues what scancel has ended."""
+"""Cancels runs' jobs for good: runs are marked first, so that no batch script requeues a cancelled job."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _POLLS_S = (0.5, 0.5, 1.0, 1.0, 2.0, 5.0)
 
 
 def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
-    """End the jobs of active runs; wait, within bounds, until they are gone; write that down.
+    """End the jobs of active runs; wait, within bounds, until they are gone; record it.
 
-    Returns the runs whose jobs belong to another cluster: they stay as they are.
+    Returns the runs whose jobs belong to another cluster; they are not changed.
 
-    Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSchedulerError
-    where Slurm does not answer: then the runs are marked, so that they end where they would start. Raises
-    StorageError or TransientStorageError where a run can't be marked; the jobs are ended all the same.
+    Runs that have ended are not changed, except for a run whose job was requeued manually. Raises
+    NoSchedulerError if Slurm does not answer: the runs are marked then, so that they end when they would
+    start. Raises StorageError or TransientStorageError if a run can't be marked; its job is ended
+    nevertheless.
     """
     elsewhere = _elsewhere(runs)
     runs = [paths for paths in runs if paths not in elsewhere]
@@ -49,16 +50,16 @@ def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
 
 
 def _elsewhere(runs: Sequence[RunPaths]) -> list[RunPaths]:
-    """Return the active runs whose jobs another cluster has; print where to cancel them."""
-    found = {paths: cluster for paths in runs if (cluster := other_cluster(paths)) is not None}
-    for paths, cluster in found.items():
+    """Return the active runs whose jobs belong to another cluster; print the cluster's name."""
+    clusters = {paths: cluster for paths in runs if (cluster := other_cluster(paths)) is not None}
+    for paths, cluster in clusters.items():
         name = run_name(paths)
         say(f"{name}: its job belongs to cluster {cluster}; cancel it there; nothing done")
-    return list(found)
+    return list(clusters)
 
 
 def _marked(runs: Sequence[RunPaths]) -> tuple[list[Folder], list[HpcTrainError]]:
-    """Mark active runs as cancelled; return what the folders of all say, and why some can't be marked."""
+    """Mark active runs as cancelled; return all folders' content, and the errors of marking."""
     folders, problems = [Folder.read(paths) for paths in runs], list[HpcTrainError]()
     for folder in folders:
         if folder.status.state in GOING_ON:
@@ -70,9 +71,10 @@ def _marked(runs: Sequence[RunPaths]) -> tuple[list[Folder], list[HpcTrainError]
 
 
 def _record_jobs(runs: Sequence[RunPaths]) -> bool:
-    """Record the held jobs of the runs that a command which died after sbatch did not; tell whether any was.
+    """Record the runs' held jobs that a command, killed after sbatch, did not record; return True if there
+    were such submissions.
 
-    Waits for a command that is just submitting them.
+    Waits for a command that is submitting them.
     """
     has_recorded = False
     for experiment in dict.fromkeys(paths.siblings for paths in runs):
@@ -81,7 +83,7 @@ def _record_jobs(runs: Sequence[RunPaths]) -> bool:
             continue
         from hpc_train.launchers.slurm import sbatch  # and the schema, which few cancels need
 
-        # Of another user's run the job is not ours to find.
+        # Runs of another user are skipped.
         with suppress(UntrustedError), submission.locked(experiment):
             for paths, record in submission.without_job(experiment, ids):
                 if job_id := sbatch.own_job(paths):
@@ -94,7 +96,7 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
     states = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
     for folder in living:
-        with suppress(OSError):  # where the disk is full, or can't be written
+        with suppress(OSError):  # the disk is full, or can't be written
             mark_cancelled(folder.paths)
     if living:
         commands.cancel_jobs([str(folder.job) for folder in living])
@@ -121,16 +123,16 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
 
 
 def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
-    """Return what Slurm says once all are gone, or the time is up."""
+    """Return the job states once all jobs are gone, or the time is up."""
     deadline = time.monotonic() + _kill_wait_s() + _CLEAR_LIMIT_S
     pauses = iter(_POLLS_S)
     while True:
         states = _ask(living)
-        left = [folder for folder in living if _is_living(folder, states)]
-        if not left:
+        remaining = [folder for folder in living if _is_living(folder, states)]
+        if not remaining:
             return states
         if time.monotonic() > deadline:
-            jobs = ", ".join(str(folder.job) for folder in left)
+            jobs = ", ".join(str(folder.job) for folder in remaining)
             say(f"jobs {jobs}: asked to end, not gone yet; `hpc-train status` shows when they are")
             return states
         time.sleep(next(pauses, _POLLS_S[-1]))

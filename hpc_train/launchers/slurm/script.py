@@ -23,8 +23,8 @@ from hpc_train.package_path import LATE_VARIABLE, path_variables
 from hpc_train.paths import ExperimentPaths
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
 
-#: The user's own defaults of sbatch → submitit's name of what the file says instead. For sbatch its variables
-#: go before the script's lines, so all others are hidden from it.
+#: The user's defaults of sbatch → submitit's name of the file's setting that replaces it. In sbatch its
+#: variables override the script's lines, so all others are hidden from it.
 _KEPT_VARIABLES = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -35,7 +35,7 @@ _KEPT_VARIABLES = {
     "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_WCKEY": "wckey",
 }
-#: Where Slurm is and how this user reaches it.
+#: Slurm's address and the user's credentials for it.
 _KEPT_IN_A_JOB = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
 #: Outside of a job a user may also choose the cluster.
 _KEPT = (*_KEPT_IN_A_JOB, "SLURM_CLUSTERS")
@@ -60,11 +60,11 @@ _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
 class Batch:
     """One batch script, as ``submission.json`` can keep it."""
 
-    #: ``runs/<name>/.slurm/<token>``, where submitit's files and the script's output lie.
+    #: ``runs/<name>/.slurm/<token>``, with submitit's files and the script's output.
     submission: Path
-    #: The command that each rank runs before submitit's own words.
+    #: The command that each rank runs before submitit's arguments.
     command: str
-    #: Of ``SlurmExecutor.update_parameters``; JSON as they stand.
+    #: Arguments of ``SlurmExecutor.update_parameters``; valid JSON.
     parameters: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Batch:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Batch:
-        """Read what ``to_json`` returned. Raises KeyError if a key is missing."""
+        """Read the result of ``to_json``. Raises KeyError if a key is missing."""
         return cls(Path(data["submission"]), data["command"], data["parameters"])
 
 
@@ -88,11 +88,11 @@ def batch(
     exclude: Sequence[str] = (),
     problem: Callable[[str, str, str], str] | None = None,
 ) -> Batch:
-    """Return the batch script for runs of one shape; nothing is written, Slurm is not asked.
+    """Return the batch script for runs of one shape; nothing is written, Slurm is not queried.
 
-    ``search_path``: what goes first on the ranks' path. ``exclude``: nodes, beside those of the file.
-    ``problem``: the experiment file's own text for ``file:line:col``. Raises BadFileError on the profile,
-    UsageError on paths that no script can hold.
+    ``search_path``: the start of the ranks' path. ``exclude``: nodes, in addition to the file's. ``problem``:
+    the experiment file's own text for ``file:line:col``. Raises BadFileError for the profile, UsageError for
+    paths that no script can contain.
     """
     slurm = experiment.slurm
     assert slurm is not None
@@ -134,7 +134,7 @@ def script_text(batch: Batch, runs: int = 1) -> str:
 
 
 def python_command(experiment: Experiment, profile: Profile, folders: Sequence[Path]) -> list[str]:
-    """Return the words that start Python on a node; in a container, which sees ``folders`` and the data."""
+    """Return the command of Python on a node; a container gets access to ``folders`` and the data."""
     environment = experiment.environment
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
@@ -164,7 +164,7 @@ def _setup(
 
 
 def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
-    """Return what the templates insert of the profile."""
+    """Return the profile's values for the templates."""
     return {
         "name": slurm.profile,
         "lines": profile.setup,
@@ -173,7 +173,7 @@ def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
 
 
 def _excluded(experiment: Experiment) -> str:
-    """Return the nodes that the file excludes; those that a run adds are temporary."""
+    """Return the nodes that the file excludes; nodes excluded by a run are temporary."""
     assert experiment.slurm is not None
     return experiment.slurm.exclude or ""
 
@@ -190,7 +190,7 @@ def rendered(template: str, values: Mapping[str, Any]) -> list[str]:
         lstrip_blocks=True,
     )
     environment.filters["as_it_stands"] = _Shell
-    # Not splitlines: that breaks at characters which no shell takes for a line's end.
+    # Not splitlines, which splits at characters that do not end a line in a shell.
     return environment.get_template(template).render(values).strip("\n").split("\n")
 
 
@@ -221,9 +221,9 @@ def _expanded(path: str) -> str:
 def _refuse_paths(
     submission: Path, snapshot: Path, folder: Path, search_path: Sequence[str], *, in_container: bool
 ) -> None:
-    """Refuse what sbatch, submitit or a list of paths would take for something else, seen on 22.05."""
+    """Refuse characters that sbatch, submitit or a list of paths would interpret, seen on 22.05."""
     remedy = "set HPC_TRAIN_RUNS to another folder"
-    # sbatch drops a backslash even between quotes; % begins one of its own patterns, or submitit's.
+    # sbatch drops a backslash even between quotes; % starts a pattern of sbatch or submitit.
     _refuse_characters(submission, "\\%" + (",:" if in_container else ""), remedy)
     _refuse_characters(snapshot, "\\", remedy)
     for path in search_path:
@@ -234,15 +234,17 @@ def _refuse_paths(
 def _refuse_characters(path: Path | str, bad: str, remedy: str) -> None:
     for char in str(path):
         if char in bad or not is_clean(char):
-            what = f"character U+{ord(char):04X}" if not is_clean(char) else f"'{char}'"
-            raise UsageError(f"{shown(str(path))}: {what} is not allowed in a batch script's paths; {remedy}")
+            label = f"character U+{ord(char):04X}" if not is_clean(char) else f"'{char}'"
+            raise UsageError(
+                f"{shown(str(path))}: {label} is not allowed in a batch script's paths; {remedy}"
+            )
 
 
 def job_environment(parameters: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for sbatch, which passes it on to the job.
 
-    It lacks the variables with which sbatch, srun or the ranks would override the file: those of Slurm in
-    any shell, and in a shell inside a job also those that the job received.
+    It lacks the variables with which sbatch, srun or the ranks would override the file: Slurm's in any shell,
+    and in a shell inside a job also the variables that the job received.
     """
     in_job = "SLURM_JOB_ID" in environ
     return {name: value for name, value in environ.items() if not _is_hidden(name, parameters, in_job=in_job)}

@@ -22,12 +22,12 @@ _CPUS_MAX = 16
 def job_section(facts: ClusterFacts, name: str | None, gpus: int | None) -> JobSection:
     """Return a job of one node in this partition, or in the best one, with all GPUs of a node.
 
-    Names that a batch script can't contain are not written. Raises UsageError where there is no such
-    partition, or it has not that many GPUs.
+    Names that a batch script can't contain are not written. Raises UsageError if there is no such partition,
+    or it has fewer GPUs.
     """
     partition = _chosen(facts, name)
     values: dict[str, str | int] = {}
-    nodes = [each.node for each in facts.nodes_of(partition.name)] if partition else []
+    nodes = [member.node for member in facts.nodes_of(partition.name)] if partition else []
     if partition is not None and re.fullmatch(SLURM_WORD_PATTERN, partition.name):
         values["partition"] = partition.name
     values["nodes"] = 1
@@ -47,21 +47,25 @@ def job_section(facts: ClusterFacts, name: str | None, gpus: int | None) -> JobS
 
 
 def _chosen(facts: ClusterFacts, name: str | None) -> Partition | None:
-    """Return the partition: the default one where it has GPUs or none has."""
+    """Return the partition: the default one if it has GPUs or none has."""
     if name is not None:
-        found = facts.partition(name)
-        if found is None:
-            known = ", ".join(shortened(each.name) for each in facts.partitions[:_LISTED])
-            raise UsageError(f"--queue: there is no partition {name!r}; there are {known or 'none'}")
-        return found
-    possible = [each for each in facts.partitions if each.is_up]
-    possible.sort(key=lambda each: not each.is_default)
-    with_gpus = [each for each in possible if _gpus([node.node for node in facts.nodes_of(each.name)])[1]]
+        partition = facts.partition(name)
+        if partition is None:
+            names = ", ".join(shortened(candidate.name) for candidate in facts.partitions[:_LISTED])
+            raise UsageError(f"--queue: there is no partition {name!r}; there are {names or 'none'}")
+        return partition
+    possible = [candidate for candidate in facts.partitions if candidate.is_up]
+    possible.sort(key=lambda candidate: not candidate.is_default)
+    with_gpus = [
+        candidate
+        for candidate in possible
+        if _gpus([node.node for node in facts.nodes_of(candidate.name)])[1]
+    ]
     return next(iter([*with_gpus, *possible]), None)
 
 
 def _gpus(nodes: list[Node]) -> tuple[str, int]:
-    """Return the kind of GPU of which a node has most, and how many; no kind where all are the same."""
+    """Return the kind of GPU of which a node has most, and their number; no kind if all are the same."""
     kinds = {kind for node in nodes for kind in node.gpus}
     counts = [(count, kind) for node in nodes for kind, count in node.gpus.items()]
     most = max(counts, default=(0, ""))
@@ -82,29 +86,29 @@ def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
 
 
 def _account(facts: ClusterFacts) -> str | None:
-    """Return the account to name: only where there are several."""
-    first, *others = _accounts(facts) or [""]
-    return first if others and re.fullmatch(SLURM_WORD_PATTERN, first) else None
+    """Return the account to name, only if there are several."""
+    first, *more = _accounts(facts) or [""]
+    return first if more and re.fullmatch(SLURM_WORD_PATTERN, first) else None
 
 
 def _accounts(facts: ClusterFacts) -> list[str]:
     """Return the user's accounts, the default one first."""
-    found = sorted(facts.associations or (), key=lambda each: not each.is_default)
-    return list(dict.fromkeys(each.account for each in found))
+    associations = sorted(facts.associations or (), key=lambda association: not association.is_default)
+    return list(dict.fromkeys(association.account for association in associations))
 
 
 def _notes(facts: ClusterFacts) -> Iterator[str]:
     """Yield one line per partition, and the accounts."""
     for partition in facts.partitions[:_LISTED]:
-        nodes = [each.node for each in facts.nodes_of(partition.name)]
+        nodes = [member.node for member in facts.nodes_of(partition.name)]
         _, gpus = _gpus(nodes)
         kinds = sorted({kind for node in nodes for kind in node.gpus if kind})[:_LISTED]
         limit_s = partition.max_time_s
         limit = "no time limit" if limit_s is None else f"at most {format_duration(max(1, limit_s // 60))}"
-        what = f"{gpus} GPUs ({', '.join(kinds)})" if kinds else f"{gpus} GPUs"
+        gpu_text = f"{gpus} GPUs ({', '.join(kinds)})" if kinds else f"{gpus} GPUs"
         state = "" if partition.is_up else f", {partition.values.get('State')}"
         label = shortened(partition.name) + (" (default)" if partition.is_default else "")
-        yield f"partition {label}: {len(nodes)} nodes with {what if gpus else 'no GPUs'}, {limit}{state}"
+        yield f"partition {label}: {len(nodes)} nodes with {gpu_text if gpus else 'no GPUs'}, {limit}{state}"
     if len(facts.partitions) > _LISTED:
         yield f"and {len(facts.partitions) - _LISTED} more partitions: sinfo"
     if accounts := _accounts(facts):

@@ -1,7 +1,7 @@
 """One submission: a held job whose pickles and ids are in place before it is released.
 
-Every step is written down before the next one, and every step can be done twice: whoever holds the
-experiment's lock next finishes what a command that died left half done (docs/architecture.md, "Slurm").
+Every step is recorded before the next one, and every step can be repeated: the next holder of the
+experiment's lock finishes the submission of a killed command (docs/architecture.md, "Slurm").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
 PREPARED, SUBMITTED, RELEASED = "prepared", "submitted", "released"
-#: Where flock works on one host only, another host's command may be at work too. Longer than any takes.
+#: If flock works on one host only, another host's command may be active too. Longer than any command takes.
 _UNSEEN_LIMIT_S = 900.0
 
 
@@ -54,12 +54,12 @@ class Submission:
     #: Run ids in the order of array tasks.
     runs: list[str]
     max_parallel: int | None = None
-    #: Asked for in the file: ``slurm.extra.hold``.
+    #: Requested in the file by ``slurm.extra.hold``.
     stays_held: bool = False
     state: str = PREPARED
-    #: Of the job or the whole array.
+    #: Id of the job or the whole array.
     job_id: str | None = None
-    #: What the batch script is made of, to make the same one again.
+    #: The inputs of the batch script, to create the same one again.
     batch: Batch | None = None
     #: The cluster to which it is submitted; None: not recorded (0.2).
     cluster: str | None = None
@@ -70,13 +70,13 @@ class Submission:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Submission:
-        """Raises TypeError or KeyError where a required key is missing."""
+        """Raises TypeError or KeyError if a required key is missing."""
         from hpc_train.launchers.slurm.script import Batch  # the schema, which `status` does without
 
-        known = {key.name: data[key.name] for key in fields(cls) if key.name in data}
-        known["creator"] = Process.from_json(known.get("creator"))
-        known["batch"] = known.get("batch") and Batch.from_json(known["batch"])
-        return cls(**known)
+        values = {key.name: data[key.name] for key in fields(cls) if key.name in data}
+        values["creator"] = Process.from_json(values.get("creator"))
+        values["batch"] = values.get("batch") and Batch.from_json(values["batch"])
+        return cls(**values)
 
     def task_job(self, task: int) -> str:
         """Return the job of one run as Slurm and submitit name it: ``12_3`` of an array, else ``12``."""
@@ -104,7 +104,7 @@ def is_elsewhere(submission: Submission) -> bool:
 
 @contextmanager
 def locked(folder: ExperimentPaths) -> Iterator[None]:
-    """Be the only command that submits runs of the experiment; say for whom it waits."""
+    """Hold the experiment's submission lock. While waiting, print its holder."""
     from filelock import FileLock, Timeout
 
     make_experiment_folder(folder)
@@ -137,33 +137,36 @@ def make_private(folder: Path) -> None:
 
 def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submission]]:
     """Return the submissions that are not released, the oldest first."""
-    found = [(paths, read(paths)) for paths in folder.submission_folders()]
-    half_done = [(paths, each) for paths, each in found if each is not None and each.state != RELEASED]
+    submissions = [(paths, read(paths)) for paths in folder.submission_folders()]
+    half_done = [
+        (paths, submission)
+        for paths, submission in submissions
+        if submission is not None and submission.state != RELEASED
+    ]
     return sorted(half_done, key=lambda pair: (pair[1].created, pair[1].token))
 
 
 def without_job(
     folder: ExperimentPaths, run_ids: Collection[str]
 ) -> list[tuple[SubmissionPaths, Submission]]:
-    """Return the submissions of some of these runs whose job, if there is one, nobody has recorded.
-
-    Not those that a command of another host may continue.
+    """Return the submissions of some of these runs without a recorded job, except those that a command of
+    another host may continue.
     """
-    found = []
+    submissions = []
     for paths in folder.submission_folders():
-        data = read_json(paths.record) or {}  # of others no Submission is made, which needs the schema
+        data = read_json(paths.record) or {}  # a Submission, which needs the schema, is made only if required
         if data.get("state") != PREPARED or set(run_ids).isdisjoint(data.get("runs") or []):
             continue
-        each = read(paths)
-        if each is not None and not may_be_at_work(each.creator, each.created):
-            found.append((paths, each))
-    return found
+        submission = read(paths)
+        if submission is not None and not may_be_at_work(submission.creator, submission.created):
+            submissions.append((paths, submission))
+    return submissions
 
 
 def may_be_at_work(creator: Process | None, created: str) -> bool:
-    """Tell whether a command of another host that holds no lock of ours may still continue it.
+    """Return True if a command of another host, without this host's lock, may still continue it.
 
-    One of this host would hold the lock that we hold.
+    A command of this host would hold the lock that this process holds.
     """
     if creator is None or creator.is_alive() is not None:
         return False
@@ -186,7 +189,7 @@ def prepare(
     stays_held: bool,
     cluster: str | None = None,
 ) -> Submission:
-    """Write down which runs will be one job, before anybody asks Slurm for it."""
+    """Record the runs of a job before it is submitted."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
     submission = Submission(
@@ -221,7 +224,7 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
 
 
 def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
-    """Write what submitit runs as the task; it does so itself, but only after sbatch has returned."""
+    """Write the pickle that submitit runs as the task; submitit writes it only after sbatch has returned."""
     from submitit.core.utils import DelayedSubmission, JobPaths
 
     from hpc_train.launchers.entry import Entry
@@ -234,7 +237,7 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Keep others from writing what is run, whatever the umask. Raises StorageError if they can."""
+    """Prevent others from writing the executed file, for any umask. Raises StorageError if they can."""
     try:
         path.chmod(0o600)
     except OSError as error:
@@ -249,7 +252,7 @@ def _make_private(path: Path) -> None:
 
 
 def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:
-    """Record that the run waits as ``job`` of ``cluster``; a run whose folder is gone needs nothing."""
+    """Record that the run waits as ``job`` of ``cluster``; does nothing if the run's folder is gone."""
     facts = read_json(run.run)
     if facts is None:
         return
@@ -268,13 +271,13 @@ def _remove_leftovers(paths: SubmissionPaths) -> None:
 
 
 def release(paths: SubmissionPaths, submission: Submission) -> None:
-    """Let the job start. It can be gone already: cancelled by hand while it was held."""
+    """Release the job. It may be gone already, if it was cancelled manually while it was held."""
     assert submission.job_id is not None
     if not submission.stays_held:
         try:
             commands.release(submission.job_id)
         except commands.RefusedError:
-            # Slurm says so of a job that has ended, and of one that can't start but is let go.
+            # Slurm refuses for a job that has ended, and for a released job that can't start.
             if _is_held(submission.job_id):
                 raise
     write(paths, replace(submission, state=RELEASED))
@@ -285,26 +288,26 @@ def _is_held(job_id: str) -> bool:
 
 
 def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
-    """Return why tasks of the jobs wait, in Slurm's words; a job of which none waits is absent."""
+    """Return why tasks of the jobs wait, by Slurm's reasons; a job without waiting tasks is absent."""
     argv = ["squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=PENDING", "--format=%F|%r"]
     try:
-        said = commands.run(argv, retry=True)
+        output = commands.run(argv, retry=True)
     except commands.RefusedError:
         return {}  # invalid job id: it has ended, and Slurm has forgotten it
-    found: dict[str, set[str]] = {}
-    for line in said.splitlines():
+    by_job: dict[str, set[str]] = {}
+    for line in output.splitlines():
         job_id, _, reason = line.strip().partition("|")
-        found.setdefault(job_id, set()).add(reason)
-    return found
+        by_job.setdefault(job_id, set()).add(reason)
+    return by_job
 
 
 def is_unsubmitted(paths: RunPaths) -> bool:
-    """Tell whether the run was made for Slurm by a command that died before it wrote down a submission."""
+    """Return True if the run was made for Slurm by a command that died before it recorded a submission."""
     return is_without_job(paths) and paths.folder.name not in recorded_runs(paths.siblings)
 
 
 def is_without_job(paths: RunPaths) -> bool:
-    """Tell whether the run was made for Slurm by a command that has ended, and has no job."""
+    """Return True if the run was made for Slurm by a command that has ended, and has no job."""
     facts = read_json(paths.run) or {}
     if facts.get("launcher") != LAUNCHER or job_ids(facts) or paths.attempt_folders():
         return False
@@ -313,12 +316,12 @@ def is_without_job(paths: RunPaths) -> bool:
 
 def recorded_runs(folder: ExperimentPaths) -> set[str]:
     """Return the ids of the experiment's runs that are in a submission."""
-    recorded = (read(each) for each in folder.submission_folders())
-    return {run_id for each in recorded if each is not None for run_id in each.runs}
+    recorded = (read(submission) for submission in folder.submission_folders())
+    return {run_id for submission in recorded if submission is not None for run_id in submission.runs}
 
 
 def withdraw(paths: RunPaths, reason: str) -> None:
-    """Take back a run that Slurm has refused: one that never was in a queue holds nothing and goes."""
+    """Withdraw a run that Slurm has refused: remove it if it was never queued, else mark it as failed."""
     facts = read_json(paths.run)
     if facts is None:
         return

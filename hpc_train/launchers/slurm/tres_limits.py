@@ -10,8 +10,8 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)")
 #: Units of memory, in MB.
 _MB = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
-#: Field of ``sacctmgr`` → how messages name the limit: what one job may have, and a user's or a group's jobs
-#: together, which one job alone may exceed as well.
+#: Field of ``sacctmgr`` → the limit's name in messages: limits for one job, and for all jobs of a user or a
+#: group, which a single job may exceed as well.
 PER_JOB = {
     "maxtres": "MaxTRESPerJob",
     "maxtrespu": "MaxTRESPerUser",
@@ -23,18 +23,18 @@ QOS_FIELDS = ("name", "maxwall", "maxtrespernode", "flags", "maxsubmitpu", *PER_
 
 @dataclass(frozen=True)
 class Limits:
-    """What one QOS or association allows. Numbers as Slurm counts: memory in MB."""
+    """The limits of one QOS or association, in Slurm's units: memory in MB."""
 
     #: ``QOS long``, ``account vision``: in messages.
     owner: str
     max_wall_s: int | None = None
-    #: Name of the limit, as Slurm has it → resource → the most that one job may have.
+    #: Slurm's name of the limit → resource → maximum for one job.
     per_job: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     per_node: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, owner: str, fields: Mapping[str, str]) -> Limits:
-        """Read fields of ``sacctmgr``; those that are missing or empty limit nothing."""
+        """Read fields of ``sacctmgr``; missing or empty fields limit nothing."""
         per_job = {name: tres(fields[key]) for key, name in PER_JOB.items() if tres(fields.get(key, ""))}
         return cls(owner, seconds(fields.get("maxwall")), per_job, tres(fields.get("maxtrespernode", "")))
 
@@ -47,34 +47,34 @@ class Qos:
     name: str
     #: In small letters.
     flags: frozenset[str]
-    #: Jobs that one user may have in the queue and running.
+    #: Maximum number of a user's queued and running jobs.
     max_submit: int | None
     limits: Limits
 
 
-def parsed_qos(said: str) -> list[Qos]:
+def parsed_qos(output: str) -> list[Qos]:
     """Return the QOS of ``sacctmgr``: lines of ``QOS_FIELDS``."""
-    found: list[Qos] = []
-    for line in said.split("\n"):
+    listed: list[Qos] = []
+    for line in output.split("\n"):
         parts = line.split("|")
         if len(parts) == len(QOS_FIELDS) and parts[0]:
             fields = dict(zip(QOS_FIELDS, parts, strict=True))
             flags = frozenset(fields["flags"].lower().split(",")) - {""}
             name, most = fields["name"].lower(), fields["maxsubmitpu"]
             limits = Limits.parse(f"QOS {name}", fields)
-            found.append(Qos(name, flags, int(most) if most.isdecimal() else None, limits))
-    return found
+            listed.append(Qos(name, flags, int(most) if most.isdecimal() else None, limits))
+    return listed
 
 
 def tres(text: str) -> dict[str, int]:
     """Return ``cpu=4,gres/gpu=2,mem=100G`` as resource → count, memory in MB; other words are ignored."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for word in text.lower().split(","):
         name, _, value = word.rpartition("=")
         match = _SIZE.fullmatch(value.upper())
         if name and match:
-            found[name] = int(float(match[1]) * (_MB[match[2]] if name == "mem" else 1))
-    return found
+            counts[name] = int(float(match[1]) * (_MB[match[2]] if name == "mem" else 1))
+    return counts
 
 
 def seconds(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Which request of a job no node of its partition can satisfy, where Slurm only says ``BadConstraints``."""
+"""Finds requests that no node of the partition can satisfy if Slurm's only reason is ``BadConstraints``."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a partition has."""
+    """Resources of one node of a partition."""
 
     cpus: int
     memory_mb: int
     features: frozenset[str]
-    #: Kind, in small letters, of its GPUs (empty where Slurm names none) → how many.
+    #: Kind, in lower case, of its GPUs (empty if Slurm names none) → number.
     gpus: dict[str, int]
 
     @classmethod
     def parse(cls, line: str) -> Node | None:
-        """Read a line of ``sinfo --format=%c|%m|%G|%f``; None where it is none."""
+        """Read a line of ``sinfo --format=%c|%m|%G|%f``; None for any other line."""
         cpus, memory, gres, features = [*line.strip().split("|"), "", "", ""][:4]
         if not (cpus.isdecimal() and memory.isdecimal()):
             return None
         gpus: dict[str, int] = {}
-        for found in _GPUS.finditer(gres):
-            kind = (found["kind"] or "").lower()
-            gpus[kind] = gpus.get(kind, 0) + int(found["count"])
+        for match in _GPUS.finditer(gres):
+            kind = (match["kind"] or "").lower()
+            gpus[kind] = gpus.get(kind, 0) + int(match["count"])
         return cls(int(cpus), int(memory), frozenset(features.split(",")), gpus)
 
 
 def unsatisfied(slurm: SlurmConfig) -> list[str]:
-    """Return ``slurm.<key>: <value>, but …`` for each request that exceeds what any node has.
+    """Return ``slurm.<key>: <value>, but …`` for each request that exceeds every node.
 
-    Empty where the nodes can't be asked for, or where only the requests together are too much.
+    Empty if the nodes can't be queried, or if only the combination of requests is too much.
     """
     nodes = _nodes(slurm.partition)
     return list(too_much(slurm, nodes)) if nodes else []
 
 
 def requested(slurm: SlurmConfig) -> list[str]:
-    """Return ``slurm.<key>: <value>`` of everything that the file asks of a node."""
+    """Return ``slurm.<key>: <value>`` of each request of the file per node."""
     keys = ("nodes", "gpus_per_node", "gpu_type", "cpus_per_gpu", "mem_gb", "constraint", "exclude")
     return [f"slurm.{key}: {value}" for key in keys if (value := getattr(slurm, key)) not in {None, 0}]
 
@@ -61,18 +61,18 @@ def requested(slurm: SlurmConfig) -> list[str]:
 def _nodes(partition: str | None) -> list[Node]:
     where = [f"--partition={partition}"] if partition else []
     try:
-        said = commands.run(["sinfo", "--noheader", "--Node", "--format=%c|%m|%G|%f", *where])
-    except UserError:  # no answer, or a refusal: then nothing is known
+        output = commands.run(["sinfo", "--noheader", "--Node", "--format=%c|%m|%G|%f", *where])
+    except UserError:  # no answer, or a refusal
         return []
-    return [node for line in said.splitlines() if (node := Node.parse(line))]
+    return [node for line in output.splitlines() if (node := Node.parse(line))]
 
 
 def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
-    """Yield the lines of ``unsatisfied`` for these nodes, of which there is at least one."""
-    known = {feature for node in nodes for feature in node.features} - {"", "(null)"}
+    """Yield the lines of ``unsatisfied`` for these nodes, at least one."""
+    features = {feature for node in nodes for feature in node.features} - {"", "(null)"}
     for feature in features_of(slurm.constraint or ""):
-        if feature not in known:
-            yield f"slurm.constraint: {feature}, but no node has this feature ({_listed(known)})"
+        if feature not in features:
+            yield f"slurm.constraint: {feature}, but no node has this feature ({_listed(features)})"
     kinds = {kind for node in nodes for kind in node.gpus} - {""}
     kind = (slurm.gpu_type or "").lower()
     if kind and kind not in kinds:
@@ -93,24 +93,24 @@ def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
 
 
 def features_of(constraint: str) -> list[str]:
-    """Return the features that a constraint names; none where it says more than which and how many."""
-    words = [_COUNT.sub("", word).strip() for word in _BETWEEN_FEATURES.split(constraint)]
-    names = list(dict.fromkeys(word for word in words if word))
+    """Return the features that a constraint names; empty if it contains more than names and counts."""
+    parts = [_COUNT.sub("", word).strip() for word in _BETWEEN_FEATURES.split(constraint)]
+    names = list(dict.fromkeys(word for word in parts if word))
     return names if all(map(_FEATURE.fullmatch, names)) else []
 
 
 def too_few(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
-    """Yield a line like those of ``too_much`` if too few nodes have all that is requested together."""
+    """Yield a line like those of ``too_much`` if too few nodes satisfy all requests together."""
     fitting = sum(_fits(slurm, node) for node in nodes)
     fewest = min_nodes(slurm)
     if fitting < fewest <= len(nodes):
-        asked = ", ".join(line for line in requested(slurm) if not line.startswith("slurm.nodes"))
+        requests = ", ".join(line for line in requested(slurm) if not line.startswith("slurm.nodes"))
         have = "1 node has" if fitting == 1 else f"{fitting or 'no'} nodes have"
-        yield f"slurm.nodes: {slurm.nodes}, but {have} all of: {asked}"
+        yield f"slurm.nodes: {slurm.nodes}, but {have} all of: {requests}"
 
 
 def _fits(slurm: SlurmConfig, node: Node) -> bool:
-    """Tell whether the node has what the file requests; alternatives of features are not looked at."""
+    """Return True if the node satisfies the file's request; alternative features are ignored."""
     kind = (slurm.gpu_type or "").lower()
     gpus = node.gpus.get(kind, 0) if kind in node.gpus else sum(node.gpus.values())
     features = set((slurm.constraint or "").split("&")) - {""}
@@ -119,12 +119,12 @@ def _fits(slurm: SlurmConfig, node: Node) -> bool:
         and gpus >= slurm.gpus_per_node
         and (not kind or kind in node.gpus)
         and node.memory_mb >= (slurm.mem_gb or 0) * 1024
-        and (any(not _FEATURE.fullmatch(each) for each in features) or features <= node.features)
+        and (any(not _FEATURE.fullmatch(feature) for feature in features) or features <= node.features)
     )
 
 
 def needed_cpus(slurm: SlurmConfig) -> int:
-    """Return how many cores the job needs at least on each node."""
+    """Return the minimum number of cores that the job needs on each node."""
     ranks = ranks_on_each_node(slurm)
     return max(ranks, (slurm.gpus_per_node or ranks) * (slurm.cpus_per_gpu or 1))
 
