@@ -110,7 +110,8 @@ def _diff(before: Path, after: Path, files: snapshot.Differences, names: Sequenc
         if old is None or new is None:
             yield f"{name}: not compared: too long, not text, or not readable"
         else:
-            yield from difflib.unified_diff(old, new, *(f"{run}/{name}" for run in names), lineterm="")
+            first, second = (f"{run}/{name}" for run in names)
+            yield from difflib.unified_diff(old, new, first, second, lineterm="")
 
 
 def _content(folder: Path, path: str) -> list[str] | None:
