@@ -11,42 +11,19 @@ import gc
 import io
 import os
 import sys
-from typing import Annotated
-
-import typer
 
 # In the order of --help.
 # isort: off
 from hpc_train.cli import file_commands, run_commands, result_commands  # noqa: F401
 
 # isort: on
-from hpc_train.cli.command_line import app, command, exit_code_of
+from hpc_train.cli.command_line import app
 from hpc_train.errors import ExitCode
 from hpc_train.run.processes import keep_exit_statuses
 
 #: New objects after which Python looks for garbage. Its own 700 makes `status` of thousands of runs a fifth
 #: slower: they make many objects, which stay to the command's end.
 _GARBAGE_THRESHOLD = 100_000
-
-
-@command
-def completion(
-    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
-) -> int:
-    """Print the script with which a shell completes commands, files, runs and keys."""
-    from hpc_train.cli.completion import completion
-
-    return completion(shell)
-
-
-@app.command(hidden=True)
-def complete(line: str, breaks: Annotated[str, typer.Option("--breaks")] = "") -> None:
-    """Print candidates for the last word of a line; called by the script of ``completion``."""
-    from typer.main import get_command
-
-    from hpc_train.cli.completion import complete
-
-    sys.exit(exit_code_of(lambda: complete(line, breaks, get_command(app))))
 
 
 def _open_closed_streams() -> None:

@@ -22,7 +22,6 @@ app = typer.Typer(
     epilog="RUN is a run's id, name/id, its folder, or an experiment's name (then all its runs).",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
-from hpc_train.errors import ExitCode, UsageError
-from hpc_train.report.changed_keys import value_text
-from hpc_train.report.run_difference import CodeDifference, RunDifference, run_difference
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, shortened
+from hpc_train.paths import RunPaths
+from hpc_train.report.changed_keys import changed_keys, value_text
+from hpc_train.run.code import snapshot
+from hpc_train.run.create import newest_versions
+from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.find import run_names
+from hpc_train.run.run_facts import run_facts
+from hpc_train.run.versions import differences
 
 #: Characters of a value, and names of files, that are printed; JSON has all.
-_VALUE_LENGTH = 400
-_NAMED = 200
+_VALUE_LENGTH, _NAMED = 400, 200
+#: Larger files are named only: comparing lines takes time that grows with the square of their number.
+_MAX_FILE_BYTES, _MAX_FILE_LINES = 256 * 1024, 5_000
+#: Of the diffs of all files.
+_MAX_LINES = 2_000
+_TREE = f"{snapshot.TREE}/"
 
 
 def compare_two(words: Sequence[str], *, as_json: bool) -> ExitCode:
@@ -22,26 +35,25 @@ def compare_two(words: Sequence[str], *, as_json: bool) -> ExitCode:
     runs = find_readable(words)
     if len(runs) != 2:
         raise UsageError(f"--diff: compares two runs, and these are {len(runs):,}; name two")
-    first, second = runs
-    names = run_names(runs)
-    found = run_difference(first, second, (names[first], names[second]))
+    names, keys = run_names(runs), changed_keys(runs)
+    before, after = (keys[paths] for paths in runs)
+    settings = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    versions = differences(*(newest_versions(run_facts(paths)) for paths in runs))
+    code, reason = _code(runs, [names[paths] for paths in runs])
     if as_json:
         ids = [{"id": paths.folder.name, "path": str(paths.folder)} for paths in runs]
-        put_json({"version": JSON_VERSION, "runs": ids} | found.to_json())
-    else:
-        put(f"--- {names[first]}", f"+++ {names[second]}", *_lines(found))
+        found = {"settings": settings, "versions": versions, "code": code, "code_unknown": reason}
+        put_json({"version": JSON_VERSION, "runs": ids, **found})
+        return ExitCode.DONE
+    put(
+        *(f"{sign} {names[paths]}" for sign, paths in zip(("---", "+++"), runs, strict=True)),
+        f"experiment: {_count(len(settings), 'key')}",
+        *_pairs(settings),
+        f"versions: {_count(len(versions), 'package')}",
+        *_pairs(versions),
+        *([f"code: unknown: {reason}"] if code is None else _code_lines(code)),
+    )
     return ExitCode.DONE
-
-
-def _lines(found: RunDifference) -> Iterator[str]:
-    yield f"experiment: {_count(len(found.settings), 'key')}"
-    yield from _pairs(found.settings)
-    yield f"versions: {_count(len(found.versions), 'package')}"
-    yield from _pairs(found.versions)
-    if found.code is None:
-        yield f"code: unknown: {found.reason}"
-    else:
-        yield from _code(found.code)
 
 
 def _pairs(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
@@ -49,24 +61,20 @@ def _pairs(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
     for key, values in pairs.items():
         for sign, value in zip("-+", values, strict=True):
             if value is not None:
-                yield f"{sign} {key}: {_cut(value_text(value))}"
+                yield f"{sign} {key}: {shortened(value_text(value), _VALUE_LENGTH)}"
 
 
-def _code(code: CodeDifference) -> Iterator[str]:
-    files = [(mark, path) for mark, path in _marked(code) if path.startswith("tree/")]
-    others = sum(1 for _ in _marked(code)) - len(files)
+def _code_lines(code: Mapping[str, list[str]]) -> Iterator[str]:
+    marks = (("A", "added"), ("M", "changed"), ("D", "removed"))
+    marked = [(mark, path) for mark, kind in marks for path in code[kind]]
+    files = [f"{mark} {path.removeprefix(_TREE)}" for mark, path in marked if path.startswith(_TREE)]
     yield f"code: {_count(len(files), 'file')}"
-    if others:
+    if others := len(marked) - len(files):
         yield f"hpc-train itself: {_count(others, 'file')}"
-    yield from (f"{mark} {path.removeprefix('tree/')}" for mark, path in files[:_NAMED])
+    yield from files[:_NAMED]
     if len(files) > _NAMED:
         yield f"and {len(files) - _NAMED:,} more"
-    yield from code.lines
-
-
-def _marked(code: CodeDifference) -> Iterator[tuple[str, str]]:
-    for mark, paths in (("A", code.files.added), ("M", code.files.changed), ("D", code.files.removed)):
-        yield from ((mark, path) for path in paths)
+    yield from code["diff"]
 
 
 def _count(number: int, what: str) -> str:
@@ -75,5 +83,47 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}s differ" if number > 1 else f"1 {what} differs"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}…"
+def _code(runs: Sequence[RunPaths], names: Sequence[str]) -> tuple[dict[str, list[str]] | None, str | None]:
+    """Return ``code`` of ``compare --diff --json``, or why the difference is unknown."""
+    try:
+        folders = [snapshot.linked(paths) for paths in runs]
+        before, after = folders
+        if before is None or after is None:
+            return None, f"{names[folders.index(None)]} has no snapshot of its code"
+        files = snapshot.differences(before, after)
+    except HpcTrainError as error:
+        return None, str(error)
+    diff = list(islice(_diff(before, after, files, names), _MAX_LINES + 1))
+    if len(diff) > _MAX_LINES:
+        diff[_MAX_LINES:] = [f"… cut after {_MAX_LINES:,} lines"]
+    return {"added": files.added, "changed": files.changed, "removed": files.removed, "diff": diff}, None
+
+
+def _diff(before: Path, after: Path, files: snapshot.Differences, names: Sequence[str]) -> Iterator[str]:
+    """Yield unified diffs of the work tree's files in two snapshots, without line ends."""
+    for path in sorted([*files.added, *files.changed, *files.removed]):
+        if not path.startswith(_TREE):
+            continue
+        name = path.removeprefix(_TREE)
+        old = [] if path in files.added else _content(before, path)
+        new = [] if path in files.removed else _content(after, path)
+        if old is None or new is None:
+            yield f"{name}: not compared: too long, not text, or not readable"
+        else:
+            first, second = (f"{run}/{name}" for run in names)
+            yield from difflib.unified_diff(old, new, first, second, lineterm="")
+
+
+def _content(folder: Path, path: str) -> list[str] | None:
+    """Return the lines of a file; None if they can't be compared."""
+    file_path = Path(os.path.realpath(folder / path))  # unlike resolve it takes a link that leads to itself
+    if not file_path.is_relative_to(os.path.realpath(folder)):
+        return None  # of a manifest or a link that somebody else wrote
+    try:
+        with open_regular(file_path) as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, UnreadableFileError, UnicodeDecodeError):
+        return None
+    is_text = len(content) <= _MAX_FILE_BYTES and b"\0" not in content
+    return lines if is_text and len(lines) <= _MAX_FILE_LINES else None

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hpc_train.cli import completion
 from hpc_train.cli.command_line import command
 from hpc_train.cli.shared_options import Devices, File, Json, LauncherName, Local, Overrides
 
@@ -18,7 +19,11 @@ def init(
     ] = Path("exp.yaml"),
     task: Annotated[
         str | None,
-        typer.Option("--task", help="classification, segmentation, detection, regression, causal_lm."),
+        typer.Option(
+            "--task",
+            help="classification, segmentation, detection, regression, causal_lm.",
+            autocompletion=completion.tasks,
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="NAME", help="Data set. Default: one that fits the task.")
@@ -31,7 +36,12 @@ def init(
     ] = None,
     example: Annotated[
         str | None,
-        typer.Option("--from", metavar="EXAMPLE", help="Start from a recipe; --from list lists them."),
+        typer.Option(
+            "--from",
+            metavar="EXAMPLE",
+            help="Start from a recipe; --from list lists them.",
+            autocompletion=completion.examples,
+        ),
     ] = None,
     queue: Annotated[
         str | None, typer.Option("--queue", metavar="NAME", help="Queue (partition) of the cluster.")

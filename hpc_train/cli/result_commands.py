@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hpc_train.cli import completion
 from hpc_train.cli.command_line import command
 from hpc_train.cli.shared_options import Code, Devices, Json, Run, RunAndData, Runs
 
@@ -143,11 +144,21 @@ def compare(
     metric: _Metric = None,
     over: Annotated[
         list[str] | None,
-        typer.Option("--over", metavar="KEY", help="Average runs that differ in this key only, like seed."),
+        typer.Option(
+            "--over",
+            metavar="KEY",
+            help="Average runs that differ in this key only, like seed.",
+            autocompletion=completion.keys,
+        ),
     ] = None,
     group_by: Annotated[
         list[str] | None,
-        typer.Option("--group-by", metavar="KEY", help="Average runs that have this key's value in common."),
+        typer.Option(
+            "--group-by",
+            metavar="KEY",
+            help="Average runs that have this key's value in common.",
+            autocompletion=completion.keys,
+        ),
     ] = None,
     diff: Annotated[
         bool, typer.Option("--diff", help="Of two runs, show keys, versions and code that differ.")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hpc_train.cli import completion
 from hpc_train.cli.command_line import command
 from hpc_train.cli.shared_options import Code, Devices, Json, LauncherName, Local, MaybeRuns, Run, Runs, Yes
 
@@ -73,6 +74,7 @@ def resume(
             metavar="RUN|KEY=VALUE",
             help="Runs, and keys to override that are not part of a run's id.",
             show_default=False,
+            autocompletion=completion.runs_and_overrides,
         ),
     ],
     local: Local = False,

@@ -1,7 +1,6 @@
 """A GPU's health according to the driver's counters, for the node check.
 
-Read by NVML (package nvidia-ml-py) if it is installed, else by nvidia-smi. Values that
-neither reports count as sound.
+Read by nvidia-smi; values that it does not report count as sound.
 """
 
 from __future__ import annotations
@@ -10,12 +9,8 @@ import re
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 _LIMIT_S = 10.0
-#: NVML's bits of a slowdown by hardware: of any kind, by temperature, by the power supply.
-_HW_SLOWDOWN = 0x08 | 0x40 | 0x80
 #: Drivers differ in how they print a flag.
 _YES = {"1", "Yes"}
 #: Lines of the kernel's log that are shown.
@@ -57,7 +52,18 @@ class GpuState:
 
 def read_state(uuid: str) -> GpuState:
     """Return the state of the GPU with this UUID, as ``GPU-8f…``."""
-    return _by_nvml(uuid) or _by_smi(uuid)
+    ecc = "ecc.errors.uncorrected.volatile.total"
+    errors, slowed = _row(uuid, "gpu", ecc, "clocks_throttle_reasons.hw_slowdown")
+    pending, failed = _row(uuid, "remapped-rows", "remapped_rows.pending", "remapped_rows.failure")
+    links = smi("nvlink", "--status", "-i", uuid)
+    return GpuState(
+        ecc_errors=int(errors) if errors.isdecimal() else 0,
+        remap_pending=pending in _YES,
+        remap_failed=failed in _YES,
+        is_slowed=slowed == "Active",
+        links_up=len(re.findall(r"Link \d+: [\d.]+ GB/s", links)),
+        links_down=len(re.findall(r"Link \d+: <inactive>", links)),
+    )
 
 
 def smi(*arguments: str) -> str:
@@ -79,48 +85,6 @@ def xid_lines(address: str) -> list[str]:
         found = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]
         return found[-_MOST_XID_LINES:]
     return []
-
-
-def _by_nvml(uuid: str) -> GpuState | None:
-    try:
-        nvml = import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # not installed, or no driver
-        return None
-
-    def ask(name: str, *arguments: int, default: Any = 0) -> Any:
-        try:
-            return getattr(nvml, name)(handle, *arguments)
-        except Exception:  # this GPU, or this driver, does not tell
-            return default
-
-    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    *_, pending, failed = ask("nvmlDeviceGetRemappedRows", default=(0, 0, 0, 0))
-    links = [ask("nvmlDeviceGetNvLinkState", n, default=None) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    return GpuState(
-        ecc_errors=ask("nvmlDeviceGetTotalEccErrors", *kinds),
-        remap_pending=bool(pending),
-        remap_failed=bool(failed),
-        is_slowed=bool(ask("nvmlDeviceGetCurrentClocksThrottleReasons") & _HW_SLOWDOWN),
-        links_up=links.count(1),
-        links_down=links.count(0),
-    )
-
-
-def _by_smi(uuid: str) -> GpuState:
-    ecc = "ecc.errors.uncorrected.volatile.total"
-    errors, slowed = _row(uuid, "gpu", ecc, "clocks_throttle_reasons.hw_slowdown")
-    pending, failed = _row(uuid, "remapped-rows", "remapped_rows.pending", "remapped_rows.failure")
-    links = smi("nvlink", "--status", "-i", uuid)
-    return GpuState(
-        ecc_errors=int(errors) if errors.isdecimal() else 0,
-        remap_pending=pending in _YES,
-        remap_failed=failed in _YES,
-        is_slowed=slowed == "Active",
-        links_up=len(re.findall(r"Link \d+: [\d.]+ GB/s", links)),
-        links_down=len(re.findall(r"Link \d+: <inactive>", links)),
-    )
 
 
 def _row(uuid: str, query: str, *columns: str) -> list[str]:

@@ -43,11 +43,9 @@ class ForwardTime:
             self._add(time.perf_counter() - self._began)
         else:
             self._pending[-1][1].record()
-            while self._pending[0][1].query():
+            while self._pending and self._pending[0][1].query():
                 begin, end = self._pending.popleft()
                 self._add(begin.elapsed_time(end) / 1000)
-                if not self._pending:
-                    break
 
     def _add(self, seconds: float) -> None:
         self._sum_s, self._count = self._sum_s + seconds, self._count + 1

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cli import compare_diff
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.code import snapshot, text_diff
+from hpc_train.run.code import snapshot
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from tests.cli.commands import hpc_train
@@ -98,7 +99,7 @@ def test_json_has_the_same(pair: tuple[RunPaths, RunPaths]) -> None:
 def test_a_long_diff_is_cut_and_says_so(
     pair: tuple[RunPaths, RunPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_diff, "MAX_LINES", 5)
+    monkeypatch.setattr(compare_diff, "_MAX_LINES", 5)
     lines = hpc_train("compare", "aaa", "bbb", "--diff").out.splitlines()
     assert lines[-1] == "… cut after 5 lines"
     assert lines[-2] == "--- aaa/model.py"

@@ -27,9 +27,7 @@ ACTING = {
     "sync": ["sync", "RUN", "--to", "tensorboard"],
 }
 #: Read an experiment file, or nothing of a run.
-OF_NO_RUN = {
-    "complete", "completion", "doctor", "init", "notify", "plan", "prepare", "schema", "validate",
-}  # fmt: skip
+OF_NO_RUN = {"doctor", "init", "notify", "plan", "prepare", "schema", "validate"}
 #: Only read a run, remove files of it by their own names, or start one of the commands above (`watch`).
 READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "verify", "watch"}
 

@@ -1,13 +1,11 @@
-"""The driver's counters of a GPU, as a nvidia-smi or an NVML that is none tells them."""
+"""The driver's counters of a GPU, as a nvidia-smi that is none tells them."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let nvidia-smi answer for a sound GPU, except as told."""
-    monkeypatch.setitem(sys.modules, "pynvml", None)
     properties = SimpleNamespace(uuid="8f", pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
@@ -59,34 +56,6 @@ def test_a_driver_that_tells_nothing_is_no_fault(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_state("GPU-8f") == GpuState()
     put_program(tmp_path, "nvidia-smi", "raise SystemExit(9)", monkeypatch)
-    assert read_state("GPU-8f") == GpuState()
-
-
-def test_nvml_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One link is down, one is none; a driver may refuse any question."""
-
-    def refuse(*arguments: Any) -> int:
-        raise RuntimeError("Not Supported")
-
-    def link(handle: str, number: int) -> int:
-        return [1, 0][number] if number < 2 else refuse()
-
-    nvml = SimpleNamespace(
-        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
-        NVML_VOLATILE_ECC=0,
-        NVML_NVLINK_MAX_LINKS=3,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetRemappedRows=lambda handle: (4, 1, 1, 0),
-        nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: 2 * kind + counter,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0x40 | 0x04,
-        nvmlDeviceGetNvLinkState=link,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    state = GpuState(2, remap_pending=True, is_slowed=True, links_up=1, links_down=1)
-    assert read_state("GPU-8f") == state
-    for name in ("RemappedRows", "TotalEccErrors", "CurrentClocksThrottleReasons", "NvLinkState"):
-        monkeypatch.setattr(nvml, f"nvmlDeviceGet{name}", refuse)
     assert read_state("GPU-8f") == GpuState()
 
 

@@ -23,7 +23,7 @@ from hpc_train.report.html.limits import (
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import sampled_rows
 from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words, timestamp
+from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words
 from hpc_train.report.step_layout import ranks_of
 from hpc_train.report.time_use import attempt_cause, time_use
 from hpc_train.run.find import run_names
@@ -35,17 +35,18 @@ CLASSES = ("iou_", "ema_iou_")
 
 @dataclass(frozen=True)
 class Attempt:
-    """From one start of a run's ranks to their end, in seconds since 1970; None: unknown."""
+    """From one start of a run's ranks to their end; None: unknown."""
 
     number: int
+    #: UTC, as recorded: ISO 8601.
+    start: str
     cause: str
     reason: str | None
     nodes: list[str]
     ranks: int | None
+    #: Seconds since 1970.
     span: tuple[float, float] | None
-    #: When its first step was done.
-    first_step: float | None
-    #: Where that step spent its time; empty if unknown.
+    #: Where its first step spent its time; empty if unknown.
     first_step_words: str
     #: The last step of its rows; None if it has none.
     last_step: int | None
@@ -190,12 +191,12 @@ def _attempts(run: RunFiles, status: RunStatus, last_steps: Mapping[int, int]) -
         found.append(
             Attempt(
                 number=attempt.number,
+                start=record.start,
                 cause=attempt_cause(record, is_running=is_running),
                 reason=record.reason,
                 nodes=record.hosts,
                 ranks=ranks_of(run.facts, record),
                 span=attempt_span(attempt, record, is_running=is_running),
-                first_step=timestamp(record.events.get("first_step")),
                 first_step_words=first_step_words(record.first_step),
                 last_step=last_steps.get(attempt.number, record.saved_step),
             )

@@ -23,23 +23,16 @@ DETAILED = 12
 DETAILED_ROWS = 8000
 #: Bars of the time use and rows of its table.
 TIME_BARS = 20
-#: The timeline's nodes, its bars, and the lines of its table.
-NODES = 48
-LANES = 4
-ATTEMPT_BARS = 2000
+#: Lines of the table of attempts.
 ATTEMPT_LINES = 400
 #: Marks of attempts that ended, per chart.
 MARKS = 400
-#: Axes of the parallel coordinates, and values of an axis of words.
-AXES = 8
-WORDS = 12
 CELL_LENGTH = 160
 FILE_CHARS = 40_000
-#: Of an evaluation's files: bytes of a table, classes of a table with numbers and of a map, bytes and number
-#: of the pictures of a run.
+#: Of an evaluation's files: bytes of a table, classes of a confusion matrix that is shown whole, bytes and
+#: number of the pictures of a run.
 TABLE_BYTES = 4 << 20
-NUMBERED_CLASSES = 16
-MAPPED_CLASSES = 200
+CONFUSION_CLASSES = 16
 CONFUSED_PAIRS = 10
 CLASS_LINES = 200
 PICTURE_BYTES = 512 << 10

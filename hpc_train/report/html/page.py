@@ -21,11 +21,9 @@ from hpc_train.errors import printable, shortened
 from hpc_train.report.changed_keys import short_names, value_text
 from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, RunData
-from hpc_train.report.html.evaluations import Confusion, Evaluation, confined_text, newest_evaluation
+from hpc_train.report.html.evaluations import Evaluation, confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts
-from hpc_train.report.html.parallel_coordinates import parallel_coordinates
 from hpc_train.report.html.scales import short
-from hpc_train.report.html.timeline import timeline
 from hpc_train.report.metric_values import Point
 from hpc_train.report.run_times import short_duration
 from hpc_train.report.time_use import PARTS, summed
@@ -43,8 +41,6 @@ _PART_TITLES = {
     "lost": "lost steps",
     "other": "evaluation, other",
 }
-#: Shades of a confusion matrix.
-_HEATS = 8
 
 
 @dataclass(frozen=True)
@@ -86,17 +82,6 @@ class TimeBar:
     goodput: str
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """A confusion matrix for the page; ``paths``: the squares of each shade, the lightest first."""
-
-    confusion: Confusion
-    #: Shade per cell, where the cells are shown with numbers.
-    heats: list[list[int]] | None
-    paths: list[str]
-    pairs: list[tuple[int, str, str]]
-
-
 def render(collected: Collected) -> str:
     """Return the page of the runs."""
     return _environment().get_template("report.html.j2").render(_content(collected))
@@ -118,8 +103,6 @@ def _environment() -> Environment:
         "cut": _cut,
         "duration": short_duration,
         "short": short,
-        "share": _share,
-        "value": value_text,
         "thousands": lambda number: f"{number:,}",
     }
     return environment
@@ -157,10 +140,9 @@ def _content(collected: Collected) -> dict[str, Any]:
         "lines": [_run_line(place, run, collected) for place, run in enumerate(runs)],
         "charts": charts,
         "data": _Trusted(_embedded_json(_data(collected, charts))),
-        "timeline": timeline(runs),
+        "has_attempts": any(run.attempts for run in runs),
         "times": _time_bars(runs),
         "parts": [(part, _PART_TITLES[part]) for part in PARTS],
-        "sweep": parallel_coordinates(collected),
         "evaluations": _evaluations(runs),
         "ious": _ious(runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
@@ -277,34 +259,9 @@ def _time_bar(title: str, use: Mapping[str, float]) -> TimeBar:
     return TimeBar(title, parts, short_duration(total), durations, _share(use["training"] / total))
 
 
-def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation, list[HeatMap]]]:
-    found = []
-    for run in runs[: limits.EVALUATED]:
-        evaluation = newest_evaluation(run.paths)
-        if evaluation is not None:
-            found.append((run, evaluation, [_heat_map(each) for each in evaluation.confusions]))
-    return found
-
-
-def _heat_map(confusion: Confusion) -> HeatMap:
-    num_classes = len(confusion.classes)
-    pairs = confusion.confused()[: limits.CONFUSED_PAIRS]
-    heats = [[_heat(count, sum(counts)) for count in counts] for counts in confusion.counts]
-    if num_classes <= limits.NUMBERED_CLASSES:
-        return HeatMap(confusion, heats, [], pairs)
-    if num_classes > limits.MAPPED_CLASSES:
-        return HeatMap(confusion, None, [], pairs)
-    paths = [""] * _HEATS
-    for down, row in enumerate(heats):
-        for across, heat in enumerate(row):
-            if heat:
-                paths[heat - 1] += f"M{across} {down}h1v1h-1z"
-    return HeatMap(confusion, None, paths, pairs)
-
-
-def _heat(count: int, total: int) -> int:
-    """Return the shade of a cell, 0 (empty) to ``_HEATS``, by its share of the row."""
-    return 0 if not count else 1 + min(_HEATS - 1, math.floor((count / total) ** 0.5 * _HEATS))
+def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation]]:
+    newest = ((run, newest_evaluation(run.paths)) for run in runs[: limits.EVALUATED])
+    return [(run, evaluation) for run, evaluation in newest if evaluation is not None]
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:

@@ -19,14 +19,12 @@ class Scale:
     is_log: bool = False
 
     @classmethod
-    def over(cls, values: Sequence[float], *, may_be_log: bool = True, is_exact: bool = False) -> Scale:
-        """Return a scale with room for all values, which are finite. ``is_exact``: without a margin."""
+    def over(cls, values: Sequence[float]) -> Scale:
+        """Return a scale with room for all values, which are finite."""
         low, high = min(values, default=0.0), max(values, default=1.0)
-        if may_be_log and low > 0 and high / low > _LOG_FROM:
-            return (
-                cls(low, high, is_log=True) if is_exact else cls(low / 1.1, _bounded(high * 1.1), is_log=True)
-            )
-        margin = 0.0 if is_exact else 0.1 * (high / 2 - low / 2)  # their difference may be no float
+        if low > 0 and high / low > _LOG_FROM:
+            return cls(low / 1.1, _bounded(high * 1.1), is_log=True)
+        margin = 0.1 * (high / 2 - low / 2)  # their difference may be no float
         if low == high:
             margin = abs(low) * 0.1 or 1.0
         return cls(_bounded(low - margin), _bounded(high + margin))

@@ -18,6 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hpc_train.paths import RunPaths
+from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import read_json
@@ -175,7 +176,9 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     paths.experiment.write_text(hostile(), "utf-8", "replace")
 
 
-def test_the_page_says_in_words_what_the_runs_contain(tmp_path: Path) -> None:
+def test_the_page_says_in_words_what_the_runs_contain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = made_sweep(tmp_path, 12, steps=100)
     page = render(collect(runs))
     text = " ".join(" ".join(_check(page, _script()).text).split())
@@ -188,16 +191,22 @@ def test_the_page_says_in_words_what_the_runs_contain(tmp_path: Path) -> None:
         "Data wait (% of the step)",
         "Peak memory (GiB)",
         "weight_decay",
-        "attempt 1: preemption after",
+        "2026-11-20 09:00",
+        "preempted at step 30",
         "rank 1 on n2: killed by SIGKILL",
         "Per-class IoU",
         "the other 4 are grey",
         "4c2f8a90d1e7b3562f0c9d84a1b7e6035d9c2f11 with uncommitted changes",
+        "confusion: most frequent confusions of 10 classes",
         "prediction-0",
         "torch",
     ):
         assert words in text, words
     assert page.count("data:image/png;base64,") == 2 * 4
+    count = '<td class="number">700</td>'
+    assert page.count(count) == 4
+    monkeypatch.setattr(limits, "CONFUSION_CLASSES", 9)
+    assert count not in render(collect(runs))
 
 
 def test_runs_without_anything_have_a_page(tmp_path: Path) -> None:

@@ -34,14 +34,6 @@
   // A page that scrolls below a resting pointer causes the pointer's events too: what the keyboard shows stays.
   const rests = (event) => again !== null && event.movementX === 0 && event.movementY === 0;
 
-  function onPointerLeave(target, showsByKeyboard, unmark) {
-    target.addEventListener("pointerleave", () => {
-      if (again === showsByKeyboard) return;
-      unmark();
-      if (again === null) hideTip();
-    });
-  }
-
   // Theme: the system's, then light, then dark.
   const themes = ["system", "light", "dark"];
   const theme = $("theme");
@@ -220,85 +212,26 @@
       const box = area.getBoundingClientRect();
       show(steps[place], box.left + share(steps[place], [...chart.x, 0]) * box.width, box.top + 30, null);
     };
-    onPointerLeave(area, atCursor, unmark);
+    area.addEventListener("pointerleave", () => {
+      if (again === atCursor) return;
+      unmark();
+      if (again === null) hideTip();
+    });
     frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) atCursor(); });
-    onArrows(frame, () => place, (next) => { place = next; atCursor(); }, () => steps.length, leave);
-  }
-
-  function onArrows(frame, place, moveTo, count, leave) {
     frame.addEventListener("keydown", (event) => {
-      const page = Math.max(1, Math.round(count() / 10));
+      const page = Math.max(1, Math.round(steps.length / 10));
       const moves = {
         ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -page, PageUp: page,
-        Home: -count(), End: count(),
+        Home: -steps.length, End: steps.length,
       };
       if (event.key === "Escape") leave();
       if (!(event.key in moves)) return;
       event.preventDefault();
-      moveTo(Math.min(Math.max(place() + moves[event.key], 0), count() - 1));
+      place = Math.min(Math.max(place + moves[event.key], 0), steps.length - 1);
+      atCursor();
     });
-  }
-
-  // Bars and lines with a title: one after the other.
-  function step(frame) {
-    const items = all(".item", frame);
-    const texts = items.map((item) => {
-      const title = item.querySelector("title");
-      const text = title.textContent;
-      title.remove();
-      return text;
-    });
-    const places = new Map(items.map((item, number) => [item, number]));
-    const label = frame.getAttribute("aria-label");
-    let place = Math.max(0, items.findIndex((item) => item.classList.contains("best")));
-    if (!items.length) return;
-
-    frame.tabIndex = 0;
-    frame.setAttribute("role", "slider");
-    frame.setAttribute("aria-label", label);
-    frame.setAttribute("aria-valuemin", 1);
-    frame.setAttribute("aria-valuemax", items.length);
-    setValue();
-
-    function setValue() {
-      frame.setAttribute("aria-valuenow", place + 1);
-      frame.setAttribute("aria-valuetext", texts[place]);
-    }
-
-    function unmark() {
-      all(".here", frame).forEach((item) => item.classList.remove("here"));
-    }
-
-    function clear() {
-      unmark();
-      hideTip();
-    }
-
-    function show() {
-      clear();
-      const box = items[place].getBoundingClientRect();
-      items[place].classList.add("here");
-      again = show;
-      showTip(box.left + Math.min(box.width, 200) / 2, Math.max(box.top, 40), [element("span", texts[place])]);
-      setValue();
-    }
-
-    frame.addEventListener("pointermove", (event) => {
-      if (rests(event)) return;
-      const number = places.get(event.target);
-      if (number === undefined) { clear(); return; }
-      place = number;
-      again = null;
-      setValue();
-      showTip(event.clientX, event.clientY, [element("span", texts[number])]);
-    });
-    onPointerLeave(frame, show, unmark);
-    frame.addEventListener("blur", clear);
-    frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) show(); });
-    onArrows(frame, () => place, (next) => { place = next; show(); }, () => items.length, clear);
   }
 
   all(".frame").forEach(follow);
-  all(".items").forEach(step);
   addEventListener("scroll", () => (again ? again() : hideTip()), { passive: true });
 })();
