@@ -14,7 +14,7 @@ from hpc_train.distributed.env import visible_gpus
 from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.run.resource_limits import usable_cpus
 
-_WORDS_MAX = 300
+_MESSAGE_MAX = 300
 
 
 def choose_device(
@@ -28,14 +28,16 @@ def choose_device(
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    _take_own_mig_device(os.environ, local_rank)
+    _select_mig_device(os.environ, local_rank)
     num_gpus, cause = _count_gpus()
     if gpus_expected and num_gpus < (allocated := _num_given(os.environ, local_rank, num_gpus)):
         raise BadNodeError(f"torch finds {num_gpus} of the {allocated} GPUs that Slurm gave it{cause}")
     if num_gpus == 0:
         if wanted == "auto" and not gpus_expected:
             return torch.device("cpu")
-        raise BadFileError(f"device: {wanted} needs a GPU, but {_why_no_cuda()}{cause}; or write device: cpu")
+        raise BadFileError(
+            f"device: {wanted} needs a GPU, but {_cuda_problem()}{cause}; or write device: cpu"
+        )
     index = 0 if num_gpus == 1 else local_rank
     if index >= num_gpus:
         raise BadFileError(
@@ -51,7 +53,7 @@ def choose_device(
     return device
 
 
-def _take_own_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:
+def _select_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:
     """Make only this rank's MIG device visible: CUDA shows a process only the first of those listed."""
     names = visible_gpus(environ) or []
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
@@ -82,10 +84,10 @@ def _num_given(environ: Mapping[str, str], local_rank: int, num_gpus: int) -> in
 
 def _first_line(error: object) -> str:
     line = next(iter(str(error).splitlines()), "")
-    return line.partition(" (Triggered internally")[0][:_WORDS_MAX]
+    return line.partition(" (Triggered internally")[0][:_MESSAGE_MAX]
 
 
-def _why_no_cuda() -> str:
+def _cuda_problem() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA; install one with CUDA"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1", "NoDevFiles"}:

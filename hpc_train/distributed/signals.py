@@ -81,9 +81,11 @@ class StopFlag:
         os.set_blocking(self.wakeup, False)
         signal.set_wakeup_fd(self.wakeup, warn_on_full_buffer=False)
         with blocked():
-            threading.Thread(target=self._stand_in, args=(reader,), name="signals", daemon=True).start()
+            threading.Thread(
+                target=self._handle_late_signals, args=(reader,), name="signals", daemon=True
+            ).start()
 
-    def _stand_in(self, reader: int) -> None:
+    def _handle_late_signals(self, reader: int) -> None:
         """Handle signals that the main thread does not handle in time."""
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):

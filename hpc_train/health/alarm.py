@@ -89,14 +89,14 @@ class Alarm:
     def _verdict(self) -> Verdict:
         board, by, place = self.board, self.raised_by, self._stacks_place
         if board is None:
-            return self._tell(judge(1, {0: self.answer}, {}, place, self._cant_connect))
+            return self._write_verdict(judge(1, {0: self.answer}, {}, place, self._cant_connect))
         verdict = None
         if by is not None:
             limit_s = 2 * (_ANSWER_LIMIT_S + _DISK_LIMIT_S)
             verdict = within(limit_s, lambda: self._agreed_verdict(board, by), "watchdog-verdict")
         if verdict is None:
             state = state_of(self.neighbours[0]) if 0 in self.neighbours else None
-            verdict = self._tell(store_is_silent(self.answer, self.rank_0, state, place))
+            verdict = self._write_verdict(store_is_silent(self.answer, self.rank_0, state, place))
         return verdict
 
     def _agreed_verdict(self, board: Board, by: int) -> Verdict:
@@ -108,12 +108,12 @@ class Alarm:
                 return verdict
         world_size = self.facts.world_size
         answers = board.wait_for_answers(world_size, _ANSWER_LIMIT_S if is_judge else 0.0)
-        last = board.last_words(rank for rank in range(world_size) if rank not in answers)
+        last = board.latest_reports(rank for rank in range(world_size) if rank not in answers)
         # Written before it is published, because ranks exit afterwards.
         verdict = judge(world_size, answers, last, self._stacks_place, self._cant_connect)
-        return board.agree(self._tell(verdict))
+        return board.agree(self._write_verdict(verdict))
 
-    def _tell(self, verdict: Verdict) -> Verdict:
+    def _write_verdict(self, verdict: Verdict) -> Verdict:
         """Write the verdict as the error of the hung rank, unless that rank wrote an error."""
         within(_DISK_LIMIT_S, lambda: self._write_end(verdict), "watchdog-error")
         return verdict

@@ -74,7 +74,7 @@ def check(
     Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError if the disk is
     full, which is not the node's fault. A rank whose check fails still takes part in the exchange.
     """
-    failure = _own_failure(facts, device, attempt, node, experiment, owns_gpu)
+    failure = _local_failure(facts, device, attempt, node, experiment, owns_gpu)
     _agree(failure, facts, group)
     connect()
     problem = _reduction_failure(facts, device, group)
@@ -86,7 +86,7 @@ def check(
         torch.cuda.reset_peak_memory_stats(device)  # of training, from here on
 
 
-def _own_failure(
+def _local_failure(
     facts: RankFacts,
     device: torch.device,
     attempt: AttemptPaths,

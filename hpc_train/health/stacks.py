@@ -19,7 +19,7 @@ from hpc_train.run.processes import Process
 #: Maximum number of child processes of a rank that are described.
 _MAX_CHILDREN = 64
 GONE = "gone"
-_WORDS = {
+_STATE_TEXTS = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a driver and can't be interrupted",
@@ -68,7 +68,7 @@ def state_of(process: Process) -> str | None:
 
 def in_words(state: str) -> str:
     """Return a description of the state of a process that does not answer."""
-    return _WORDS.get(state, f"is in state {state}")
+    return _STATE_TEXTS.get(state, f"is in state {state}")
 
 
 def describe(process: Process) -> str:

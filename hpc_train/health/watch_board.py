@@ -30,7 +30,7 @@ class Board:
         self._store.set_timeout(_STORE_TIMEOUT)
         self._rank = rank
 
-    def tell(self, report: Report) -> None:
+    def publish(self, report: Report) -> None:
         """Publish this rank's progress, which other ranks read with ``report_of``."""
         self._store.set(f"{_WATCH}{self._rank}", report.to_text())
 
@@ -74,7 +74,7 @@ class Board:
                 return answers
             time.sleep(_POLL_S)
 
-    def last_words(self, ranks: Iterable[int]) -> dict[int, Report]:
+    def latest_reports(self, ranks: Iterable[int]) -> dict[int, Report]:
         """Return the last report of each rank that has sent a report."""
         return {rank: report for rank in ranks if (report := self.report_of(rank)) is not None}
 

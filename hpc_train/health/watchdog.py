@@ -153,7 +153,7 @@ class Watchdog:
     def _exchange(self) -> bool:
         board = self._board
         assert board is not None
-        board.tell(self._report())
+        board.publish(self._report())
         self._alarm_by = board.alarm()
         if len(self._neighbours) < self._facts.local_world_size:
             self._find_neighbours(board)
@@ -176,7 +176,7 @@ class Watchdog:
             board.publish_node(self._facts.node, self._neighbours)
 
     def _read(self, board: Board, ranks: list[int]) -> None:
-        for rank, report in board.last_words(ranks).items():
+        for rank, report in board.latest_reports(ranks).items():
             previous = self._reports.get(rank)
             if previous is None or previous[0].tick != report.tick:
                 self._reports[rank] = report, time.monotonic()

@@ -77,7 +77,7 @@ class PipelineStrategy(FullySharded):
         names = list(model.state_dict())
         self._mesh = mesh_of(self.context)
         self._first_of_stage, self._same_stage = self._make_stage_groups()
-        self._held = self._own_stages(split_model(model, blocks, self._num_stages))
+        self._held = self._local_stages(split_model(model, blocks, self._num_stages))
         drop_other_stages(model, list(self._held.values()))
         for stage in self._held.values():
             self._place_stage(model, stage, [block for block in blocks if block in set(stage.modules())])
@@ -99,7 +99,7 @@ class PipelineStrategy(FullySharded):
         if model._compiled_call_impl is not None:
             raise compiled_whole(self.name).as_error()
 
-    def _own_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
+    def _local_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
         """Return index → stage; BadFileError, on all ranks, if a rank has no trainable parameters."""
         num_ranks = self.context.degrees.pipeline
         by_rank = [dict(list(enumerate(stages))[rank::num_ranks]) for rank in range(num_ranks)]
