@@ -161,7 +161,7 @@ class Checkpointer:
             if not is_checked:
                 self._meet(layout.digest)
             parameters = layout.names_of(contents.parameters)
-            rest = self._own_facts(contents, layout)
+            rest = self._local_entries(contents, layout)
             staged = Staged(step, tensors, layout.table, layout.total_nbytes, parameters, rest)
             self._writer.write(staged, before_commit)
 
@@ -250,7 +250,7 @@ class Checkpointer:
         if least != -most:
             raise HpcTrainError(DIFFERENT)
 
-    def _own_facts(self, contents: Contents, layout: Layout) -> Mapping[str, Any]:
+    def _local_entries(self, contents: Contents, layout: Layout) -> Mapping[str, Any]:
         """Return this rank's part of everything that is not a tensor."""
         if self.ranks.rank == 0:
             return contents.rest

@@ -74,7 +74,7 @@ def agree(ranks: ControlGroup, contents: Contents, kinds: Kinds) -> Layout:
     writers = deal(
         {name: held[name].nbytes for name in shared}, {name: held[name].holders for name in shared}
     )
-    table, keys = _own_part(ranks.rank, contents, writers, held)
+    table, keys = _local_part(ranks.rank, contents, writers, held)
     nbytes = sum(contents.pieces[name][index].local.nbytes for name, index in keys.values())
     return Layout(
         kinds,
@@ -102,7 +102,7 @@ def _union(texts: Sequence[str]) -> dict[str, _Global]:
     return tensors
 
 
-def _own_part(
+def _local_part(
     rank: int, contents: Contents, writers: Mapping[str, int], held: Mapping[str, _Global]
 ) -> tuple[dict[str, SavedTensor], dict[str, tuple[str, int]]]:
     """Return ``Layout.table`` and ``Layout.keys``."""

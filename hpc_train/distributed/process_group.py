@@ -338,9 +338,9 @@ def _store_of_environment(
             host, int(port), facts.world_size, is_master=is_master, timeout=timeout, wait_for_workers=False
         )
     except dist.DistNetworkError as error:  # no other rank is connected yet
-        what = "rank 0 can't listen, or can't reach itself," if facts.rank == 0 else "rank 0 does not answer"
+        fault = "rank 0 can't listen, or can't reach itself," if facts.rank == 0 else "rank 0 does not answer"
         raise UsageError(
-            f"{place}: {what} there, as seen from {_here()}: {_first_line(error)}; the address must be that "
+            f"{place}: {fault} there, as seen from {_here()}: {_first_line(error)}; the address must be that "
             "of rank 0's node, and the port free"
         ) from error
 
