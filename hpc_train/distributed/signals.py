@@ -42,7 +42,7 @@ class StopFlag:
     #: Called at once on a signal; None if only the training loop checks the flag.
     act: Callable[[], None] | None = None
     #: True until the first step: a rank with a stop signal may exit at once, and then so may its peers.
-    has_nothing_to_lose: bool = True
+    may_exit_early: bool = True
     #: The descriptor to which the interpreter writes the number of each signal while ``act`` is set.
     wakeup: int | None = None
 
