@@ -20,7 +20,7 @@ def dealt_pieces(tensor: DTensor, parts: int, ranks: int, rank: int) -> list[Pie
     """Return this rank's ``parts`` parts in the plain layout of a tensor; some may be empty.
 
     In the plain layout the tensor's rows are ``parts`` tensors of equal size, one after the other. Here they
-    are ``dealt_out`` to ``ranks``: rank 0's rows of each part first, and so on. Rank ``rank`` holds a range
+    are ``dealt_out`` to ``ranks``: rank 0's rows of each part first, and so on. Rank ``rank`` owns a range
     of its rows.
     """
     plain = piece_of(tensor)
