@@ -1,8 +1,8 @@
 """Saves a run's checkpoints asynchronously, and loads them on all ranks.
 
-``begin`` takes the training state at a step boundary (``checkpoint.staging``); a thread writes and commits it
-(``checkpoint.writing``). Only the final rename makes a checkpoint valid; until then, and if anything fails,
-the older ones are untouched. Every rank creates one ``Checkpointer``.
+``begin`` copies the training state at a step boundary (``checkpoint.staging``); a thread writes and commits
+it (``checkpoint.writing``). Only the final rename makes a checkpoint valid; until then, and after any
+failure, older checkpoints are unchanged. Every rank creates one ``Checkpointer``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint contains besides the tensors."""
+    """The step and JSON entries of a loaded checkpoint."""
 
     step: int
     extra: dict[str, Any]
@@ -51,7 +51,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Read:
-    """A checkpoint that fits this model: what is read already, in memory of its own."""
+    """A checkpoint that fits this model: the parts that have been read, in separate memory."""
 
     saved: SavedState
     optimizer: NewOptimizerState
@@ -59,7 +59,7 @@ class _Read:
 
 
 class Checkpointer:
-    """The checkpoints of one attempt, as seen by one rank.
+    """The checkpoints of one attempt, on one rank.
 
     For the training thread. All ranks call the same methods in the same order, except for the properties,
     ``wait_staged`` and ``collect``, which are local.
@@ -92,9 +92,9 @@ class Checkpointer:
         self._ended: list[Save] = []
 
     def reserve(self, state: TrainingState) -> None:
-        """Allocate the buffers that asynchronous saves copy to; the first save would otherwise wait for it.
+        """Allocate the buffers of asynchronous saves, so that the first save does not wait for it.
 
-        Call it once the optimizer's state exists: after an attempt's first step, or after a load.
+        Call it once the optimizer state exists: after an attempt's first step, or after a load.
         """
         self._end_earlier()
         contents = Contents.of(state, self.strategy, {})
@@ -126,10 +126,10 @@ class Checkpointer:
         extra: Mapping[str, Any],
         before_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Start an asynchronous save as ``step``; forward and backward may continue at once, the optimizer
-        after ``wait_staged``.
+        """Start an asynchronous save as ``step``.
 
-        An earlier save is finished first, and its error raised.
+        Forward and backward may continue at once, the optimizer after ``wait_staged``. An earlier save is
+        finished first, and its error raised.
         """
         self._begin(state, step, extra, before_commit, beside_training=True)
 
@@ -156,12 +156,12 @@ class Checkpointer:
 
         def write() -> None:
             tensors = sources if staging is None else staging.copy()
-            if beside_training:  # not sooner: the optimizer waits for the copy
+            if beside_training:  # not earlier, because the optimizer waits for the copy
                 lower_priority()
             if not is_checked:
                 self._meet(layout.digest)
             parameters = layout.names_of(contents.parameters)
-            rest = self._own_facts(contents, layout)
+            rest = self._local_entries(contents, layout)
             staged = Staged(step, tensors, layout.table, layout.total_nbytes, parameters, rest)
             self._writer.write(staged, before_commit)
 
@@ -169,9 +169,7 @@ class Checkpointer:
         self._under_way.stall_s = time.monotonic() - began_at
 
     def wait_staged(self) -> None:
-        """Wait until the optimizer may change the tensors being saved. Returns at once if nothing is being
-        copied.
-        """
+        """Wait until the optimizer may change the tensors being saved; without a copy return at once."""
         if self._under_way is not None and self._staging is not None:
             began_at = time.monotonic()
             self._staging.wait()
@@ -179,27 +177,25 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part of the current save has failed; ``finish`` raises the error on all
-        ranks.
-        """
+        """Whether this rank's part of the current save has failed; ``finish`` raises the error everywhere."""
         return self._under_way is not None and self._under_way.error is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress. A failed one is not."""
+        """Whether a save is in progress. A failed save is not."""
         return self._under_way is not None and not self._under_way.has_ended
 
     def collect(self) -> Save | None:
-        """Return the earliest save that has completed since the last call, or None."""
+        """Return the earliest save that has completed since the last call; None if there is none."""
         if self._under_way is not None and self._under_way.has_ended and not self.has_failed:
             self._ended.append(self._under_way.result())
             self._clearing, self._under_way = self._under_way, None
         return self._ended.pop(0) if self._ended else None
 
     def finish(self) -> Save | None:
-        """Wait until the current save is committed, and return it; raise its error on all ranks alike.
+        """Wait until the current save is committed, and return it; raise its error on all ranks.
 
-        After an error the next save may start. Returns None if none is in progress.
+        After an error the next save may start. Returns None if no save is in progress.
         """
         under_way, began_at = self._under_way, time.monotonic()
         if under_way is None:
@@ -208,7 +204,7 @@ class Checkpointer:
         under_way.stall_s += time.monotonic() - began_at
         self._clearing, self._under_way = under_way, None
         if under_way.error is not None:
-            self._layout = None  # the ranks may have found a difference: they agree on a new layout
+            self._layout = None  # the ranks may differ, so they must agree on a new layout
         return under_way.result()
 
     def close(self) -> None:
@@ -218,22 +214,23 @@ class Checkpointer:
             self._clearing = None
 
     def clear_up(self) -> None:
-        """Remove obsolete checkpoints. After ``close``, at the end of a run: an attempt that was stopped
-        during a removal may have left nothing to save to the attempt that ends the run.
+        """Remove obsolete checkpoints, after ``close`` at the end of a run.
+
+        Otherwise they remain if an attempt was stopped during a removal and the last attempt saves nothing.
         """
         self._writer.clear_up()
 
     def _end_earlier(self) -> None:
-        """Finish the current save, and keep it for ``collect``."""
+        """Finish the current save, and record it for ``collect``."""
         saved = self.finish()
         if saved is not None:
             self._ended.append(saved)
         self.close()
 
     def _find_layout(self, contents: Contents) -> bool:
-        """Reuse the layout of the last save if it still fits, else agree on a new one.
+        """Reuse the layout of the last save if it still fits, else agree on a new layout.
 
-        Returns False if the ranks have yet to check that they save the same.
+        Returns False if the ranks must still check that they save the same tensors.
         """
         kinds = contents.kinds()
         if self._layout is not None and self._layout.kinds == kinds:
@@ -244,16 +241,16 @@ class Checkpointer:
         return True
 
     def _meet(self, layout: int | None) -> None:
-        """Raise on all ranks if some have a layout, identified by its digest, and others have none yet.
+        """Raise on all ranks if their layouts, identified by digests, differ. None: no layout yet.
 
-        This is the first message of each save, so that ranks can't miss each other.
+        This is the first message of each save, so that messages of different saves can't be mixed up.
         """
-        own = -1 if layout is None else layout
-        least, most = self.ranks.smallest([own, -own])
+        number = -1 if layout is None else layout
+        least, most = self.ranks.smallest([number, -number])
         if least != -most:
             raise HpcTrainError(DIFFERENT)
 
-    def _own_facts(self, contents: Contents, layout: Layout) -> Mapping[str, Any]:
+    def _local_entries(self, contents: Contents, layout: Layout) -> Mapping[str, Any]:
         """Return this rank's part of everything that is not a tensor."""
         if self.ranks.rank == 0:
             return contents.rest
@@ -264,10 +261,10 @@ class Checkpointer:
         return Staging(self._layout.sources(contents))
 
     def load_newest(self, state: TrainingState) -> Loaded | None:
-        """Load the newest valid and intact checkpoint; None if none was saved.
+        """Load the newest valid and intact checkpoint; return None if no checkpoint was saved.
 
-        Damaged ones are set aside, each with a warning. Raises, on every rank, StorageError if all are
-        damaged or were set aside earlier, and BadFileError if the checkpoint is of another model or
+        Damaged checkpoints are set aside, each with a warning. Raises, on every rank, StorageError if all are
+        damaged or were set aside earlier, and BadFileError if the checkpoint belongs to another model or
         optimizer.
         """
         for step in self._candidates():
@@ -280,9 +277,9 @@ class Checkpointer:
         return None
 
     def load(self, step: int, state: TrainingState) -> Loaded:
-        """Load the checkpoint of ``step``, of this run or another one; changes nothing on disk.
+        """Load the checkpoint of ``step``, of this run or another; changes nothing on disk.
 
-        Raises, on every rank, StorageError if it is damaged or was removed, and BadFileError if it is of
+        Raises, on every rank, StorageError if it is damaged or was removed, and BadFileError if it belongs to
         another model or optimizer.
         """
         checkpoint = self.paths.checkpoint(step)
@@ -298,15 +295,16 @@ class Checkpointer:
     def _read_and_verify(
         self, checkpoint: CheckpointPaths, state: TrainingState
     ) -> tuple[_Read | HpcTrainError, str | None]:
-        """Return what was read, and what is damaged, None if nothing is. Collective."""
-        # Hashing takes about as long as reading: both at once. Nothing of ``state`` changes meanwhile.
+        """Return the parts that were read, and the damage, None if it is intact. Collective."""
+        # Hashing takes about as long as reading, so both run concurrently. ``state`` is not changed
+        # meanwhile.
         with ThreadPoolExecutor(1, initializer=signals.block) as beside:
             problems = beside.submit(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
             read = self._read(checkpoint, state)
             return read, self._damage(checkpoint, problems.result)
 
     def _refuse_to_start_over(self) -> None:
-        """Raise StorageError on rank 0 if only checkpoints that were set aside are left."""
+        """Raise StorageError on rank 0 if all remaining checkpoints were set aside."""
         bad = all_set_aside(self.paths) if self.ranks.rank == 0 else {}
         if bad:
             raise StorageError(
@@ -316,7 +314,7 @@ class Checkpointer:
             )
 
     def _candidates(self) -> list[int]:
-        """Return the steps to try, as rank 0 sees the folder: others may see changes later or earlier."""
+        """Return the steps to try, as listed by rank 0: other ranks may list the folder differently."""
 
         def look() -> list[int]:
             if self.ranks.rank != 0:
@@ -328,10 +326,10 @@ class Checkpointer:
         return self.ranks.broadcast(self._writer.together(self.paths.checkpoints, look))
 
     def _damage(self, checkpoint: CheckpointPaths, problems_of_part: Callable[[], list[str]]) -> str | None:
-        """Return the problems that a rank found in its part of the files; None if no rank found any."""
+        """Return a rank's problems in its part of the files; None if no rank has problems."""
         problems = self._writer.together(checkpoint.folder, problems_of_part)
-        found = self.ranks.first_text("; ".join(problems) if problems else None)
-        return None if found is None else found[1]
+        first = self.ranks.first_text("; ".join(problems) if problems else None)
+        return None if first is None else first[1]
 
     def _set_aside_on_rank_0(self, checkpoint: CheckpointPaths, why: str) -> None:
         if self.ranks.rank == 0:
@@ -344,8 +342,9 @@ class Checkpointer:
             _log.warning("checkpoint %s is damaged, now %s: %s", checkpoint.folder.name, target.name, why)
 
     def _read(self, checkpoint: CheckpointPaths, state: TrainingState) -> _Read | HpcTrainError:
-        """Read what goes into memory of its own, the optimizer's state, or return why that is not possible:
-        of a damaged checkpoint the damage is the reason.
+        """Read the optimizer's state into separate memory, or return the error that prevents it.
+
+        The error may be a consequence of damage.
         """
         together = partial(self._writer.together, checkpoint.folder)
         try:
@@ -363,12 +362,12 @@ class Checkpointer:
     ) -> _Read:
         """Not collective."""
         names = state.parameter_names(named)
-        made = NewOptimizerState.make(state.optimizer, names, saved, self.strategy.empty_like)
-        read_into(checkpoint, saved.tensors, self._targets(saved, made.tensors))
-        return _Read(saved, made, named)
+        new_state = NewOptimizerState.make(state.optimizer, names, saved, self.strategy.empty_like)
+        read_into(checkpoint, saved.tensors, self._targets(saved, new_state.tensors))
+        return _Read(saved, new_state, named)
 
     def _take(self, checkpoint: CheckpointPaths, read: _Read | HpcTrainError, state: TrainingState) -> Loaded:
-        """Change ``state`` to what the checkpoint, which is intact, contains. Collective."""
+        """Load the intact checkpoint into ``state``. Collective."""
         if isinstance(read, HpcTrainError):
             raise read
         weights = state.weights(read.named)
@@ -383,16 +382,16 @@ class Checkpointer:
         return Loaded(checkpoint.step, read.saved.extra)
 
     def _targets(self, saved: SavedState, tensors: Mapping[str, TensorRef]) -> dict[str, list[Piece]]:
-        """Return this rank's pieces of ``tensors`` by the names that they were saved under."""
+        """Return this rank's pieces of ``tensors`` by their names in the checkpoint."""
         targets: dict[str, list[Piece]] = {}
-        for name, kept in tensors.items():
-            pieces = self.strategy.pieces(kept.tensor, kept.like)
+        for name, ref in tensors.items():
+            pieces = self.strategy.pieces(ref.tensor, ref.like)
             targets.setdefault(saved.first_name(name), []).extend(pieces)
         return targets
 
     def _held_by_any(self, held: Collection[str], names: Sequence[str]) -> set[str]:
-        """Return those of ``names`` that any rank owns, the same on all ranks. Collective."""
-        own = [name in held for name in names]
-        if self.ranks.smallest([all(own)])[0]:
+        """Return the ``names`` that any rank owns, the same on all ranks. Collective."""
+        is_held = [name in held for name in names]
+        if self.ranks.smallest([all(is_held)])[0]:
             return set(names)
-        return {name for name, holders in zip(names, self.ranks.total(own), strict=True) if holders}
+        return {name for name, holders in zip(names, self.ranks.total(is_held), strict=True) if holders}

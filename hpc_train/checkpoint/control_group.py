@@ -1,9 +1,9 @@
-"""Agreement among ranks about file operations: either they succeed on every rank or they fail on every rank.
+"""Agreement among ranks on file operations, which either succeed on every rank or fail on every rank.
 
 ``checkpoint.checkpointer`` calls it from the thread that writes a checkpoint, while the training thread runs
 collectives on the same process group. Collectives are matched by the order in which each rank issues them,
-which two threads can't keep the same everywhere; point-to-point messages are matched by their tag. So
-everything here is sent point to point, along a binomial tree. Plain tensors on the CPU; nothing is pickled.
+which two threads can't keep equal on all ranks; point-to-point messages are matched by their tag. Therefore
+everything here is sent point to point, along a binomial tree, as CPU tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from hpc_train.run.checkpoints import NewerVersionError
 
 Result = TypeVar("Result")
 
-#: Tag of all messages: pipelines send theirs with tag 0, on their own groups.
+#: Tag of all messages; pipelines use tag 0, on their own groups.
 _TAG = 0x6370
 
-#: Errors that all ranks raise alike if one has them; any other means to the rest that a peer is lost.
+#: Errors that all ranks raise if one has them; for any other error the other ranks raise PeerLostError.
 _SHARED: dict[str, type[HpcTrainError]] = {
     kind.__name__: kind
     for kind in (
@@ -52,8 +52,8 @@ _SHARED: dict[str, type[HpcTrainError]] = {
 class ControlGroup:
     """All ranks over a CPU backend; ``group`` is None for a single rank. Every method is collective.
 
-    Only one thread of each rank may use it at a time; other threads may use ``group`` for collectives
-    meanwhile.
+    Only one thread of each rank may use it at a time; meanwhile other threads may use ``group`` for
+    collectives.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class ControlGroup:
         return numbers.tolist()
 
     def broadcast(self, values: Sequence[int], source: int = 0) -> list[int]:
-        """Return the numbers of rank ``source``; those of other ranks are ignored."""
+        """Return the numbers of rank ``source``; the values of other ranks are ignored."""
         if self.group is None:
             return list(values)
         count = torch.tensor([len(values)], dtype=torch.int64)
@@ -96,7 +96,7 @@ class ControlGroup:
         return numbers.tolist()
 
     def _send(self, numbers: Tensor, source: int) -> None:
-        """Replace ``numbers`` on every rank by those of rank ``source``."""
+        """Overwrite ``numbers`` on every rank by those of rank ``source``."""
         parent, children = self._neighbours(root=source)
         if parent is not None:
             self._wait(dist.irecv(numbers, group=self.group, group_src=parent, tag=_TAG))
@@ -122,10 +122,10 @@ class ControlGroup:
     def _neighbours(self, root: int) -> tuple[int | None, list[int]]:
         """Return this rank's parent and children in the binomial tree with root ``root``.
 
-        It is the tree of gloo's broadcast, whose connections ``process_group.join`` has made for root 0.
+        It is the tree of gloo's broadcast, which ``process_group.join`` has connected for root 0.
         """
         place = (self.rank - root) % self.world_size
-        # A parent has the bits of its child except the highest one.
+        # A parent has the bits of its child except the highest.
         highest = 1 << (place.bit_length() - 1) if place else 0
         parent = None if place == 0 else (place - highest + root) % self.world_size
         bits = (1 << number for number in range(place.bit_length(), self.world_size.bit_length()))
@@ -133,23 +133,21 @@ class ControlGroup:
         return parent, [(child + root) % self.world_size for child in below]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:
-        """Return the lowest rank that passed a text, and that text; None if no rank did."""
+        """Return the lowest rank that passed a text, and the text; None if no rank passed a text."""
         speaker = self.smallest([self.world_size if text is None else self.rank])[0]
         if speaker == self.world_size:
             return None
         return speaker, self._text_of(speaker, text or "")
 
     def texts(self, text: str) -> list[str]:
-        """Return the text of each rank. Equal texts are sent once, by the first rank; if all are equal, none
-        is sent.
-        """
-        own = digest(text)
-        least, most = self.smallest([own, -own])
+        """Return the text of each rank. Equal texts are sent once; if all are equal, nothing is sent."""
+        own_digest = digest(text)
+        least, most = self.smallest([own_digest, -own_digest])
         if least == -most:
             return [text] * self.world_size
-        digests = self.total([own if rank == self.rank else 0 for rank in range(self.world_size)])
-        found = {each: self._text_of(digests.index(each), text) for each in dict.fromkeys(digests)}
-        return [found[each] for each in digests]
+        digests = self.total([own_digest if rank == self.rank else 0 for rank in range(self.world_size)])
+        by_digest = {number: self._text_of(digests.index(number), text) for number in dict.fromkeys(digests)}
+        return [by_digest[number] for number in digests]
 
     def _text_of(self, source: int, text: str) -> str:
         octets = bytearray(text.encode("utf-8", "replace"))
@@ -161,10 +159,10 @@ class ControlGroup:
         return octets.decode()
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on every rank, then raise on all of them if it raised on one.
+        """Run ``work`` on every rank, then raise on all ranks if it raised on one.
 
-        ``work`` itself must not be collective. A rank that had no error of its own raises one of the same
-        kind, with the other rank's message.
+        ``work`` itself must not be collective. A rank without an error raises one of the same class, with the
+        other rank's message.
         """
         result, error = None, None
         try:
@@ -180,7 +178,7 @@ class ControlGroup:
 
 
 def digest(text: str) -> int:
-    """Return a number ≥ 0 derived from the text, small enough for an int64 and its negative."""
+    """Return a non-negative hash of the text that fits into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:7])
 
 

@@ -41,8 +41,8 @@ def export(
 ) -> None:
     """Write the weights, or the program, to ``target`` atomically; report it as one JSON line on stdout.
 
-    ``ema``: with the EMA weights instead. ``best``, ``step``: of that checkpoint, not of the newest intact
-    one. Raises UsageError if the run has saved nothing yet, or has no EMA or no such checkpoint, or
+    ``ema``: with the EMA weights instead. ``best``, ``step``: of that checkpoint instead of the newest intact
+    checkpoint. Raises UsageError if the run has no checkpoint yet, no EMA or no such checkpoint, or
     ``target`` is inside a run folder; StorageError if no checkpoint is intact or ``target`` can't be written;
     BadFileError if the model can't be exported in the format ``form``.
     """
@@ -83,10 +83,10 @@ def _whole_at(run: RunPaths, step: int) -> CheckpointPaths:
 
 
 def _newest_whole(run: RunPaths) -> CheckpointPaths:
-    found = committed(run)
-    if not found:
+    checkpoints = committed(run)
+    if not checkpoints:
         raise UsageError(f"{run.folder}: this run has no checkpoint yet; export it once it has saved one")
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         problems = verify(checkpoint)
         if not problems:
             return checkpoint
@@ -101,7 +101,7 @@ def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str])
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of ``target`` unless the block raises."""
+    """Yield a temporary file, which replaces ``target`` unless the block raises."""
     # Not derived from the target's name, which may have the maximum length.
     temporary = target.with_name(f".hpc-train-{secrets.token_hex(8)}")
     try:
@@ -133,14 +133,14 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        given = _parsed(arguments)
+        options = _parsed(arguments)
         export(
-            RunPaths(given.run.absolute()),
-            given.target.absolute(),
-            form=given.format,
-            ema=given.ema,
-            best=given.best,
-            step=given.step,
+            RunPaths(options.run.absolute()),
+            options.target.absolute(),
+            form=options.format,
+            ema=options.ema,
+            best=options.best,
+            step=options.step,
         )
     except HpcTrainError as error:
         print(printable(str(error)), file=sys.stderr)

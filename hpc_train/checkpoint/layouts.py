@@ -1,4 +1,4 @@
-"""Which rank writes what of a checkpoint: agreed on by all ranks, which may own different tensors.
+"""The distribution of a checkpoint's tensors over the ranks that write them, which may own different tensors.
 
 ``checkpoint.checkpointer`` calls it. The layout is the union over ranks: each stage of a pipeline owns its
 layers and reports them.
@@ -24,33 +24,33 @@ from hpc_train.errors import HpcTrainError
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank writes what, as long as the tensors' names, shapes and dtypes do not change."""
+    """The tensors that a rank writes, valid while names, shapes and dtypes of the tensors do not change."""
 
     kinds: Kinds
-    #: The tensors of all ranks; the same on each of them.
+    #: Digest of the tensors of all ranks; equal on all ranks.
     digest: int
     #: The content of this rank's shard.
     table: dict[str, SavedTensor]
-    #: Name in this rank's shard → the tensor, and the index of this rank's piece of it.
+    #: Name in this rank's shard → the tensor's name, and the index of this rank's piece.
     keys: dict[str, tuple[str, int]]
-    #: Over all ranks' shards.
+    #: Sum over the shards of all ranks.
     total_nbytes: int
-    #: Whether this rank is the first of those with the same tensors, and reports them in addition to rank 0.
+    #: Whether this rank, in addition to rank 0, reports its tensors, as the first of the ranks with these.
     describes: bool
 
     def sources(self, contents: Contents) -> dict[str, Tensor]:
-        """Return the tensors that this rank's shard is copied from, by name in the shard."""
-        return {key: contents.pieces[name][which].local for key, (name, which) in self.keys.items()}
+        """Return the source tensors of this rank's shard, by name in the shard."""
+        return {key: contents.pieces[name][index].local for key, (name, index) in self.keys.items()}
 
     def names_of(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Return name in this rank's shard → tensor, for those in ``tensors``."""
+        """Return name in this rank's shard → tensor name, restricted to ``tensors``."""
         chosen = frozenset(tensors)
         return {key: name for key, (name, _) in self.keys.items() if name in chosen}
 
 
 @dataclass(frozen=True)
 class _Global:
-    """A tensor as all its owners describe it; ``dtype`` is safetensors' name."""
+    """A tensor in the description of all its owners; ``dtype`` is safetensors' name."""
 
     dtype: str
     shape: Shape
@@ -62,10 +62,10 @@ class _Global:
 
 
 def agree(ranks: ControlGroup, contents: Contents, kinds: Kinds) -> Layout:
-    """Choose what each rank writes: its own pieces, and its share of tensors that several ranks own whole.
+    """Assign to each rank its pieces, and a share of the tensors that several ranks own whole.
 
-    Collective. If all ranks own the same tensors, no table of them is sent. Raises HpcTrainError, on all
-    ranks, if ranks have different tensors of one name.
+    Collective. If all ranks own the same tensors, no table is sent. Raises HpcTrainError, on all ranks, if
+    ranks have different tensors with the same name.
     """
     texts = ranks.texts(ranks.together(contents.table))
     held = _union(texts)
@@ -74,8 +74,8 @@ def agree(ranks: ControlGroup, contents: Contents, kinds: Kinds) -> Layout:
     writers = deal(
         {name: held[name].nbytes for name in shared}, {name: held[name].holders for name in shared}
     )
-    table, keys = _own_part(ranks.rank, contents, writers, held)
-    nbytes = sum(contents.pieces[name][which].local.nbytes for name, which in keys.values())
+    table, keys = _local_part(ranks.rank, contents, writers, held)
+    nbytes = sum(contents.pieces[name][index].local.nbytes for name, index in keys.values())
     return Layout(
         kinds,
         digest("\n".join(dict.fromkeys(texts))),
@@ -87,22 +87,22 @@ def agree(ranks: ControlGroup, contents: Contents, kinds: Kinds) -> Layout:
 
 
 def _union(texts: Sequence[str]) -> dict[str, _Global]:
-    """Return the union of what the ranks report; in the same order on every rank."""
+    """Return the union of the tensors that the ranks report, in the same order on every rank."""
     speakers: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         speakers.setdefault(text, []).append(rank)
-    found: dict[str, _Global] = {}
+    tensors: dict[str, _Global] = {}
     for text, ranks in speakers.items():
         for name, dtype, shape in json.loads(text):
-            known = found.get(name, _Global(dtype, tuple(shape), ()))
-            if (known.dtype, known.shape) != (dtype, tuple(shape)):
+            previous = tensors.get(name, _Global(dtype, tuple(shape), ()))
+            if (previous.dtype, previous.shape) != (dtype, tuple(shape)):
                 raise HpcTrainError(DIFFERENT)
-            holders = [*known.holders, *ranks] if known.holders else ranks
-            found[name] = _Global(dtype, known.shape, holders)
-    return found
+            holders = [*previous.holders, *ranks] if previous.holders else ranks
+            tensors[name] = _Global(dtype, previous.shape, holders)
+    return tensors
 
 
-def _own_part(
+def _local_part(
     rank: int, contents: Contents, writers: Mapping[str, int], held: Mapping[str, _Global]
 ) -> tuple[dict[str, SavedTensor], dict[str, tuple[str, int]]]:
     """Return ``Layout.table`` and ``Layout.keys``."""
@@ -124,9 +124,7 @@ def _own_part(
 
 
 def deal(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Distribute names over their owners so that all ranks get about as many bytes; the same on every
-    rank.
-    """
+    """Assign names to owners so that all ranks get about the same number of bytes. Deterministic."""
     load: dict[int, int] = defaultdict(int)
     owner: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits this model and optimizer: the findings of each rank, combined over all ranks.
+"""Checks that a checkpoint fits this model and optimizer; combines the mismatches of all ranks.
 
-``checkpoint.checkpointer`` calls it before it changes anything. A rank may own a part of the model or of each
-parameter group: then the union over all ranks must equal the checkpoint.
+``checkpoint.checkpointer`` calls it before it changes anything. If ranks own parts of the model or of each
+parameter group, the union over all ranks must equal the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hpc_train.errors import BadFileError
 
 _SHOWN = 5
 _RESUME = "use the file that the run was started with"
-#: Description of a mismatch → the tensors; None if the description is complete. As found by a rank, JSON.
+#: Description of a mismatch → the tensors; empty if the description is complete. Sent by each rank as JSON.
 Mismatches = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class LocalState:
-    """What this rank owns, by the model's names."""
+    """The tensors and parameter groups of this rank, by the model's names."""
 
     named: NamedTensors
     averages: dict[str, Tensor]
@@ -43,7 +43,7 @@ class LocalState:
 
     @classmethod
     def of(cls, state: TrainingState) -> LocalState:
-        """Name the tensors themselves, not copies. Raises BadFileError as ``NamedTensors.of`` does."""
+        """Name the tensors themselves, not copies. Raises BadFileError like ``NamedTensors.of``."""
         named = NamedTensors.of(state.model)
         groups = group_names(state.optimizer, state.parameter_names(named))
         return cls(named, dict(state.averages), groups)
@@ -61,13 +61,13 @@ class LocalState:
 
 
 def names_of(saved: SavedState) -> list[str]:
-    """Return the names, as in ``LocalState.names``, that the ranks must own together. Raises BadFileError."""
+    """Return the names (see ``LocalState.names``) that the ranks together must own. Raises BadFileError."""
     held = {name for name in (*saved.tensors, *saved.tied) if name.startswith((MODEL, EMA))}
     return sorted(held | {OPTIMIZER + name for group in saved_groups(saved) for name in group.names})
 
 
 def find_mismatches(held: LocalState, saved: SavedState, by_any: Collection[str]) -> Mismatches:
-    """Return the mismatches on this rank. ``by_any``: those of ``names_of`` that any rank owns.
+    """Return the mismatches on this rank. ``by_any``: the names from ``names_of`` that any rank owns.
 
     Raises BadFileError if the checkpoint contradicts itself.
     """
@@ -79,25 +79,25 @@ def find_mismatches(held: LocalState, saved: SavedState, by_any: Collection[str]
     )
 
 
-def refuse(found: Sequence[Mismatches]) -> None:
-    """Raise BadFileError, the same on all ranks, if any rank ``found`` something."""
+def refuse(by_rank: Sequence[Mismatches]) -> None:
+    """Raise BadFileError, the same on all ranks, if any rank has a mismatch."""
     together: Mismatches = {}
-    for misfits in found:
-        for what, tensors in misfits.items():
-            together.setdefault(what, []).extend(tensors)
-    for what, tensors in together.items():
+    for misfits in by_rank:
+        for description, tensors in misfits.items():
+            together.setdefault(description, []).extend(tensors)
+    for description, tensors in together.items():
         lines = list(dict.fromkeys(tensors))
         more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise BadFileError(what + (": " if lines else "") + "; ".join(lines[:_SHOWN] + more))
+        raise BadFileError(description + (": " if lines else "") + "; ".join(lines[:_SHOWN] + more))
 
 
-def _listed(what: str, tensors: Iterable[str | None]) -> Mismatches:
+def _listed(description: str, tensors: Iterable[str | None]) -> Mismatches:
     lines = [line for line in tensors if line]
-    return {f"model: {what}; {_RESUME}": lines} if lines else {}
+    return {f"model: {description}; {_RESUME}": lines} if lines else {}
 
 
 def _of_model(named: NamedTensors, saved: SavedState, by_any: Collection[str]) -> Mismatches:
-    """Ranks must own exactly the model's tensors that the checkpoint has."""
+    """The ranks together must own exactly the checkpoint's model tensors."""
     theirs = [*(name for name in saved.tensors if name.startswith(MODEL)), *saved.tied]
     ours = {name for name in by_any if name.startswith(MODEL)}
     problems = [_mismatch(MODEL + name, tensor, saved) for name, tensor in named.tensors.items()]
@@ -111,22 +111,21 @@ def _of_model(named: NamedTensors, saved: SavedState, by_any: Collection[str]) -
 
 
 def _mismatch(name: str, tensor: Tensor, saved: SavedState) -> str | None:
-    found = saved.tensors.get(saved.first_name(name))
-    if found is None:
+    entry = saved.tensors.get(saved.first_name(name))
+    if entry is None:
         return f"{name} is missing in the checkpoint"
     theirs, ours = (
-        f"{found.dtype} {list(found.shape)}",
+        f"{entry.dtype} {list(entry.shape)}",
         f"{DTYPE_NAMES.get(tensor.dtype)} {list(tensor.shape)}",
     )
     return None if theirs == ours else f"{name} is {theirs} in the checkpoint, {ours} in the model"
 
 
 def _of_groups(held: LocalState, saved: Sequence[SavedGroup], by_any: Collection[str]) -> Mismatches:
-    """Ranks must optimize exactly the checkpoint's parameters, and group those together that it groups
-    together.
+    """The ranks together must optimize the checkpoint's parameters, in the same groups.
 
-    Of the groups of each rank that wrote them only what is optimized here can be compared, and of those here
-    only what that rank had. The order of groups is irrelevant: their values are the file's.
+    A saved rank's groups and this rank's groups can be compared only in their common parameters. The order of
+    groups is irrelevant, because their values come from the file.
     """
     listed = {name for group in saved for name in group.names}
     if (
@@ -155,13 +154,13 @@ def _common(groups: Iterable[Sequence[str]], names: set[str]) -> set[frozenset[s
 
 
 def _of_optimizer(saved: SavedState) -> Mismatches:
-    """The state that the checkpoint lists must match its groups, and be complete in its tensors."""
-    known = {name for group in saved_groups(saved) for name in group.names}
+    """The checkpoint's optimizer state must match its groups, and have all its tensors."""
+    grouped = {name for group in saved_groups(saved) for name in group.names}
     listed = _state_names(saved)
     theirs = {name for name in saved.tensors if not name.startswith((MODEL, EMA))}
     problems = [f"{name} is not in the checkpoint's tensors" for name in sorted(listed - theirs)]
     problems += [f"{name} belongs to no parameter" for name in sorted(theirs - listed)]
-    problems += [f"{name} is not optimised" for name in saved.optimizer["state"] if name not in known]
+    problems += [f"{name} is not optimised" for name in saved.optimizer["state"] if name not in grouped]
     return _listed("the optimizer's state in the checkpoint does not fit it", problems)
 
 
@@ -178,7 +177,7 @@ def _state_names(saved: SavedState) -> set[str]:
 
 
 def _of_averages(held: LocalState, saved: SavedState, by_any: Collection[str]) -> Mismatches:
-    """Ranks must own exactly the checkpoint's EMA; no rank has one if the checkpoint has none."""
+    """The ranks together must own exactly the checkpoint's EMA, or none if the checkpoint has none."""
     theirs = sorted(name for name in saved.tensors if name.startswith(EMA))
     if bool(theirs) != (bool(held.averages) or any(name in by_any for name in theirs)):
         has, has_not = ("checkpoint", "file") if theirs else ("file", "checkpoint")

@@ -20,7 +20,7 @@ from hpc_train.strategies.base import Piece
 
 
 def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool = False) -> dict[str, Entry]:
-    """Return name → tensor, each read when its turn comes; a shared one under each of its names.
+    """Return name → tensor, each read lazily; a shared tensor under each of its names.
 
     Adapters of ``model.lora`` are merged into their layers. ``ema``: the EMA weights instead. Raises
     BadFileError if the run's experiment, which has the adapters' scale, can't be read.
@@ -33,14 +33,14 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
     if not any(name.endswith(f".{lora.A}") for name in entries):
         return entries
     config = frozen_experiment.read(RunPaths(checkpoint.folder.parent.parent)).model.lora
-    if config is None:  # the model's own names
+    if config is None:  # the names belong to the model
         return entries
     readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
     return {name: replace(entries[name], read=read) for name, read in readers.items()}
 
 
 def _source(name: str, *, ema: bool) -> str:
-    """Return the name in the checkpoint of the values to write for the model's tensor ``name``."""
+    """Return the checkpoint's name of the values for the model's tensor ``name``."""
     return EMA + name.removeprefix(MODEL) if ema else name
 
 

@@ -1,7 +1,7 @@
 """``hpc-train export --format onnx`` and ``torch-export``: a model as a program that needs no Python code.
 
-Called by ``checkpoint.export``. The model is built as ranks build it, loaded with the checkpoint's weights
-(adapters merged), and traced with samples of the run's data. What was written is run before it is committed.
+Called by ``checkpoint.export``. The model is built like on ranks, loaded with the checkpoint's weights
+(adapters merged), and traced with samples of the run's data. The file is run before it is committed.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hpc_train.tasks.base import Task, make_task, target_spec
 #: Runs the written file on the arguments of a call; returns its outputs in their order.
 Program = Callable[["Call"], list[Any]]
 
-#: Of the largest output. Measured: up to 1e-5 between ONNX Runtime and PyTorch in float32.
+#: Relative to the largest output. Measured: up to 1e-5 between ONNX Runtime and PyTorch in float32.
 _TOLERANCE = 1e-3
-#: The protobuf of an ONNX file can't be larger; the rest is for the graph.
+#: Maximum bytes of weights: the protobuf of an ONNX file is limited to 2 GiB, and the graph needs the rest.
 _ONNX_MAX_BYTES = 2**31 - 2**24
-#: Lines of the cause of a failed export, and characters of each, that a message has.
+#: Maximum lines of a failed export's cause in a message, and their maximum length.
 _CAUSE_LINES, _CAUSE_WIDTH = 4, 300
-#: The file of facts inside a ``.pt2``, and the key of the same in an ONNX file.
+#: The file of facts inside a ``.pt2``, and the key of the facts in an ONNX file.
 FACTS = "hpc_train.json"
 
 
 @dataclass(frozen=True)
 class Call:
-    """How the task calls the model for a batch, and what the model returns in PyTorch."""
+    """The task's call of the model for a batch, and the outputs in PyTorch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def inputs(self) -> list[Any]:
-        """The arguments without their structure, in the order in which programs take them."""
+        """The arguments without their structure, in the order of the program's inputs."""
         return list(pytree.tree_leaves((self.args, self.kwargs)))
 
 
@@ -73,18 +73,18 @@ class Model:
 
     name: str
     module: nn.Module
-    #: A batch of 2 to trace, then batches of 1 and of 2 of other samples to compare.
+    #: A batch of 2 for tracing, then batches of 1 and of 2 other samples for comparison.
     traced: Call
     compared: tuple[Call, Call]
-    #: What a user of the file needs to know: how inputs are normalised, the classes.
+    #: Information for users of the file: the normalization of inputs, the classes.
     facts: dict[str, Any]
 
 
 def load_model(run: RunPaths, weights: Mapping[str, Entry], form: str) -> Model:
     """Build the run's model on the CPU, in evaluation mode, and call it with samples of its data.
 
-    Under fp64 it is in float64, but for ``form`` onnx in float32. Raises BadFileError if the data or the
-    model can't be built, or the weights are of another model.
+    Its dtype is float32, or under fp64 float64 unless ``form`` is onnx. Raises BadFileError if the data or
+    the model can't be built, or the weights belong to another model.
     """
     changes = noted_changes(run, newest_number(run))
     experiment = with_preprocessing(frozen_experiment.load_changed(run, changes).experiment)
@@ -92,7 +92,7 @@ def load_model(run: RunPaths, weights: Mapping[str, Entry], form: str) -> Model:
         return _loaded(experiment, weights, form)
     except (HpcTrainError, OSError, MemoryError):
         raise
-    except Exception as error:  # whatever the code of the model, the task and the data raises
+    except Exception as error:  # any error of the code of the model, the task and the data
         shown = users_traceback(error) or shortened_traceback(traceback.format_exc())
         raise BadFileError(
             f"{shown}\nmodel.name: {experiment.model.name} raised this while it was built and called with "
@@ -104,7 +104,7 @@ def _loaded(experiment: Experiment, weights: Mapping[str, Entry], form: str) -> 
     source = build_source(experiment.data)
     task = make_task(experiment, source.info)
     batch = try_samples(source, experiment, target_spec(task))[0][-1]
-    # ONNX Runtime has no convolution of float64, among others.
+    # ONNX Runtime lacks float64 convolutions, among others.
     is_double = experiment.precision == "fp64" and form != "onnx"
     dtype = torch.float64 if is_double else torch.float32
     model = build_model(experiment.model, source.info).to(dtype)
@@ -116,7 +116,7 @@ def _loaded(experiment: Experiment, weights: Mapping[str, Entry], form: str) -> 
         taken = batch.taken([index % len(batch.valid) for index in indices])
         return _call(model, task, replace(taken, inputs=normalize(taken.inputs)))
 
-    # Other samples than the traced ones show values that tracing has made constant.
+    # Samples other than those of the trace reveal values that tracing has made constant.
     return Model(experiment.model.name, model, call(0, 1), (call(2), call(3, 2)), _facts(experiment, source))
 
 
@@ -131,7 +131,7 @@ def _load(model: nn.Module, name: str, weights: Mapping[str, Entry]) -> None:
 
 
 def _call(model: nn.Module, task: Task, batch: Batch) -> Call:
-    """Return how ``task`` calls ``model``; a task that doesn't in its ``forward`` passes the inputs."""
+    """Return the call of ``model`` by ``task``, or with the inputs if ``task.forward`` does not call it."""
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
@@ -157,7 +157,7 @@ def _facts(experiment: Experiment, source: DataSource) -> dict[str, Any]:
 
 
 def export_program(model: Model, path: Path, form: str, metadata: dict[str, str]) -> dict[str, Any]:
-    """Write the program in the format ``form`` to ``path``, on disk when this returns, and run it.
+    """Write the program in the format ``form`` to ``path``, synced to disk, and run it.
 
     Returns its inputs and the largest difference to PyTorch. Raises BadFileError if the model can't be
     exported or the program's outputs differ; the caller removes the file.
@@ -173,9 +173,9 @@ def export_program(model: Model, path: Path, form: str, metadata: dict[str, str]
         sync_file(file.fileno())
     with _failing(model, form, "was exported, but the file does not run"):
         program = _load_onnx(path) if form == "onnx" else _load_torch_export(path)
-        found = [program(call) for call in model.compared]
+        results = [program(call) for call in model.compared]
     difference = max(
-        _difference(model, form, call, outputs) for call, outputs in zip(model.compared, found, strict=True)
+        _difference(model, form, call, outputs) for call, outputs in zip(model.compared, results, strict=True)
     )
     return {"inputs": _shapes(model), "max_difference": difference}
 
@@ -190,10 +190,10 @@ def _refuse_too_large(model: Model) -> None:
 
 
 @contextmanager
-def _failing(model: Model, form: str, what: str) -> Iterator[None]:
-    """Raise BadFileError, with the first lines of the cause, for what torch or the model's code raises.
+def _failing(model: Model, form: str, problem: str) -> Iterator[None]:
+    """Raise BadFileError, with the first lines of the cause, for errors of torch or the model's code.
 
-    What they print is dropped: torch prints the whole graph where it can't trace it.
+    Their output is dropped: torch prints the whole graph if it can't trace it.
     """
     lost = io.StringIO()
     try:
@@ -204,7 +204,7 @@ def _failing(model: Model, form: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise BadFileError(
-            f"{model.name}: {what} as {form}: {_cause(error)}\n"
+            f"{model.name}: {problem} as {form}: {_cause(error)}\n"
             "change this part of the model (programs can't branch on values, and have a fixed set of "
             "operators), choose another --format, or export the weights alone: -o FILE.safetensors"
         ) from error
@@ -243,7 +243,7 @@ def _traced(model: Model) -> torch.export.ExportedProgram:
 
 
 def _dynamic_shapes(model: Model) -> dict[str, Any]:
-    """Return the batch dimension of each argument that has one, by the names of the model's parameters."""
+    """Return the batch dimension of each argument that has one, by the model's parameter names."""
     batch = torch.export.Dim("batch")
     one = model.compared[0]
 
@@ -286,7 +286,7 @@ def _write_onnx(exported: torch.export.ExportedProgram, model: Model, path: Path
 
 
 def _load_onnx(path: Path) -> Program:
-    """Return what runs the file: by ONNX Runtime, or where it is not installed by ONNX's reference."""
+    """Return a function that runs the file with ONNX Runtime or, if not installed, ONNX's reference."""
     try:
         import onnxruntime
     except ImportError:
@@ -296,25 +296,25 @@ def _load_onnx(path: Path) -> Program:
         names = session.input_names
     else:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        names = [each.name for each in session.get_inputs()]
+        names = [value.name for value in session.get_inputs()]
 
     def run(call: Call) -> list[Any]:
-        arrays = [each.numpy() for each in call.inputs if isinstance(each, Tensor)]
-        found = session.run(None, dict(zip(names, arrays, strict=True)))
-        return [torch.as_tensor(each) for each in found]
+        arrays = [value.numpy() for value in call.inputs if isinstance(value, Tensor)]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.as_tensor(output) for output in outputs]
 
     return run
 
 
-def _difference(model: Model, form: str, call: Call, found: list[Any]) -> float:
-    """Return the largest difference of the outputs. Raises BadFileError if it is no rounding error."""
-    expected, found = _tensors(call.outputs), _tensors(found)
+def _difference(model: Model, form: str, call: Call, results: list[Any]) -> float:
+    """Return the largest difference of the outputs. Raises BadFileError if it is not a rounding error."""
+    expected, results = _tensors(call.outputs), _tensors(results)
     size = len(call.inputs[0]) if isinstance(call.inputs[0], Tensor) else "?"
-    shapes = [[tuple(each.shape) for each in outputs] for outputs in (found, expected)]
+    shapes = [[tuple(output.shape) for output in outputs] for outputs in (results, expected)]
     if shapes[0] != shapes[1]:
         raise _mismatch(model, form, f"has outputs of shape {shapes[0]}, PyTorch of {shapes[1]}", size)
     largest = 0.0
-    for index, (output, reference) in enumerate(zip(found, expected, strict=True)):
+    for index, (output, reference) in enumerate(zip(results, expected, strict=True)):
         values, wanted = output.double(), reference.double()
         difference = _largest((values - wanted).abs(), torch.isnan(values) & torch.isnan(wanted))
         if not difference <= _TOLERANCE * _scale(model, index):
@@ -324,22 +324,22 @@ def _difference(model: Model, form: str, call: Call, found: list[Any]) -> float:
 
 
 def _scale(model: Model, index: int) -> float:
-    """Return the largest absolute value of an output, over all samples: that of one may be close to 0."""
+    """Return the largest absolute value of an output over all samples, as one sample's may be close to 0."""
     outputs = [_tensors(call.outputs)[index].double().abs() for call in model.compared]
-    return max(_largest(each, torch.isnan(each)) for each in outputs)
+    return max(_largest(output, torch.isnan(output)) for output in outputs)
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def _largest(values: Tensor, ignored: Tensor) -> float:
     return float(values.masked_fill(ignored, 0.0).max()) if values.numel() else 0.0
 
 
-def _mismatch(model: Model, form: str, what: str, size: object) -> BadFileError:
+def _mismatch(model: Model, form: str, problem: str, size: object) -> BadFileError:
     return BadFileError(
-        f"{model.name}: the {form} program {what} (batch of {size}), so no file was written; "
+        f"{model.name}: the {form} program {problem} (batch of {size}), so no file was written; "
         "choose another --format, or export the weights alone: -o FILE.safetensors"
     )
 

@@ -1,7 +1,7 @@
-"""``state.json``'s table of tensors: where their pieces are, and how a rank reads the parts that it needs.
+"""``state.json``'s table of tensors, and a rank's reads of the parts that it needs.
 
-The table is checked against the files and, by the caller, against the model before it is used: a forged one
-must neither read outside the checkpoint nor make a rank allocate what no file contains.
+The table is checked against the files and, by the caller, against the model before it is used: a forged table
+must neither cause reads outside the checkpoint nor allocations larger than the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_train.strategies.base import Piece
 from hpc_train.topology.degrees import AXES
 
 Shape = tuple[int, ...]
-#: Entries of a checkpoint besides the tensors, as a resume reads them.
+#: Entries of a checkpoint besides the tensors that a resume reads.
 _EXTRA = {
     "position": dict[str, Any],
     "skips": int,
@@ -34,7 +34,7 @@ _EXTRA = {
     "strategy": str,
     "degrees": dict[str, int],
 }
-#: ``torch.amp.GradScaler.state_dict``; empty where none is used.
+#: ``torch.amp.GradScaler.state_dict``; empty without a scaler.
 _SCALER = {
     "scale": float,
     "growth_factor": float,
@@ -52,7 +52,7 @@ _MAX_ELEMENTS = 2**60
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """What shard ``rank`` contains of a tensor; ``number`` distinguishes the pieces within one shard."""
+    """A piece of a tensor in shard ``rank``; ``number`` distinguishes the pieces within one shard."""
 
     rank: int
     offset: Shape
@@ -61,7 +61,7 @@ class SavedPiece:
 
     def key(self, name: str) -> str:
         """Return the name that the piece of tensor ``name`` has in its shard."""
-        # No parameter has such a name: torch allows no empty name between two dots.
+        # Unique, because torch allows no empty name between two dots.
         return f"{name}..{self.number}" if self.number else name
 
     def to_json(self) -> list[Any]:
@@ -98,14 +98,14 @@ class SavedState:
     """``state.json``, checked for consistency and against the manifest, not yet against a model."""
 
     tensors: dict[str, SavedTensor]
-    #: Alias of a tensor → the name that it was saved under.
+    #: Alias of a tensor → its name in the checkpoint.
     tied: dict[str, str]
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
     extra: dict[str, Any]
 
     def first_name(self, name: str) -> str:
-        """Return the name that a tensor, possibly a shared one, was saved under."""
+        """Return the name of a tensor, which may be shared, in the checkpoint."""
         return self.tied.get(name, name)
 
     @classmethod
@@ -126,7 +126,7 @@ class SavedState:
 
 
 def _check_scaler(scaler: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for a state that GradScaler would load and fail on later."""
+    """Raise TypeError or ValueError for a state that GradScaler would load but fail on later."""
     wrong = [key for key, kind in _SCALER.items() if not is_a(scaler.get(key), kind)]
     if scaler and wrong:
         raise TypeError(f"scaler.{wrong[0]} has the wrong type")
@@ -184,7 +184,7 @@ def _tensor(entry: dict[str, Any]) -> SavedTensor:
 
 
 def _piece(rank: object, offset: object, shape: object, number: object = None) -> SavedPiece:
-    """Read a piece: a shard's first one of a tensor is written without a number, further ones from 1."""
+    """Read a piece: a shard's first piece of a tensor has no number, further pieces count from 1."""
     counted = 0 if number is None else _shape([number])[0]
     if number is not None and counted == 0:
         raise ValueError("a piece's number is 0")
@@ -214,7 +214,7 @@ def _check_against_files(
 def read_into(
     checkpoint: CheckpointPaths, saved: Mapping[str, SavedTensor], targets: Mapping[str, list[Piece]]
 ) -> None:
-    """Copy into each target the overlapping parts of the saved tensor of its name.
+    """Copy into each target the overlapping parts of the saved tensor with its name.
 
     The caller has checked that shapes and dtypes agree. A shard without needed parts is not opened.
     """

@@ -1,8 +1,8 @@
 """One shard: a safetensors file written with its hash, and pieces of tensors read back from it.
 
-Written and read here rather than by safetensors' own functions: the hash is computed on the bytes to be
-written (without reading them back), pieces are read straight into the tensors that need them, and what a disk
-refuses is an OSError with its number, where a memory map of a damaged file would kill the process.
+Not written and read by safetensors' functions: here the hash is computed on the bytes to be written, without
+reading them back, pieces are read directly into the target tensors, and a disk error is an OSError with its
+number, while with a memory map of a damaged file it would kill the process.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ DTYPE_NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-#: Hashed and written in pieces that fit a core's cache (assumed).
+#: Bytes that are hashed and written at once; they fit into a core's cache (assumed).
 _CHUNK_BYTES = 1 << 20
-#: Writeback to disk is started each time this much more was written (measured: 8 and 32 MiB are alike, and a
-#: save of 1 GB takes two thirds of the time that it takes when fsync starts it).
+#: Bytes between starts of writeback to disk (measured: 8 and 32 MiB are equal, and a save of 1 GB takes two
+#: thirds of the time that it takes if fsync starts it).
 _FLUSH_BYTES = 32 << 20
-#: Read at once where a tensor can't be read into in place (assumed).
+#: Bytes that are read at once if a tensor can't be read in place (assumed).
 _BLOCK_BYTES = 16 << 20
-#: safetensors' own limit.
+#: safetensors' limit.
 _MAX_HEADER_BYTES = 100 << 20
-#: What one system call reads at most on Linux.
+#: Below the maximum of one system call on Linux.
 _MAX_READ_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to be written; ``read`` makes it (on the CPU, contiguous) when its turn comes."""
+    """One tensor of a file to be written; ``read`` returns it lazily, on the CPU and contiguous."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,15 +74,15 @@ class Entry:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Return safetensors' name of the dtype; raises BadFileError, naming the tensor, if it has none."""
+    """Return safetensors' name of the dtype; raises BadFileError with the tensor's name if it has none."""
     if dtype not in DTYPE_NAMES:
         raise BadFileError(f"{name}: a checkpoint can't hold {dtype}; use another dtype")
     return DTYPE_NAMES[dtype]
 
 
 def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[str, str]) -> FileEntry:
-    """Write the file, on disk when this returns; return its size and hash."""
-    # Widest dtypes first: every tensor is then aligned in a memory map.
+    """Write the file and sync it to disk; return its size and hash."""
+    # Widest dtypes first, so that every tensor is aligned in a memory map.
     names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
     digest = new_hash()
     with path.open("wb") as file:
@@ -101,19 +101,19 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
 
 
 class _Flush:
-    """Starts writeback of what was already written, so that fsync finds little left."""
+    """Starts writeback during writing, so that little is left for fsync."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._waiting = 0
 
     def begin(self, nbytes: int) -> None:
-        """Count ``nbytes`` more, and start writeback once there are enough."""
+        """Add ``nbytes``, and start writeback once there are enough."""
         self._waiting += nbytes
         if self._waiting >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             self._waiting = 0
             with suppress(OSError):  # a hint, which not every file system supports
-                # Linux starts to write dirty pages, and drops clean ones: nobody reads them soon.
+                # Linux starts to write dirty pages and drops clean pages, which are not read soon.
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -139,7 +139,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU; writing there changes it."""
+    """Return the memory of a contiguous tensor on the CPU, shared with the tensor."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if tensor.numel() == 0:
         return memoryview(b"")
@@ -148,7 +148,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 class ShardReader:
-    """One shard that is open for reading."""
+    """A shard that is open for reading."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -167,7 +167,7 @@ class ShardReader:
     def read_into(
         self, target: Tensor, name: str, dtype: str, shape: tuple[int, ...], part: Sequence[slice]
     ) -> None:
-        """Copy ``part`` of tensor ``name``, one slice per dimension, into ``target``, which is of its shape.
+        """Copy ``part`` of tensor ``name``, one slice per dimension, into ``target`` of the same shape.
 
         Raises BadFileError unless the tensor has this ``dtype`` and ``shape`` in the file.
         """
@@ -190,29 +190,29 @@ class ShardReader:
     def _read_by_blocks(
         self, target: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype, inner: tuple[slice, ...]
     ) -> None:
-        """Read rows at ``begin`` into a buffer, a few at a time, and copy their part ``inner`` from there."""
+        """Read rows at ``begin`` into a buffer, a block at a time, and copy their part ``inner``."""
         rows = target if target.dim() else target.reshape(1)
         row_nbytes = math.prod(shape[1:]) * dtype.itemsize
         at_once = max(1, min(shape[0], _BLOCK_BYTES // max(1, row_nbytes)))
         block = torch.empty((at_once, *shape[1:]), dtype=dtype)
         for row in range(0, shape[0], at_once):
-            found = block[: shape[0] - row]
-            self._fill(_memory(found), begin + row * row_nbytes)
-            rows[row : row + len(found)].copy_(found[(slice(None), *inner)])
+            part = block[: shape[0] - row]
+            self._fill(_memory(part), begin + row * row_nbytes)
+            rows[row : row + len(part)].copy_(part[(slice(None), *inner)])
 
     def _offset(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Return where the tensor's bytes begin in the file."""
+        """Return the position of the tensor's first byte in the file."""
         if name not in self._header:
             raise BadFileError(f"{self._path}: {name} is not in it, though state.json says so")
         try:
             entry = self._header[name]
-            found = (entry["dtype"], tuple(entry["shape"]))
+            described = (entry["dtype"], tuple(entry["shape"]))
             begin, end = entry["data_offsets"]
             fits = 0 <= begin <= end <= self._num_bytes
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"its header says {self._header[name]!r:.80} of {name}") from error
-        if found != (dtype, shape):
-            raise BadFileError(f"{self._path}: {name} is {found}, state.json says {(dtype, shape)}")
+        if described != (dtype, shape):
+            raise BadFileError(f"{self._path}: {name} is {described}, state.json says {(dtype, shape)}")
         if not fits or type(begin) is not int or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise self._damaged(f"its header gives {name} the bytes {begin!r:.40} to {end!r:.40}")
         return self._begin + begin

@@ -35,14 +35,14 @@ from hpc_train.strategies.base import Piece, Strategy
 _ALIGNMENT = 64
 #: NumPy has no bfloat16 and no float8; a copy only needs the element size.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: The bits of the exponent: all are set in infinities and NaN, and only in those.
+#: The bits of the exponent: all are set only in infinities and NaN.
 _EXPONENTS = {
     torch.float64: 0x7FF0_0000_0000_0000,
     torch.float32: 0x7F80_0000,
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
 }
-#: Elements that are checked at once, in a core's cache (assumed).
+#: Elements that are checked at once; they fit into a core's cache (assumed).
 _CHECKED = 1 << 17
 
 #: Names, global shapes, dtypes, offsets and local shapes: if these are equal, two saves have one layout.
@@ -51,11 +51,9 @@ Kinds = tuple[tuple[Any, ...], ...]
 
 @dataclass(frozen=True)
 class Contents:
-    """A training state, taken apart: this rank's pieces of each tensor, still in use by training, and the
-    rest.
-    """
+    """A training state in parts: this rank's pieces of tensors, still in use by training, and the rest."""
 
-    #: At least one per tensor; it may be empty.
+    #: At least one piece per tensor, which may be empty.
     pieces: dict[str, list[Piece]]
     #: Names of the tensors that a forward or backward pass may change: the model's buffers.
     buffers: frozenset[str]
@@ -63,9 +61,9 @@ class Contents:
 
     @classmethod
     def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
-        """Take a training state apart; ``extra`` is copied, tensors are not. Not collective.
+        """Split a training state into its parts; copies ``extra``, but not tensors. Not collective.
 
-        Raises BadFileError if the model or the optimizer has a state that can't be saved.
+        Raises BadFileError if the model or the optimizer has state that can't be saved.
         """
         named = NamedTensors.of(state.model)
         names = state.parameter_names(named)
@@ -80,7 +78,7 @@ class Contents:
             "scaler": state.scaler.state_dict() if state.scaler else {},
             "extra": deepcopy(dict(extra)),
         }
-        pieces = {name: strategy.pieces(kept.tensor, kept.like) for name, kept in tensors.items()}
+        pieces = {name: strategy.pieces(ref.tensor, ref.like) for name, ref in tensors.items()}
         return cls(pieces, buffers, rest)
 
     @property
@@ -89,7 +87,7 @@ class Contents:
         return frozenset(name for name in self.pieces if name.startswith(MODEL)) - self.buffers
 
     def kinds(self) -> Kinds:
-        """Return what the layout of a save depends on; compared with that of the last save."""
+        """Return the properties that determine the layout of a save; compared with those of the last save."""
         return tuple(
             (name, piece.shape, piece.local.dtype, piece.offset, tuple(piece.local.shape))
             for name, pieces in self.pieces.items()
@@ -106,14 +104,16 @@ class Contents:
         )
 
     def is_whole(self, name: str) -> bool:
-        """Tell whether this rank owns the tensor in one piece."""
+        """Return True if this rank owns the whole tensor in one piece."""
         pieces = self.pieces[name]
         return len(pieces) == 1 and tuple(pieces[0].local.shape) == pieces[0].shape
 
 
 class Staging:
-    """Buffers for a rank's part of a checkpoint. One copy at a time: ``begin``, ``copy`` in the writing
-    thread, and ``wait`` in the training loop before anything passed to ``begin`` changes.
+    """Buffers for a rank's part of a checkpoint.
+
+    One copy at a time: ``begin``, ``copy`` in the writing thread, and ``wait`` in the training loop before a
+    tensor passed to ``begin`` changes.
     """
 
     def __init__(self, pieces: Mapping[str, Tensor]) -> None:
@@ -129,7 +129,7 @@ class Staging:
         self._is_copied.set()
 
     def begin(self, sources: Mapping[str, Tensor], at_once: Collection[str]) -> None:
-        """Copy those ``at_once``, and on a GPU start copying the rest. Main thread."""
+        """Copy the tensors ``at_once``, and on a GPU start copying the rest. Main thread."""
         on_device = self._stream is not None
         now = {name for name in sources if name in at_once or sources[name].is_cuda != on_device}
         for name in now:
@@ -148,10 +148,10 @@ class Staging:
             self._event.record(stream)
 
     def copy(self) -> dict[str, Tensor]:
-        """Return the buffers once the copy is complete. Writing thread; on the CPU it does the copy."""
+        """Return the buffers once the copy is complete; on the CPU, do the copy. Writing thread."""
         try:
             if self._event is not None:
-                # A thread starts with device 0, on which waiting would create a context for this rank.
+                # A thread starts with device 0, on which a wait would create a CUDA context for this rank.
                 torch.cuda.set_device(self._device)
                 self._event.synchronize()
             else:
@@ -163,9 +163,7 @@ class Staging:
             self._is_copied.set()
 
     def wait(self) -> None:
-        """Return when everything passed to ``begin`` may change; on a GPU later kernels wait, not the
-        caller.
-        """
+        """Wait until tensors passed to ``begin`` may change; on a GPU later kernels wait, not the caller."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
         else:
@@ -176,14 +174,14 @@ def _copy(target: Tensor, source: Tensor) -> None:
     if source.is_cuda:
         target.copy_(source.detach(), non_blocking=True)
         return
-    # With NumPy, not torch: NumPy releases the interpreter too, but uses a single core, while torch would
-    # start threads that compete with training.
+    # With NumPy, which also releases the interpreter but uses a single core; torch would start threads that
+    # compete with training.
     width = _SAME_WIDTH[source.element_size()]
     np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether no element is NaN or infinite; of a dtype without infinity it is assumed."""
+    """Return True if no element is NaN or infinite; always for a dtype without infinity."""
     exponent = _EXPONENTS.get(tensor.dtype)
     if exponent is None or tensor.numel() == 0:
         return True
@@ -199,7 +197,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _allocate(pieces: Mapping[str, Tensor], *, is_on_gpu: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a block of touched pages, and contiguous tensors like ``pieces`` in it, not initialized."""
+    """Return a block of touched pages, and uninitialized contiguous tensors like ``pieces`` in it."""
     begins, end = {}, 0
     for name, tensor in pieces.items():
         begins[name] = end
@@ -212,10 +210,10 @@ def _allocate(pieces: Mapping[str, Tensor], *, is_on_gpu: bool) -> tuple[Tensor,
 
 
 def _unshared(size: int) -> Tensor:
-    """Return a block that forked processes do not have.
+    """Return a block that forked processes do not inherit.
 
-    Of pages that a child has too, a write makes a copy, while the GPU continues to write into the pinned
-    ones (Linux before 5.9): the CPU would read what was there before.
+    A write to pages that a child inherits makes a copy, while the GPU continues to write into the pinned
+    pages (Linux before 5.9), so that the CPU would read old values.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
@@ -225,7 +223,7 @@ def _unshared(size: int) -> Tensor:
 def _pin(block: Tensor, device: torch.device) -> bool:
     """Pin the block's pages; if that is refused, copies are slower but correct.
 
-    torch's own pinned memory would be rounded up to a power of two.
+    torch's pinned memory would be rounded up to a power of two.
     """
     if not block.nbytes:
         return False
@@ -237,5 +235,5 @@ def _pin(block: Tensor, device: torch.device) -> bool:
 
 
 def _unpin(block: Tensor, device: torch.device) -> None:
-    with torch.cuda.device(device):  # whichever thread collects it
+    with torch.cuda.device(device):  # any thread may run the finalizer
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

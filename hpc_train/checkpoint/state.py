@@ -1,6 +1,6 @@
 """Converts model, EMA, optimizer and scaler to named tensors and plain numbers, and back.
 
-``checkpoint.checkpointer`` calls it. Names are those of the unwrapped model: ``model.<name>``, ``ema.<name>``
+``checkpoint.checkpointer`` calls it. Names are based on the unwrapped model: ``model.<name>``, ``ema.<name>``
 and ``optimizer.<parameter's name>.<key>``.
 """
 
@@ -23,7 +23,7 @@ from hpc_train.run.file_shapes import is_a
 MODEL = "model."
 EMA = "ema."
 OPTIMIZER = "optimizer."
-#: Inserted by torch.compile into the names of a module that it wrapped.
+#: Inserted by torch.compile into the names of a wrapped module.
 _COMPILED = "_orig_mod"
 
 DIFFERENT = "the ranks' models or optimizers hold different tensors; nothing was saved"
@@ -34,18 +34,18 @@ EmptyLike = Callable[[tuple[int, ...], torch.dtype, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A rank's part of a checkpoint; the objects themselves, which loading changes in place."""
+    """The objects of a rank's part of a checkpoint, which loading changes in place."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None = None
-    #: ``Strategy.optimized`` if the optimizer has something else than the model's own parameters.
+    #: ``Strategy.optimized`` if the optimizer has tensors other than the model's parameters.
     optimized: Mapping[str, Tensor] = field(default_factory=dict)
-    #: ``Ema.averages``, by the model's names; none without EMA.
+    #: ``Ema.averages``, by the model's names; empty without EMA.
     averages: Mapping[str, Tensor] = field(default_factory=dict)
 
     def parameter_names(self, named: NamedTensors) -> dict[int, str]:
-        """Return id of each tensor → its name, for what the optimizer refers to."""
+        """Return id → name of each tensor that the optimizer may refer to."""
         return {id(tensor): name for name, tensor in (*named.tensors.items(), *self.optimized.items())}
 
     def weights(self, named: NamedTensors) -> dict[str, TensorRef]:
@@ -59,7 +59,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor of a checkpoint, and the parameter or buffer that it is, or belongs to."""
+    """A tensor of a checkpoint, and the parameter or buffer to which it belongs."""
 
     tensor: Tensor
     like: Tensor
@@ -67,7 +67,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class NamedTensors:
-    """A model's parameters and persistent buffers under plain names; shared ones once."""
+    """A model's parameters and persistent buffers under plain names; shared tensors once."""
 
     tensors: dict[str, Tensor]
     #: Alias of a shared tensor → its first name.
@@ -75,13 +75,11 @@ class NamedTensors:
 
     @classmethod
     def of(cls, model: nn.Module) -> NamedTensors:
-        """Name the tensors themselves, not copies; raises BadFileError if a module's state is not a
-        tensor.
-        """
+        """Name the tensors themselves, not copies; raises BadFileError for state that is not a tensor."""
         tensors: dict[str, Tensor] = {}
         tied: dict[str, str] = {}
         first_names: dict[int, str] = {}
-        # state_dict also makes FSDP reshard parameters that a forward pass left gathered.
+        # state_dict also makes FSDP reshard parameters that are still gathered after a forward pass.
         for name, value in _unwrapped(model).state_dict(keep_vars=True).items():
             plain = ".".join(part for part in name.split(".") if part != _COMPILED)
             if plain.endswith("_extra_state") or not isinstance(value, Tensor):
@@ -97,7 +95,7 @@ class NamedTensors:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that DDP or torch.compile wrapped."""
+    """Return the module inside wrappers of DDP and torch.compile."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
     compiled = model._modules.get(_COMPILED)
@@ -106,18 +104,18 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, TensorRef]:
     """Return the optimizer's state tensors by full name."""
-    found = {}
+    tensors = {}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
                 name = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
                 _check_placing(name, value, parameter)
-                found[name] = TensorRef(value, parameter)
-    return found
+                tensors[name] = TensorRef(value, parameter)
+    return tensors
 
 
 def _check_placing(name: str, value: Tensor, parameter: Tensor) -> None:
-    # Nothing says how to shard it when it is loaded.
+    # Its sharding would be unknown when it is loaded.
     if isinstance(value, DTensor) and value.shape != parameter.shape:
         raise BadFileError(
             f"optimization.optimizer.name: {name} is sharded but not shaped like its parameter, so it can't "
@@ -126,7 +124,7 @@ def _check_placing(name: str, value: Tensor, parameter: Tensor) -> None:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the JSON: parameters and values by group, keys and values of the state by parameter."""
+    """Return JSON values: parameters and values by group, keys and values of the state by parameter."""
     groups = [
         {"params": params, **_describe_group(group, optimizer.defaults)}
         for params, group in zip(group_names(optimizer, names), optimizer.param_groups, strict=True)
@@ -145,10 +143,10 @@ def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
 
 
 def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the group's plain values; ``tensors``: those that the optimizer keeps as a tensor → dtype."""
-    given = {key: value for key, value in group.items() if key != "params"}
-    counters = {key: value for key, value in given.items() if _is_counter(value)}
-    plain = {key: _plain(value.item() if key in counters else value) for key, value in given.items()}
+    """Return the group's plain values; ``tensors``: dtypes of the values that are tensors."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    counters = {key: value for key, value in options.items() if _is_counter(value)}
+    plain = {key: _plain(value.item() if key in counters else value) for key, value in options.items()}
     _refuse(key for key, value in plain.items() if value is Ellipsis and _is_trained(key, defaults))
     return {
         "values": {key: value for key, value in plain.items() if value is not Ellipsis},
@@ -157,15 +155,15 @@ def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str
 
 
 def _is_counter(value: object) -> bool:
-    """Tell whether a group's value is a number that the optimizer keeps as a tensor, as timm's Lamb does."""
+    """Return True if a group's value is a number in a tensor, like the step of timm's Lamb."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return False
     return value.dim() == 0 and value.device.type == "cpu" and value.dtype in DTYPE_NAMES
 
 
-def _is_trained(key: str, given: Mapping[str, Any]) -> bool:
-    """Tell whether training created a group's value, unlike those ``given`` by the file."""
-    return key == "step" or key not in given
+def _is_trained(key: str, options: Mapping[str, Any]) -> bool:
+    """Return True if training created a group's value, which is then not in the file's ``options``."""
+    return key == "step" or key not in options
 
 
 def _describe(values: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def _refuse(odd: Iterable[str]) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Return ``value`` as JSON stores it; Ellipsis if JSON can't."""
+    """Return ``value`` in JSON's types; Ellipsis if JSON can't represent it."""
     if isinstance(value, float) and not math.isfinite(value):
         return Ellipsis
     if value is None or isinstance(value, bool | int | float | str):
@@ -197,9 +195,9 @@ def _plain(value: object) -> Any:
 def united(parts: Mapping[int, Mapping[str, Any]], tensors: Collection[str]) -> dict[str, Any]:
     """Return the entries of ``state.json`` besides the tensors, combined from ranks with different tensors.
 
-    ``parts``: rank → its ``tied`` and ``optimizer``; rank 0's is complete and takes precedence. Each group
-    records its rank: groups are as each rank has them. ``tensors``: names of all ranks' tensors. Raises
-    HpcTrainError if ranks contradict each other.
+    ``parts``: rank → its ``tied`` and ``optimizer``; rank 0's entry is complete and takes precedence. Each
+    group records its rank, because ranks have different groups. ``tensors``: names of all ranks' tensors.
+    Raises HpcTrainError if ranks contradict each other.
     """
     if len(parts) == 1:
         return dict(parts[0])
@@ -219,14 +217,14 @@ def united(parts: Mapping[int, Mapping[str, Any]], tensors: Collection[str]) -> 
     return {**parts[0], "tied": tied, "optimizer": {"groups": groups, "state": described}}
 
 
-def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
-    if any(found.setdefault(name, value) != value for name, value in more.items()):
+def _add(merged: dict[str, Any], more: Mapping[str, Any]) -> None:
+    if any(merged.setdefault(name, value) != value for name, value in more.items()):
         raise HpcTrainError(DIFFERENT)
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A parameter group in a checkpoint: of ``rank``, and of all ranks with the same tensors."""
+    """A parameter group in a checkpoint, of ``rank`` and of all ranks with the same tensors."""
 
     rank: int
     names: list[str]
@@ -234,7 +232,7 @@ class SavedGroup:
 
 
 def saved_groups(saved: SavedState) -> list[SavedGroup]:
-    """Return the groups; raises BadFileError if they are not as ``describe_optimizer`` makes them."""
+    """Return the groups; raises BadFileError if they do not have the form of ``describe_optimizer``."""
     try:
         groups = [_saved_group(group) for group in saved.optimizer["groups"]]
         had = [(group.rank, name) for group in groups for name in group.names]
@@ -269,17 +267,19 @@ def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's values, with tensors restored."""
     values = checked_values(group["values"])
     dtypes = group.get("tensors", {})  # older checkpoints have none
-    made = {key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu") for key, name in dtypes.items()}
-    if any(tensor.dim() for tensor in made.values()):
-        raise ValueError(f"tensors of the group have more than one element: {sorted(made)}")
-    return values | made
+    tensors = {
+        key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu") for key, name in dtypes.items()
+    }
+    if any(tensor.dim() for tensor in tensors.values()):
+        raise ValueError(f"tensors of the group have more than one element: {sorted(tensors)}")
+    return values | tensors
 
 
 @dataclass(frozen=True)
 class NewOptimizerState:
-    """The state that a checkpoint lists, in memory of its own: the optimizer has it after ``give``."""
+    """A checkpoint's optimizer state in separate memory, which ``give`` passes to the optimizer."""
 
-    #: Not yet filled, by full name.
+    #: Uninitialized tensors, by full name.
     tensors: dict[str, TensorRef]
     _states: dict[Tensor, dict[str, Any]]
     _group_values: list[dict[str, Any]]
@@ -292,8 +292,8 @@ class NewOptimizerState:
         saved: SavedState,
         empty_like: EmptyLike,
     ) -> NewOptimizerState:
-        """Allocate it; nothing of the optimizer changes. ``checkpoint.matching`` comes first."""
-        made = cls({}, {}, [])
+        """Allocate it, after ``checkpoint.matching``; does not change the optimizer."""
+        new = cls({}, {}, [])
         values = {name: group.values for group in saved_groups(saved) for name in group.names}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -304,17 +304,15 @@ class NewOptimizerState:
                 for key in described["tensors"]:
                     full = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
                     state[key] = _make(key, saved.tensors[full], parameter, group, empty_like)
-                    made.tensors[full] = TensorRef(state[key], parameter)
-                made._states[parameter] = state
-            # Such as timm's Lamb, which counts its steps in the group: the same for all groups on all ranks.
+                    new.tensors[full] = TensorRef(state[key], parameter)
+                new._states[parameter] = state
+            # For example timm's Lamb counts its steps in the group, equally for all groups on all ranks.
             theirs = values[names[id(group["params"][0])]] if group["params"] else {}
-            made._group_values.append(
-                {key: value for key, value in theirs.items() if _is_trained(key, group)}
-            )
-        return made
+            new._group_values.append({key: value for key, value in theirs.items() if _is_trained(key, group)})
+        return new
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the optimizer's state. The groups' values stay the file's, except what training added."""
+        """Replace the optimizer's state. In groups, replace only values that training created."""
         for group, values in zip(optimizer.param_groups, self._group_values, strict=True):
             for parameter in group["params"]:
                 optimizer.state.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""Writes a staged checkpoint: files, hashes, and the rename that makes it valid; and the thread that does it.
+"""Writes a staged checkpoint in a thread: files, hashes, and the rename that makes it valid.
 
 ``checkpoint.checkpointer`` calls it. All ranks write together and agree through ``checkpoint.control_group``.
 """
@@ -42,10 +42,10 @@ from hpc_train.run.checkpoints import (
 from hpc_train.run.files import free_space, sync_folder, write_text
 from hpc_train.run.storage_errors import retried, storage_error
 
-#: Added to the nice value of a thread that writes an asynchronous save: of a core that training uses too, it
-#: gets a tenth.
+#: Added to the nice value of a thread that writes an asynchronous save, which then gets a tenth of a core
+#: that training also uses.
 _NICER = 10
-#: For the files besides the tensors, and the file system's own bookkeeping (assumed).
+#: For the files besides the tensors, and the file system's metadata (assumed).
 _SPARE_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Save:
     step: int
     #: From ``begin`` to the rename.
     duration_s: float
-    #: Time that the training thread spent on it.
+    #: Time that the training thread was blocked.
     stall_s: float
 
 
@@ -72,28 +72,26 @@ class Staged:
     #: Content of this rank's shard, and of all shards together.
     table: Mapping[str, SavedTensor]
     total_nbytes: int
-    #: Those of ``tensors`` that are parameters → their names: NaN or infinity in one of them would persist in
+    #: Keys of ``tensors`` that are parameters → their names. NaN or infinity in a parameter would persist in
     #: all later checkpoints.
     parameters: Mapping[str, str]
-    #: Rank 0's, and those parts of another rank's that are to be added; empty if there are none.
+    #: The other entries of rank 0, and the entries that another rank adds; empty if it adds none.
     rest: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """The checkpoints of one attempt as files, as seen by one rank. ``write`` is collective over
-    ``ranks``.
-    """
+    """The checkpoint files of one attempt, on one rank. ``write`` is collective over ``ranks``."""
 
     paths: RunPaths
     attempt: int
     ranks: ControlGroup
     keep: int
-    #: Failures to remove old checkpoints that were already logged: each save meets them again.
+    #: Errors of removing old checkpoints that were already logged; they recur at each save.
     _warned_of: set[int | None] = field(default_factory=set)
 
     def write(self, staged: Staged, before_commit: Callable[[], None] | None = None) -> None:
-        """Write and commit. Raises an error of the same kind on all ranks; then nothing is left."""
+        """Write and commit. Raises an error of the same class on all ranks; then no files remain."""
         name = f"step-{staged.step:08d}.tmp-{self.attempt}"
         temporary = CheckpointPaths(self.paths.checkpoints / name)
         try:
@@ -115,7 +113,7 @@ class CheckpointWriter:
             try:
                 return work()
             except (OSError, BadFileError) as error:
-                self.refuse_if_fenced()  # the later attempt has removed what this one wrote
+                self.refuse_if_fenced()  # the later attempt has removed this attempt's files
                 if isinstance(error, OSError):
                     raise storage_error(error, folder) from error
                 raise
@@ -123,7 +121,7 @@ class CheckpointWriter:
         return self.ranks.together(named_errors)
 
     def refuse_if_fenced(self) -> None:
-        """Raise UserError if a later attempt owns the run: this one commits and removes nothing more."""
+        """Raise UserError if a later attempt owns the run; then this attempt commits and removes nothing."""
         owner = newest_attempt(self.paths)
         if owner > self.attempt:
             raise UserError(f"attempt {owner} continues this run; attempt {self.attempt} saves nothing more")
@@ -150,7 +148,7 @@ class CheckpointWriter:
     def _try_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
         temporary.folder.mkdir(exist_ok=True)
         rank = self.ranks.rank
-        # A new file: what an fsync failed to write, the next one on the same file considers written.
+        # A new file, because after a failed fsync the next fsync of the same file reports success.
         temporary.shard(rank).unlink(missing_ok=True)
         entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
         file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
@@ -162,7 +160,7 @@ class CheckpointWriter:
         write_text(temporary.shard_index(rank), json.dumps(index))
 
     def _commit(self, temporary: CheckpointPaths, staged: Staged) -> None:
-        """Turn the shards, all on disk now, into a checkpoint. Only rank 0 acts."""
+        """Make a checkpoint of the shards, which are all on disk. Only rank 0 acts."""
         if self.ranks.rank != 0:
             return
         files, tensors, others = self._merge_indices(temporary)
@@ -197,7 +195,7 @@ class CheckpointWriter:
         return files, tensors, others
 
     def clear_up(self) -> None:
-        """Remove what is not kept. Only rank 0 acts; never raises, since the save is valid."""
+        """Remove old checkpoints. Only rank 0 acts; never raises, because the save is valid."""
         if self.ranks.rank != 0:
             return
         try:
@@ -218,8 +216,9 @@ def _refuse_non_finite(staged: Staged) -> None:
 
 
 def lower_priority() -> None:
-    """Let training's threads run before the calling thread, which keeps it low until it ends. On Linux only,
-    where threads have priorities of their own.
+    """Lower the priority of the calling thread below training's threads, until it ends.
+
+    Only on Linux, which has a priority per thread.
     """
     thread = threading.get_native_id()
     if sys.platform == "linux":
@@ -230,7 +229,7 @@ def lower_priority() -> None:
 
 @dataclass
 class UnderWay:
-    """One save, run by its own thread: it has ended once ``write`` has; then ``clear_up``."""
+    """One save in a separate thread. It has ended when ``write`` has; ``clear_up`` follows."""
 
     step: int
     began_at: float
@@ -247,7 +246,7 @@ class UnderWay:
         self._thread.start()
 
     def _run(self) -> None:
-        signals.block()  # they are for the training thread
+        signals.block()  # the training thread handles them
         try:
             self.write()
             self._committed_at = time.monotonic()

@@ -1,1 +1,1 @@
-"""What ranks need to form a group: environment, process group, device, precision, signals, consensus."""
+"""The distributed setup of a rank: environment, process group, device, precision, signals, consensus."""

@@ -1,6 +1,4 @@
-"""What all ranks decide together at each step: to stop, to save, and how to handle an error of one of
-them.
-"""
+"""Decisions of all ranks at each step: to stop, to save, and how to handle an error of one rank."""
 
 from __future__ import annotations
 
@@ -19,23 +17,23 @@ from hpc_train.distributed.signals import StopFlag
 
 @dataclass(frozen=True)
 class StepFlags:
-    """One rank's flags at the start of a step. Whether it was asked to stop is added automatically."""
+    """One rank's flags at the start of a step. ``Agreement`` adds the stop flag."""
 
     #: A save is due by this rank's clock; only rank 0's counts.
     save: bool = False
     #: Its last save has failed.
     has_failed: bool = False
-    #: Its data of the next step have not arrived yet.
+    #: Its data for the next step have not arrived yet.
     is_waiting: bool = False
-    #: It met a loss that is NaN or infinite.
+    #: It has computed a loss that is NaN or infinite.
     is_non_finite: bool = False
-    #: Bad samples that it met in this attempt.
+    #: Bad samples that it has read in this attempt.
     bad_samples: int = 0
 
 
 @dataclass(frozen=True)
 class Consensus:
-    """The combined flags: true if any rank's is, ``bad_samples`` summed over ranks."""
+    """The combined flags: True if any rank's flag is; ``bad_samples`` is the sum over ranks."""
 
     stop: bool = False
     save: bool = False
@@ -46,18 +44,18 @@ class Consensus:
 
     @property
     def needs_check(self) -> bool:
-        """Whether a rank has met what may end the attempt."""
+        """Whether a rank has a fault that may end the attempt."""
         return self.has_failed or self.is_non_finite or self.bad_samples > 0
 
 
-#: How many of a rank's numbers are flags, which have a bit each; the bad samples follow.
+#: Number of flags among a rank's numbers, one bit each; the bad samples follow.
 _NUM_FLAGS = 5
 _MOST_BAD_SAMPLES = (1 << NUM_BITS - _NUM_FLAGS) - 1
 
 
-def _packed(own: Sequence[int]) -> int:
+def _packed(numbers: Sequence[int]) -> int:
     """Return flags and bad samples as one number below 2 ** NUM_BITS."""
-    flags, bad_samples = own[:_NUM_FLAGS], min(own[_NUM_FLAGS], _MOST_BAD_SAMPLES)
+    flags, bad_samples = numbers[:_NUM_FLAGS], min(numbers[_NUM_FLAGS], _MOST_BAD_SAMPLES)
     return sum(bool(flag) << place for place, flag in enumerate(flags)) | bad_samples << _NUM_FLAGS
 
 
@@ -69,9 +67,9 @@ def _total(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 class Agreement:
-    """Ranks contribute their flags at the start of a step; at its end all have the combined flags.
+    """Combines the ranks' flags: contributed at the start of a step, combined at its end.
 
-    The exchange runs on the CPU, concurrently with the step: in shared memory where all ranks are on one node
+    The exchange runs on the CPU, concurrently with the step: in shared memory if all ranks are on one node
     (``distributed.shared_flags``), else as a sum over the control group. All methods but the constructor are
     collective. A dead peer raises quickly, a silent one after the group's timeout.
     """
@@ -80,26 +78,26 @@ class Agreement:
         self._group = group
         self._flag = flag
         self._counts = torch.zeros(6, dtype=torch.int64)
-        #: The same memory; writing and reading it costs less than a tensor operation.
+        #: The same memory; accessing it is faster than a tensor operation.
         self._array = self._counts.numpy()
         self._work: dist.Work | None = None
-        #: This rank's, from ``begin`` to ``wait``.
+        #: This rank's numbers, from ``begin`` to ``wait``.
         self._own: tuple[int, ...] | None = None
 
-    def begin(self, own: StepFlags = StepFlags()) -> None:
+    def begin(self, flags: StepFlags = StepFlags()) -> None:
         """Start the exchange."""
         assert self._own is None, "begin without wait"
-        saves = own.save and self._group.rank == 0
-        flags = (bool(self._flag), saves, own.has_failed, own.is_waiting, own.is_non_finite)
-        self._own = (*flags, own.bad_samples)
+        saves = flags.save and self._group.rank == 0
+        bits = (bool(self._flag), saves, flags.has_failed, flags.is_waiting, flags.is_non_finite)
+        self._own = (*bits, flags.bad_samples)
         if self._group.shared_flags is not None:
             self._group.shared_flags.write(_packed(self._own))
         elif self._group.world_size > 1:
-            self._array[:] = self._own  # a sum: flags of which one is set stay above zero
+            self._array[:] = self._own  # summed: a flag that any rank has set is above zero
             self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
     def wait(self) -> Consensus:
-        """End the exchange; return the same on all ranks."""
+        """End the exchange; returns the same on all ranks."""
         assert self._own is not None, "wait without begin"
         counts, self._own = self._own, None
         if self._group.shared_flags is not None:
@@ -108,20 +106,20 @@ class Agreement:
             work, self._work = self._work, None
             work.wait()
             counts = self._array.tolist()
-        elif self._flag:  # single rank: what arrived since begin counts, too
+        elif self._flag:  # single rank: a signal since begin counts, too
             counts = (1, *counts[1:])
         stop, save, has_failed, is_waiting, is_non_finite, bad_samples = counts
         return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
 
-    def exchange(self, own: StepFlags = StepFlags()) -> Consensus:
-        """Begin and wait at once, where there is nothing to overlap with."""
-        self.begin(own)
+    def exchange(self, flags: StepFlags = StepFlags()) -> Consensus:
+        """Begin and wait, if there is nothing to overlap with."""
+        self.begin(flags)
         return self.wait()
 
     def rank_0_says(self, value: int) -> int:
         """Return rank 0's ``value`` on every rank."""
         if self._group.world_size == 1:
             return value
-        said = torch.tensor([int(value)], dtype=torch.int64)
-        dist.broadcast(said, src=0, group=self._group.control)
-        return int(said.item())
+        tensor = torch.tensor([int(value)], dtype=torch.int64)
+        dist.broadcast(tensor, src=0, group=self._group.control)
+        return int(tensor.item())

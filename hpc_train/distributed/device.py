@@ -14,28 +14,30 @@ from hpc_train.distributed.env import visible_gpus
 from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.run.resource_limits import usable_cpus
 
-_WORDS_MAX = 300
+_MESSAGE_MAX = 300
 
 
 def choose_device(
     wanted: Literal["auto", "cuda", "cpu"], local_rank: int, gpus_expected: bool
 ) -> torch.device:
-    """Return the rank's device and make it torch's current one.
+    """Return the rank's device and make it torch's current device.
 
-    ``gpus_expected``: Slurm gave this node GPUs, so that ``auto`` must not fall back to the CPU. A rank that
-    sees a single GPU uses it: the launcher gave each rank its own. Raises BadNodeError if the node lacks GPUs
-    that Slurm gave, BadFileError if another node would not help.
+    ``gpus_expected``: Slurm allocated GPUs on this node, so that ``auto`` must not fall back to the CPU. A
+    rank that sees a single GPU uses it: the launcher assigned one to each rank. Raises BadNodeError if the
+    node lacks allocated GPUs, BadFileError if another node would not help.
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    _take_own_mig_device(os.environ, local_rank)
-    num_gpus, words = _count_gpus()
-    if gpus_expected and num_gpus < (given := _num_given(os.environ, local_rank, num_gpus)):
-        raise BadNodeError(f"torch finds {num_gpus} of the {given} GPUs that Slurm gave it{words}")
+    _select_mig_device(os.environ, local_rank)
+    num_gpus, cause = _count_gpus()
+    if gpus_expected and num_gpus < (allocated := _num_given(os.environ, local_rank, num_gpus)):
+        raise BadNodeError(f"torch finds {num_gpus} of the {allocated} GPUs that Slurm gave it{cause}")
     if num_gpus == 0:
         if wanted == "auto" and not gpus_expected:
             return torch.device("cpu")
-        raise BadFileError(f"device: {wanted} needs a GPU, but {_why_no_cuda()}{words}; or write device: cpu")
+        raise BadFileError(
+            f"device: {wanted} needs a GPU, but {_cuda_problem()}{cause}; or write device: cpu"
+        )
     index = 0 if num_gpus == 1 else local_rank
     if index >= num_gpus:
         raise BadFileError(
@@ -51,8 +53,8 @@ def choose_device(
     return device
 
 
-def _take_own_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:
-    """Leave this rank its own of the listed MIG devices: CUDA shows a process the first one alone."""
+def _select_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:
+    """Make only this rank's MIG device visible: CUDA shows a process only the first of those listed."""
     names = visible_gpus(environ) or []
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
         if local_rank >= len(names):
@@ -64,7 +66,7 @@ def _take_own_mig_device(environ: MutableMapping[str, str], local_rank: int) -> 
 
 
 def _count_gpus() -> tuple[int, str]:
-    """Return how many GPUs torch finds, and CUDA's error as a clause if there was one."""
+    """Return the number of GPUs that torch finds, and CUDA's error as a clause if there was one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -72,20 +74,20 @@ def _count_gpus() -> tuple[int, str]:
 
 
 def _num_given(environ: Mapping[str, str], local_rank: int, num_gpus: int) -> int:
-    """Return how many GPUs this rank should see at least; 0 if it is not a node's fault to have none."""
+    """Return the minimum number of GPUs that this rank should see; 0 if a lack is not the node's fault."""
     if not torch.backends.cuda.is_built():
         return 0
     if (names := visible_gpus(environ)) is not None:
         return len(names)
-    return 1 if num_gpus == 1 else local_rank + 1  # a single one may be the rank's own
+    return 1 if num_gpus == 1 else local_rank + 1  # a single GPU may be assigned to this rank
 
 
 def _first_line(error: object) -> str:
     line = next(iter(str(error).splitlines()), "")
-    return line.partition(" (Triggered internally")[0][:_WORDS_MAX]
+    return line.partition(" (Triggered internally")[0][:_MESSAGE_MAX]
 
 
-def _why_no_cuda() -> str:
+def _cuda_problem() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA; install one with CUDA"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1", "NoDevFiles"}:
@@ -96,9 +98,9 @@ def _why_no_cuda() -> str:
 
 
 def set_threads(num_sharing: int) -> int:
-    """Set torch's threads to OMP_NUM_THREADS, else a rank's share of the cores; return the number.
+    """Set torch's threads to OMP_NUM_THREADS, else to the rank's share of the cores; return the number.
 
-    ``num_sharing``: how many ranks share the cores that this process may use.
+    ``num_sharing``: number of ranks that share the cores of this process.
     """
     environment = os.environ.get("OMP_NUM_THREADS", "")
     if environment.isdecimal() and int(environment) > 0:
@@ -110,11 +112,11 @@ def set_threads(num_sharing: int) -> int:
 
 
 def set_determinism(deterministic: bool | None, device: torch.device, *, has_one_shape: bool) -> bool:
-    """Make torch bitwise reproducible, or let it be fast; return which. None: reproducible on the CPU.
+    """Make torch bitwise reproducible or fast; return True if reproducible. None: reproducible on the CPU.
 
-    ``has_one_shape``: all batches have the same shapes, so that it pays to let cuDNN time its kernels; it
-    does so again for every shape that a convolution meets (pytorch/vision#5985).
-    Call it before anything runs on the device: cuBLAS reads its workspace setting once.
+    ``has_one_shape``: all batches have the same shapes, so that cuDNN's kernel benchmark pays off; cuDNN
+    repeats it for every new input shape of a convolution (pytorch/vision#5985).
+    Call it before any computation on the device: cuBLAS reads its workspace setting once.
     """
     exact = device.type == "cpu" if deterministic is None else deterministic
     if exact:
@@ -131,6 +133,6 @@ def _set_algorithms(exact: bool) -> None:
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(exact)
         return
-    # The same without importing torch's compiler (measured: 2.0 s), which reads the variable when imported.
+    # Avoids the import of torch's compiler (measured: 2.0 s), which reads the variable when imported.
     torch.set_deterministic_debug_mode("error" if exact else "default")
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(exact))

@@ -1,4 +1,4 @@
-"""The rank of a process, from its environment. No torch: launchers and commands use it too."""
+"""The rank of a process, read from its environment. Imports no torch: launchers and commands use it too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLURM = (
     "SLURM_NNODES",
     "SLURM_TASKS_PER_NODE",
 )
-#: Set by a launcher if OMP_NUM_THREADS is a rank's share of the cores and not the user's own choice.
+#: Set by a launcher if OMP_NUM_THREADS is a rank's share of the cores rather than the user's choice.
 THREADS_BY_SHARE = "HPC_TRAIN_THREADS_BY_SHARE"
 _GPU_NAME = re.compile(r"\d+|GPU-.+|MIG-.+")
 _TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -38,7 +38,7 @@ class RankFacts:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RankFacts:
-        """Read torchrun's variables, else those of ``srun``, else be the only rank.
+        """Read torchrun's variables, else those of ``srun``; without either this is the only rank.
 
         Raises UsageError if variables contradict each other or only some of them are set.
         """
@@ -85,12 +85,12 @@ class RankFacts:
 
 
 def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process is a task of ``srun``."""
+    """Return True if this process is a task of ``srun``."""
     return "SLURM_PROCID" in environ and not any(name in environ for name in _TORCHRUN)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the names in CUDA_VISIBLE_DEVICES, as CUDA does up to the first wrong one; None: not set."""
+    """Return the names in CUDA_VISIBLE_DEVICES, like CUDA up to the first invalid name; None if not set."""
     if "CUDA_VISIBLE_DEVICES" not in environ:
         return None
     names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",")]
@@ -98,12 +98,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """Return the name by which Slurm, or else the machine, calls this node."""
+    """Return Slurm's name of this node, else its host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node from Slurm's short form: ``2(x3),1`` is [2, 2, 2, 1]."""
+    """Parse the tasks of each node from Slurm's compact form: ``2(x3),1`` is [2, 2, 2, 1]."""
     tasks: list[int] = []
     for part in text.split(","):
         match = _TASKS_PER_NODE.fullmatch(part)
@@ -118,9 +118,9 @@ def parse_tasks_per_node(text: str) -> list[int]:
 def _check_complete(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in environ]
     if missing:
-        found = ", ".join(name for name in names if name in environ)
+        present = ", ".join(name for name in names if name in environ)
         raise UsageError(
-            f"{missing[0]}: not set, while {found} is; set all of {', '.join(names)}, "
+            f"{missing[0]}: not set, while {present} is; set all of {', '.join(names)}, "
             "or none to run a single rank"
         )
 

@@ -1,9 +1,9 @@
-"""Forks child processes of a rank, and makes sure that each of them runs.
+"""Forks child processes of a rank and ensures that they run.
 
 A fork copies the locks of all threads of the process, but only the thread that forks. C++ threads, such as
-gloo's, enter the interpreter at any time; in Python 3.11 a child that is forked in that moment waits forever
-for the interpreter's list of threads, before its first line (``PyOS_AfterFork_Child``; seen about once in
-1,000 forks on a busy machine). So the child reports that it runs, and one that does not report is replaced.
+gloo's, enter the interpreter at any time; in Python 3.11 a child that is forked at that moment deadlocks on
+the interpreter's list of threads, before its first line (``PyOS_AfterFork_Child``; observed about once in
+1,000 forks on a busy machine). Therefore a child reports that it runs, and is replaced if it does not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
-#: How long to wait for the report of the first child, the second and so on. Assumed: a child that is not
-#: blocked needs milliseconds, but the machine may be busy.
+#: Timeouts for the report of the first child, the second and so on. Assumed: a child that is not blocked
+#: needs milliseconds, but the machine may be busy.
 START_LIMITS_S = (5.0, 15.0, 60.0)
 _log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class _RunningPopen(Popen):
             reader, process_obj.report = os.pipe()
             try:
                 super()._launch(process_obj)  # type: ignore[misc]  # typeshed has no private names
-            finally:  # of the parent: the child never leaves _launch
+            finally:  # in the parent: the child never leaves _launch
                 os.close(process_obj.report)
             try:
-                if _is_readable(reader, limit_s):  # also if the child has died: its user will find out
+                if _is_readable(reader, limit_s):  # also if the child has died: the caller notices
                     return
             finally:
                 os.close(reader)
@@ -49,7 +49,7 @@ class _RunningPopen(Popen):
 
 
 def _is_readable(descriptor: int, within_s: float) -> bool:
-    poll = select.poll()  # unlike select, for descriptors above 1,023 too
+    poll = select.poll()  # unlike select, it supports descriptors above 1,023
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(within_s * 1000))
 
@@ -72,6 +72,6 @@ class RunningProcess(ForkProcess):
 
 
 class RunningContext(ForkContext):
-    """What ``multiprocessing.get_context("fork")`` returns, with children that are known to run."""
+    """The context of ``multiprocessing.get_context("fork")``, with children that have reported."""
 
     Process = RunningProcess

@@ -1,7 +1,7 @@
-"""A rank's memory on the host: whether its address space suffices; what a step frees is kept for the next.
+"""A rank's host memory: checks the address space, and makes malloc reuse a step's memory in the next step.
 
-A step frees its activations, and the next one allocates as many again. By default glibc returns large blocks
-to the kernel at once, which has to map and zero each of their pages again (measured by
+A step frees its activations, and the next step allocates as many again. By default glibc returns large
+blocks to the kernel at once, which has to map and zero each of their pages again (measured by
 ``python -m benchmarks.step``: steps of ResNet-18, ViT-Tiny and GPT take 4 to 9 % less time than in a bare
 loop). PyTorch's caching allocator does the same on GPUs. Called by ``training.rank``.
 """
@@ -18,22 +18,21 @@ from hpc_train.run.resource_limits import of_process
 
 #: <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Larger blocks are still mapped separately: once a small block is allocated in the space that such a block
-#: left, the next one of its size needs as much memory again. The second is the most that older versions of
-#: glibc accept.
+#: Larger blocks are still mapped separately: once a small block occupies the space of a freed large block,
+#: the next large block needs as much memory again. The second is the maximum of older versions of glibc.
 _MMAP_THRESHOLDS = (256 << 20, 32 << 20)
 _NO_TRIMMING = -1
-#: Variables by which users configure malloc themselves.
+#: Variables with which users configure malloc.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
-#: Measured: threads, their heaps and buffers take 540 to 610 MiB from here to the end of a small run; of a
-#: part of it the C library does without.
+#: Measured: threads, their heaps and buffers take 540 to 610 MiB from here to the end of a small run; the C
+#: library can do without a part of it.
 _ROOM_BYTES = 512 << 20
 
 
 def check_address_space(node: str) -> None:
-    """Raise EnvironmentRefusesError if too little is left of `ulimit -v`: some libraries hang without."""
+    """Raise EnvironmentRefusesError if `ulimit -v` leaves too little: some libraries would hang."""
     limit, _ = of_process(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return
@@ -49,9 +48,9 @@ def check_address_space(node: str) -> None:
 
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
-    """Make malloc keep what is freed from now on, for this process and its forks; return whether it does.
+    """Make malloc keep freed memory, in this process and its forks; return True if it does.
 
-    A setting of the user stays. Without glibc, nothing changes. Peak memory grows by what becomes fragmented
+    The user's settings take precedence. Without glibc nothing changes. Peak memory grows by fragmentation
     (measured: 4 % for ResNet-50).
     """
     if any(name in environ for name in _VARIABLES) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", ""):

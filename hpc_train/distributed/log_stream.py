@@ -1,4 +1,4 @@
-"""Standard output and error of a rank, which are its log: temporary file server errors never end a rank."""
+"""Standard output and error of a rank, its log: temporary file server errors never end a rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _LogFile(io.RawIOBase):
         try:
             if not self._dropped:
                 return retried(lambda: os.write(self._descriptor, text), Path("log"), tells=False)
-            # The pauses were waited for once; training must not wait for each line.
+            # The first failure has been retried with pauses; training must not wait for every line.
             os.write(self._descriptor, b"(%d bytes of this log could not be written)\n" % self._dropped)
             self._dropped = 0
             return os.write(self._descriptor, text)

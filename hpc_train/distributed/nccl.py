@@ -1,9 +1,9 @@
-"""Which of torch's two classes of NCCL group is used, how it is made, and what the errors of both mean.
+"""Choice and arguments of torch's two classes of NCCL process groups, and the meaning of their errors.
 
 ``nccl`` is ProcessGroupNCCL up to torch 2.14. From 2.15 on it is ProcessGroupNCCL2, unless
 TORCH_DIST_USE_NCCL2 is 0. That class guesses a rank's device from its number, connects the ranks as soon as
-it is made, counts no collectives, makes the groups of a mesh by splitting, and raises RuntimeErrors. Imports
-no torch, so that a launcher can classify the text of a log.
+it is created, counts no collectives, creates the groups of a mesh by splitting, and raises RuntimeErrors.
+Imports no torch, so that a launcher can classify the text of a log.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     import torch
 
 CLASS_VARIABLE = "TORCH_DIST_USE_NCCL2"
-#: The recorder of ProcessGroupNCCL, and of ProcessGroupNCCL2, which is called as its backend.
+#: The flight recorders of ProcessGroupNCCL and of ProcessGroupNCCL2, which is selected by its backend.
 _DUMPS: tuple[tuple[str, dict[str, str]], ...] = (
     ("_dump_nccl_trace_json", {}),
     ("_dump_fr_trace_json", {"backend": "nccl2"}),
     ("_dump_fr_trace_json", {"backend": "nccl"}),
 )
-#: Read by torch's flight recorder from 2.8 on; its older name, TORCH_NCCL_TRACE_BUFFER_SIZE, makes it warn.
+#: Read by torch's flight recorder since 2.8, which warns of the older name, TORCH_NCCL_TRACE_BUFFER_SIZE.
 _RECORDER_VARIABLE, _RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", "2000"
 
 
 class Fault(Enum):
     """The cause that an NCCL error reports."""
 
-    #: Another rank ended, or was silent for too long.
+    #: Another rank ended or was silent for too long.
     PEER = "a peer is gone"
     #: A call of this node failed: an interface, InfiniBand, /dev/shm; or a peer closed the connection.
     SYSTEM = "a system call failed"
@@ -67,7 +67,7 @@ _OF_NCCL = ("NCCL", "nccl", "collective operation timed out", "watchdog detected
 
 
 def fault_in(text: str) -> Fault | None:
-    """Return the first cause that an NCCL message reports: it may quote older ones later. None if unknown."""
+    """Return the first cause in an NCCL message, which may quote older ones after it; None if unknown."""
     if not any(mark in text for mark in _OF_NCCL):
         return None
     places = {text.find(mark): fault for mark, fault in _MARKS.items() if mark in text}
@@ -75,18 +75,18 @@ def fault_in(text: str) -> Fault | None:
 
 
 def uses_nccl2() -> bool:
-    """Return True if torch makes a ProcessGroupNCCL2 for ``nccl``."""
+    """Return True if torch creates a ProcessGroupNCCL2 for ``nccl``."""
     from torch.distributed import distributed_c10d
 
     return hasattr(distributed_c10d, "ProcessGroupNCCL2") and os.environ.get(CLASS_VARIABLE) != "0"
 
 
 def prepare(device: torch.device, environ: MutableMapping[str, str]) -> dict[str, torch.device]:
-    """Choose the class and record collectives, unless the user set their variables. Before a group is made.
+    """Choose the class and record collectives, unless the user set their variables.
 
-    Returns the arguments of ``init_process_group`` that depend on the class. ProcessGroupNCCL connects at its
-    first collective, on that tensor's device. With ``device_id`` it would connect at once, and groups of a
-    mesh would be made by splitting, as with ProcessGroupNCCL2.
+    Call it before a group is created. Returns the arguments of ``init_process_group`` that depend on the
+    class. ProcessGroupNCCL connects at its first collective, on that tensor's device. With ``device_id`` it
+    would connect at once and create the groups of a mesh by splitting, like ProcessGroupNCCL2.
     """
     environ.setdefault(CLASS_VARIABLE, "0")
     environ.setdefault(_RECORDER_VARIABLE, _RECORDED_COLLECTIVES)
@@ -102,6 +102,6 @@ def recorded_collectives() -> bytes | None:
             # Private, and different in each version and class; a build without NCCL has none.
             with suppress(AttributeError, RuntimeError, TypeError, ValueError):
                 record: str | bytes = getattr(c10d, name)(**arguments)
-                if json.loads(record).get("entries"):  # without collectives there is a frame around nothing
+                if json.loads(record).get("entries"):  # empty without collectives
                     return record.encode() if isinstance(record, str) else record
     return None

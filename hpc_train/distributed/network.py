@@ -1,7 +1,7 @@
-"""Where rank 0 listens, how the others reach it, and which interface that is.
+"""Addresses and network interfaces by which the ranks reach rank 0.
 
-Called by ``process_group``. Rank 0's store listens on a single address: the one by which Slurm reaches the
-node, so that it is not visible outside the cluster.
+Called by ``process_group``. Rank 0's store listens only on the address by which Slurm reaches the node, so
+that it is not visible outside the cluster.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hpc_train.distributed.env import node_name
 from hpc_train.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
-#: Assumed: a node of the same cluster answers within this time, a firewall that drops packets never.
+#: Assumed: a node of the same cluster answers within this time. A firewall that drops packets never does.
 _CONNECT_LIMIT_S = 3.0
-#: Of <net/if.h>.
+#: <net/if.h>
 _IFF_UP = 1
 _FIRST_POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.02, 1.0, 1.5
-#: Python's own generator belongs to training.
+#: Python's global generator is reserved for training.
 _jitter = random.SystemRandom()
 
 
 def polls(limit_s: float) -> Iterator[None]:
-    """Yield at once, then at increasing intervals, until ``limit_s`` has passed; jittered per process."""
+    """Yield immediately, then at increasing intervals with jitter, until ``limit_s`` has passed."""
     deadline, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
     yield
     while (left_s := deadline - time.monotonic()) > 0:
@@ -39,9 +39,9 @@ def polls(limit_s: float) -> Iterator[None]:
 
 
 def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[socket.socket, list[str]]:
-    """Return a socket that listens at a port chosen by the kernel, and the names to try from elsewhere.
+    """Return a socket that listens at a port chosen by the kernel, and the host names for other nodes.
 
-    Raises UsageError if this node has no address that others could reach, or lacks the chosen interface.
+    Raises UsageError if this node has no address that others can reach, or lacks the chosen interface.
     """
     check_interfaces(environ, ("GLOO_SOCKET_IFNAME",))
     names = _names(environ) if num_nodes > 1 else []
@@ -57,10 +57,10 @@ def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[so
 
 
 def check_interfaces(environ: Mapping[str, str], variables: Iterable[str]) -> None:
-    """Raise UsageError if one of the variables chooses interfaces that this node does not have, or not up.
+    """Raise UsageError if a variable chooses interfaces that this node does not have or that are down.
 
-    GLOO_SOCKET_IFNAME lists names. NCCL_SOCKET_IFNAME lists prefixes, or names after ``=``, or exceptions
-    after ``^``.
+    GLOO_SOCKET_IFNAME lists names. NCCL_SOCKET_IFNAME lists prefixes, names after ``=``, or exclusions after
+    ``^``.
     """
     here, usable = [name for _, name in socket.if_nameindex()], usable_interfaces()
     node = node_name(environ)
@@ -71,15 +71,19 @@ def check_interfaces(environ: Mapping[str, str], variables: Iterable[str]) -> No
         if not chosen or value[0] == "^":
             continue
         may_lack_some = variable.startswith("NCCL")
-        missing = [name for name in chosen if not any(_is_chosen(own, name, is_prefix) for own in here)]
+        missing = [
+            name for name in chosen if not any(_is_chosen(interface, name, is_prefix) for interface in here)
+        ]
         if missing and (len(missing) == len(chosen) or not may_lack_some):
             raise UsageError(
                 f"{variable}={value}: {', '.join(missing)} is not an interface of node {node}, which has "
                 f"{', '.join(here)}; correct it (network_interface of a profile sets it), or unset it"
             )
-        found = [own for own in here if any(_is_chosen(own, name, is_prefix) for name in chosen)]
-        down = [own for own in found if own not in usable]
-        if down and (len(down) == len(found) or not may_lack_some):
+        present = [
+            interface for interface in here if any(_is_chosen(interface, name, is_prefix) for name in chosen)
+        ]
+        down = [interface for interface in present if interface not in usable]
+        if down and (len(down) == len(present) or not may_lack_some):
             raise UsageError(
                 f"{variable}={value}: {', '.join(down)} of node {node} is down or has no IP address; "
                 f"{', '.join(usable) or 'no interface'} can be used; correct it (network_interface of a "
@@ -97,17 +101,17 @@ def check_loopback(environ: Mapping[str, str]) -> None:
         )
 
 
-def _is_chosen(own: str, name: str, is_prefix: bool) -> bool:
-    return own.startswith(name) if is_prefix else own == name
+def _is_chosen(interface: str, name: str, is_prefix: bool) -> bool:
+    return interface.startswith(name) if is_prefix else interface == name
 
 
 def _names(environ: Mapping[str, str]) -> list[str]:
-    found = [environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
-    return [name for name in dict.fromkeys(found) if name and not name.startswith("localhost")]
+    names = [environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
+    return [name for name in dict.fromkeys(names) if name and not name.startswith("localhost")]
 
 
 def _addresses(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """Return where to listen, best first: the site's interface, Slurm's address, the names', any."""
+    """Return addresses to listen on, best first: the site's interface, Slurm's address, the names', any."""
     interfaces = interface_addresses()
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
         return [address for name, address in interfaces if name in chosen.split(",")]
@@ -115,8 +119,8 @@ def _addresses(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
     by_name = [address for name in names for address in _resolved(name) if not is_loopback(address)]
     on_slurm = "SLURM_PROCID" in environ
     last = [address for _, address in interfaces if not is_loopback(address)] if on_slurm else []
-    # A loopback address is valid for several nodes only if all of them are on one machine, as in tests, so
-    # that none has the machine's name; otherwise the name is right.
+    # A loopback address serves several nodes only if all are on one machine, as in tests; then no node has
+    # the machine's name.
     far = [address for address in by_slurm if not is_loopback(address)]
     is_machine = environ.get("SLURMD_NODENAME") in {
         socket.gethostname(),
@@ -127,14 +131,14 @@ def _addresses(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
 
 def _resolved(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def reach(hosts: Iterable[str], port: int) -> tuple[str, str] | None:
-    """Return the first of ``hosts`` that answers at ``port``, and this node's own address towards it."""
+    """Return the first of ``hosts`` that answers at ``port``, and this node's address towards it."""
     for host in hosts:
         with suppress(OSError), socket.create_connection((host, port), _CONNECT_LIMIT_S) as connection:
             return host, str(connection.getsockname()[0])
@@ -143,29 +147,29 @@ def reach(hosts: Iterable[str], port: int) -> tuple[str, str] | None:
 
 def use_interface_of(address: str) -> None:
     """Make gloo and NCCL use the interface that has ``address``, unless the site chooses one."""
-    name = next((name for name, own in interface_addresses() if own == address), None)
+    name = next((name for name, candidate in interface_addresses() if candidate == address), None)
     if name is None and is_loopback(address):
         name = loopback_interface()
-    if name is not None:  # otherwise gloo looks up the host's name
+    if name is not None:  # otherwise gloo resolves the host name
         use_interface(name)
 
 
 def use_interface(name: str) -> None:
     """Make gloo and NCCL use the interface, unless the site chooses one.
 
-    NCCL's own choice is InfiniBand's interfaces, which is kept, else any but loopback and Docker's: perhaps
-    one of virtual machines or of the baseboard.
+    NCCL prefers InfiniBand interfaces, which is left unchanged. Otherwise it takes any interface except
+    loopback and Docker's, perhaps one of virtual machines or of the baseboard.
     """
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     is_near = name == loopback_interface()
-    has_infiniband = any(own.startswith("ib") for own in usable_interfaces())
+    has_infiniband = any(interface.startswith("ib") for interface in usable_interfaces())
     if not os.environ.get("NCCL_SOCKET_IFNAME") and (is_near or not has_infiniband):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
 
 
 def cant_connect(backend: str, environ: Mapping[str, str]) -> str:
-    """Return words that name the interface of ``backend`` ("NCCL" or "gloo") and how to choose another."""
+    """Return a message with the interface of ``backend`` ("NCCL" or "gloo") and how to choose another."""
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     name = environ.get(variable, "").lstrip("=")
     which = f"its interface {name}" if name else "the interface that it chose"
@@ -179,7 +183,7 @@ def loopback_interface() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether ``address`` is a loopback address."""
+    """Return True if ``address`` is a loopback address."""
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
@@ -190,7 +194,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class _SocketAddress(ctypes.Structure):
-    """The common part of sockaddr_in and sockaddr_in6: the family, then port, address."""
+    """The common part of sockaddr_in and sockaddr_in6: family, then port and address."""
 
     _fields_ = [("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26)]
 
@@ -211,9 +215,9 @@ _Interface._fields_ = [
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of this node, IPv4 first, without link-local addresses."""
-    found = [(name, address) for name, address, _ in _entries() if not address.is_link_local]
-    return [(name, str(address)) for name, address in sorted(found, key=lambda each: each[1].version)]
+    """Return (interface, address) pairs of this node, IPv4 first, without link-local addresses."""
+    pairs = [(name, address) for name, address, _ in _entries() if not address.is_link_local]
+    return [(name, str(address)) for name, address in sorted(pairs, key=lambda pair: pair[1].version)]
 
 
 def usable_interfaces() -> list[str]:
@@ -222,19 +226,19 @@ def usable_interfaces() -> list[str]:
 
 
 def _entries() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address, bool]]:
-    """Return (interface, address, whether it is up)."""
+    """Return (interface, address, is up) tuples."""
     libc = ctypes.CDLL(None)
     first = ctypes.POINTER(_Interface)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return []
-    found, entry = [], first
+    entries, entry = [], first
     while entry:
         address = _address_in(entry.contents)
         if address is not None:
-            found.append((entry.contents.name.decode(), address, bool(entry.contents.flags & _IFF_UP)))
+            entries.append((entry.contents.name.decode(), address, bool(entry.contents.flags & _IFF_UP)))
         entry = entry.contents.next
     libc.freeifaddrs(first)
-    return found
+    return entries
 
 
 def _address_in(entry: _Interface) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -1,7 +1,7 @@
-"""How many files and sockets a rank may open, and how many it needs.
+"""Limit and requirement of a rank's open files and sockets.
 
-Called by ``training.rank`` before ranks connect: a rank that runs out of file descriptors while it connects
-leaves the others waiting.
+Called by ``training.rank`` before ranks connect: if a rank runs out of file descriptors while it connects,
+the others wait for it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import EnvironmentRefusesError
 from hpc_train.run.resource_limits import of_process
 
-#: Measured: 16 to 30, for logs, checkpoints, pipes, and gloo's own.
+#: Measured: 16 to 30, for logs, checkpoints, pipes and gloo's internal files.
 _OWN = 48
-#: Measured: up to 22 for a training and an evaluation loader process, with batches in transit.
+#: Measured: up to 22 for one training and one evaluation loader process, with batches in transit.
 _PER_LOADER = 24
-#: The control group's neighbours in its ring; those in its tree are at most log2(ranks), and one more for
-#: each other root (a rank that sends the others its error).
+#: Ring neighbours in the control group. Tree neighbours are at most log2(ranks), and one more for each other
+#: root (a rank that sends the others its error).
 _RING = 2
-#: gloo's own sockets per group of a DeviceMesh's axis.
+#: gloo's internal sockets per group of a DeviceMesh axis.
 _PER_AXIS = 3
-#: Rank 0's store: each other rank connects twice.
+#: Connections of each other rank to rank 0's store.
 _STORE_CONNECTIONS = 2
 
 
 class TooFewFilesError(EnvironmentRefusesError):
-    """The operating system lets this process open fewer files than training needs."""
+    """The operating system's limit of open files is below the number that training needs."""
 
 
 def raise_limit() -> int:
@@ -41,13 +41,13 @@ def raise_limit() -> int:
 
 
 def needed(facts: RankFacts, axes: Iterable[int], loaders: int) -> int:
-    """Return how many files this rank may have open at a time.
+    """Return the maximum number of files that this rank opens at a time.
 
-    ``axes``: sizes of the axes of a strategy's DeviceMesh. Each has its own group, but an axis of all ranks
-    uses the default group.
+    ``axes``: sizes of the axes of a strategy's DeviceMesh. Each has its own group, except that an axis of all
+    ranks uses the default group.
     """
     peers = facts.world_size - 1
-    # The default group connects all ranks, the control group those that send to each other.
+    # The default group connects all ranks, the control group only ranks that send to each other.
     sockets = peers + min(peers, _RING + 2 * peers.bit_length())
     sockets += sum(_PER_AXIS + (size - 1 if size < facts.world_size else 0) for size in axes)
     if facts.rank == 0:
@@ -56,7 +56,7 @@ def needed(facts: RankFacts, axes: Iterable[int], loaders: int) -> int:
 
 
 def check(facts: RankFacts, axes: Iterable[int], loaders: int, node: str) -> None:
-    """Raise this process's limit. Raises TooFewFilesError if it remains below what the rank needs."""
+    """Raise this process's limit. Raises TooFewFilesError if the rank needs more."""
     limit, need = raise_limit(), needed(facts, axes, loaders)
     if limit == resource.RLIM_INFINITY or limit >= need:
         return

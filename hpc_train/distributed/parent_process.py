@@ -15,9 +15,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its ``parent`` is gone, however it ends.
+    """Have the kernel kill this process as soon as its ``parent`` ends, for whatever reason.
 
-    To be called by the child. It ends here if the parent has gone already.
+    Called by the child. Exits at once if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -26,7 +26,7 @@ def die_with(parent: int) -> None:
 
 
 def end_daemons() -> None:
-    """Kill the children that Python would end at its exit, before ``os._exit``, which leaves them behind."""
+    """Kill daemonic children; call it before ``os._exit``, which does not end them."""
     with suppress(Exception):  # another thread may be starting one
         for child in multiprocessing.active_children():
             if child.daemon:

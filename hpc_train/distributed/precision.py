@@ -1,4 +1,4 @@
-"""The values of ``precision:`` and what each requires of a device."""
+"""The values of ``precision:`` and their device requirements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hpc_train.validate.compatibility import no_float8
 class Precision:
     """One value of ``precision:``.
 
-    ``param_dtype`` is the dtype of parameters and optimizer state, ``compute_dtype`` that of forward and
-    backward, ``needs_scaler`` whether gradients would underflow without a GradScaler, ``has_float8_linears``
-    whether the blocks' linear layers multiply in float8 (``training.fp8``).
+    ``param_dtype`` is the dtype of parameters and optimizer state, ``compute_dtype`` that of the forward and
+    backward pass. ``needs_scaler``: gradients would underflow without a GradScaler. ``has_float8_linears``:
+    the linear layers of blocks multiply in float8 (``training.fp8``).
     """
 
     name: str
@@ -28,11 +28,11 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether forward and backward compute in another dtype than that of the parameters."""
+        """Whether the compute dtype differs from that of the parameters."""
         return self.param_dtype != self.compute_dtype
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context for a forward pass if the strategy does not cast by itself."""
+        """Return the context of a forward pass, for strategies that do not cast themselves."""
         if not self.is_mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute_dtype)
@@ -46,14 +46,14 @@ _ALL = {
     "fp8": Precision("fp8", torch.float32, torch.bfloat16, has_float8_linears=True),
     "fp64": Precision("fp64", torch.float64, torch.float64),
 }
-#: Hopper's, the first whose matrix products torchao supports in float8.
+#: Hopper, the first generation with float8 matrix products in torchao.
 _FLOAT8_CAPABILITY = (9, 0)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision called ``name`` and set torch's matmul mode for it.
+    """Return the precision named ``name`` and set torch's matmul mode for it.
 
-    Raises BadFileError if the device does not support it. tf32 is fp32 on a device without TF32.
+    Raises BadFileError if the device does not support it. On a device without TF32, tf32 equals fp32.
     """
     if (
         name == "bf16"
@@ -75,5 +75,5 @@ def _refuse_without_float8(device: torch.device) -> None:
         raise no_float8(f"device is {device.type}").as_error()
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < _FLOAT8_CAPABILITY:
-        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-        raise no_float8(f"{name} has {found}").as_error()
+        name, capability_text = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise no_float8(f"{name} has {capability_text}").as_error()

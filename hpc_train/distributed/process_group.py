@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks and the process group; which errors mean a lost peer."""
+"""Rendezvous of the ranks, their process group, and the classification of errors as lost peers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from hpc_train.distributed.timed_call import within
 from hpc_train.errors import NetworkFaultError, PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import read_json, write_json
 
-#: Keys of the store, and their values: who came; whether all continue or all leave; who read that.
+#: Keys of the store: number of ranks that arrived, the verdict (all continue or all leave), its readers.
 _ARRIVED, _VERDICT, _READ = "hpc_train/arrived", "hpc_train/verdict", "hpc_train/read"
 _GO, _LEAVE = "go", "leave"
-#: Assumed: how long rank 0 keeps the store for the others to read that all leave.
+#: Assumed: time for which rank 0 keeps the store so that the others can read the verdict to leave.
 _READ_LIMIT_S = 2.0
-#: Assumed: how long a rank that is asked to stop waits for the others to connect, usually a moment.
+#: Assumed: time for which a rank with a stop signal waits for the others to connect; usually a moment.
 _CONNECT_LIMIT_S = 10.0
-#: Assumed: rank 0 listens before it publishes its address, so it is reached sooner than this or never.
+#: Assumed: rank 0 listens before it publishes its address, so it answers within this time or never.
 _ANSWER_LIMIT_S = 40.0
-#: gloo's messages, as RuntimeErrors, when the peer is gone or silent.
+#: gloo's RuntimeErrors if the peer is gone or silent.
 _GLOO_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -67,21 +67,21 @@ _OWN_GLOO = (
 )
 #: For tests with several ranks on one GPU, which NCCL refuses: ``gloo``.
 _TEST_CUDA_BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
-#: Read by torch when a gloo group is made.
+#: Read by torch when a gloo group is created.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-#: By the default group that ``make_group`` made last: the timeout of a group.
+#: Timeout of groups, by the default group that ``make_group`` created last.
 _timeouts: dict[dist.ProcessGroup | None, timedelta] = {}
-#: How often a rank that is inside torch checks whether it was asked to stop.
+#: Interval at which a rank inside torch checks for a stop signal.
 _POLL_S = 0.1
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long ranks wait for each other. Assumed."""
+    """Limits of waiting for other ranks. Assumed."""
 
     join_s: float = 600.0
-    #: In a collective, for a silent peer.
+    #: For a silent peer in a collective.
     silence_s: float = 1800.0
     #: Rank 0 may be closing its loggers, which takes half a minute if a server is slow.
     leave_s: float = 60.0
@@ -90,7 +90,7 @@ class Timeouts:
 
     @classmethod
     def beyond(cls, hang_after_s: float) -> Timeouts:
-        """Return timeouts such that a watchdog with this limit, which can name who hangs, comes first."""
+        """Return timeouts that expire after a watchdog with this limit, which can name the hung rank."""
         return cls(silence_s=2 * hang_after_s)
 
 
@@ -98,8 +98,8 @@ class Timeouts:
 class Group:
     """The process group of all ranks, and the group for control messages.
 
-    ``control`` is the only gloo group of all ranks besides the backend's own. It connects a rank with the few
-    peers to which it sends, at most 2 + log2(ranks), rather than with all.
+    ``control`` is the only gloo group of all ranks besides the backend's. It connects a rank only to the
+    peers that it sends to, at most 2 + log2(ranks).
     The training thread runs collectives on it; the thread that writes checkpoints sends point to point
     (``checkpoint.control_group``). ``store`` is the rendezvous store, over a separate connection, for use by
     one thread.
@@ -111,11 +111,11 @@ class Group:
     control: dist.ProcessGroup
     store: Store
     timeouts: Timeouts
-    #: Where all ranks are on one node: what they exchange at each step.
+    #: Memory for the exchange at each step, if all ranks are on one node.
     shared_flags: SharedFlags | None = None
 
     def connect(self) -> None:
-        """Run a first collective of the device's backend, in which NCCL connects the ranks. Collective.
+        """Run a first collective on the device's backend, in which NCCL connects the ranks. Collective.
 
         Raises NetworkFaultError if this node can't connect, PeerLostError if a peer does not.
         """
@@ -128,7 +128,7 @@ class Group:
         total.item()  # NCCL connects some of its channels on the device's stream
 
     def open_shared_sum(self) -> SharedSum | None:
-        """Return what averages over the ranks in shared memory; None on all where the backend is to be used.
+        """Return an average over the ranks in shared memory; None on all if only the backend can be used.
         Collective.
         """
         if self.shared_flags is None or self.device.type != "cpu":
@@ -136,7 +136,7 @@ class Group:
         return open_shared_sum(self.rank, self.world_size, self.control, self.timeouts.silence_s)
 
     def wait_to_leave(self) -> None:
-        """Wait, for a limited time, until all ranks are here: when one exits, Slurm ends the others.
+        """Wait, for a limited time, until all ranks arrive: if one exits, Slurm ends the others.
 
         Never raises: the work is done.
         """
@@ -157,7 +157,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks are here and have the store; none is connected to the others inside torch yet."""
+    """The store after all ranks have arrived, before torch connects them to each other."""
 
     store: Store
     #: Over a separate connection, for use by one thread.
@@ -191,7 +191,7 @@ def meet(
 
     Ranks meet at MASTER_ADDR and MASTER_PORT if both are set, else at the address that rank 0 writes to the
     file ``rendezvous``; ``token`` distinguishes this attempt's file from an older one. ``must_stop`` on any
-    rank ends the wait on all. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
+    rank ends the wait on all. Raises TryAgainError if stopped, PeerLostError if a rank does not arrive,
     UsageError if this node lacks the chosen interface.
     """
     if facts.world_size > 1 and get_debug_level() == DebugLevel.DETAIL:
@@ -199,13 +199,13 @@ def meet(
         set_debug_level(DebugLevel.INFO)
     if facts.num_nodes == 1:
         network.check_loopback(os.environ)
-        # Gloo would look up the host's name, which may not resolve on a laptop; NCCL would take an interface
-        # that only virtual machines use.
+        # Gloo would resolve the host name, which may fail on a laptop; NCCL would use an interface of virtual
+        # machines.
         network.use_interface(network.loopback_interface())
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if device.type == "cuda" else [])]
     network.check_interfaces(os.environ, names)
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
-    # The main thread's connection serves one thread at a time.
+    # A connection serves one thread at a time.
     return Meeting(store, store.clone() if hasattr(store, "clone") else store)
 
 
@@ -217,11 +217,11 @@ def make_group(
     *,
     must_stop: Callable[[], bool],
 ) -> Group:
-    """Make the process group of the ranks that have met. Collective.
+    """Create the process group of the ranks that have met. Collective.
 
-    Torch connects the ranks in C++, where no signal handler runs: this is done in a thread. When it returns,
-    all ranks have connected their control groups: any may leave. Raises like ``Group.connect``, and
-    TryAgainError when stopped.
+    Torch connects the ranks in C++, where no signal handler runs, and therefore in a thread. When this
+    returns, all ranks have connected their control groups, and any may leave. Raises like ``Group.connect``,
+    and TryAgainError if stopped.
     """
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.
     has_own_gloo = device.type == "cuda"
@@ -255,12 +255,12 @@ def make_group(
 
 
 def peer_lost(error: BaseException | None) -> bool:
-    """Return True if ``error``, or its cause, only says that another rank is gone or silent.
+    """Return True if ``error``, or its cause, only reports that another rank is gone or silent.
 
-    NCCL reports a peer that is gone as a failed system call too. Before the ranks are connected, such a call
-    is this node's own fault: see ``Group.connect``.
+    NCCL also reports a lost peer as a failed system call. Before the ranks are connected, such a failure is
+    this node's fault: see ``Group.connect``.
     """
-    while error is not None and not isinstance(error, UserError):  # which names a cause of its own
+    while error is not None and not isinstance(error, UserError):  # which has another cause
         if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistStoreError):
             return True
         fault = _nccl_fault(error)
@@ -274,10 +274,10 @@ def peer_lost(error: BaseException | None) -> bool:
 
 
 def nccl_words(error: BaseException | None) -> str | None:
-    """Return NCCL's message about a lost peer in one line, if it may be this node's own fault; else None.
+    """Return NCCL's message about a lost peer in one line if it may be this node's fault; else None.
 
-    A failed system call or an internal error may be both: a peer that is gone, or a /dev/shm that is too
-    small or an interface that is missing. So may be the loss of a peer that never was connected.
+    A failed system call or an internal error has either cause: a lost peer, or a small /dev/shm or missing
+    interface on this node. The same applies to a peer that was never connected.
     """
     while error is not None:
         if isinstance(error, PeerLostError) and _nccl_fault(error.__cause__) is not None:
@@ -320,9 +320,9 @@ def _meet(
 def _store_of_environment(
     facts: RankFacts, timeouts: Timeouts, must_stop: Callable[[], bool], *, is_agents: bool
 ) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT: rank 0's, or that of the agent that started ranks.
+    """Return the store at MASTER_ADDR and MASTER_PORT: rank 0's, or that of torchrun's agent.
 
-    Raises UsageError if it can't be used, TryAgainError when stopped meanwhile.
+    Raises UsageError if it can't be used, TryAgainError if stopped meanwhile.
     """
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     place, timeout = f"MASTER_ADDR={host}, MASTER_PORT={port}", timedelta(seconds=timeouts.join_s)
@@ -338,15 +338,15 @@ def _store_of_environment(
             host, int(port), facts.world_size, is_master=is_master, timeout=timeout, wait_for_workers=False
         )
     except dist.DistNetworkError as error:  # no other rank is connected yet
-        what = "rank 0 can't listen, or can't reach itself," if facts.rank == 0 else "rank 0 does not answer"
+        fault = "rank 0 can't listen, or can't reach itself," if facts.rank == 0 else "rank 0 does not answer"
         raise UsageError(
-            f"{place}: {what} there, as seen from {_here()}: {_first_line(error)}; the address must be that "
+            f"{place}: {fault} there, as seen from {_here()}: {_first_line(error)}; the address must be that "
             "of rank 0's node, and the port free"
         ) from error
 
 
 def _wait_for_host(host: str, port: int, place: str, limit_s: float, must_stop: Callable[[], bool]) -> None:
-    """Return once something answers at ``host`` and ``port``; torch would not handle signals meanwhile."""
+    """Return once ``host`` and ``port`` answer; torch would not handle signals meanwhile."""
     for _ in network.polls(limit_s):
         if must_stop():
             raise TryAgainError("stopped while waiting for rank 0, before training began")
@@ -357,9 +357,7 @@ def _wait_for_host(host: str, port: int, place: str, limit_s: float, must_stop: 
 
 @contextlib.contextmanager
 def _connection_faults_named() -> Iterator[None]:
-    """Raise an error that names the interface where gloo or NCCL can't connect, which both report like a lost
-    peer.
-    """
+    """Replace errors of gloo or NCCL, which resemble a lost peer, by errors that name the interface."""
     try:
         yield
     except RuntimeError as error:
@@ -384,7 +382,7 @@ def _in_thread(
     limit_s: float,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run ``function``, which may block in C++; leave it behind if this rank is asked to stop meanwhile."""
+    """Run ``function``, which may block in C++; abandon it if this rank receives a stop signal."""
     result: Future[None] = Future()
 
     def run() -> None:
@@ -422,7 +420,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) -> Store:
-    """Start the store on a port chosen by the kernel, which can't be in use, and publish it."""
+    """Start the store on a free port chosen by the kernel, and publish it."""
     listener, hosts = network.listen(os.environ, facts.num_nodes, backlog=max(1024, facts.world_size))
     address, port = listener.getsockname()[:2]
     network.use_interface_of(address)
@@ -454,7 +452,7 @@ def _wait_for_store(path: Path, token: str, limit_s: float, must_stop: Callable[
             answer_until = time.monotonic() + _ANSWER_LIMIT_S
         if published is None:
             continue
-        # On a node other than rank 0's, srun's address as seen from this node is worth a try, too.
+        # On other nodes than rank 0's, also try srun's address as seen from this node.
         hosts = [*published["hosts"], *filter(None, [os.environ.get("SLURM_SRUN_COMM_HOST")])]
         reached = network.reach(dict.fromkeys(hosts), published["port"])
         if reached is not None:
@@ -472,16 +470,16 @@ def _wait_for_store(path: Path, token: str, limit_s: float, must_stop: Callable[
 
 
 def _published(path: Path, token: str) -> dict[str, Any] | None:
-    # Listing the folder makes a network file system look again.
-    found = read_json(path) if path.name in os.listdir(path.parent) else None  # noqa: PTH208
-    return found if found is not None and found.get("token") == token else None
+    # Listing the folder refreshes the cache of a network file system.
+    content = read_json(path) if path.name in os.listdir(path.parent) else None  # noqa: PTH208
+    return content if content is not None and content.get("token") == token else None
 
 
 def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: Callable[[], bool]) -> None:
-    """Wait until all ranks are here, or until one is asked to stop: then none continues.
+    """Wait until all ranks arrive, or until one receives a stop signal: then none continues.
 
-    The first decision holds for all. Otherwise a rank would wait for one that has left, inside torch, where
-    signals are not handled.
+    The first verdict applies to all. Otherwise a rank would wait inside torch, where signals are not handled,
+    for a rank that has left.
     """
     if store.add(_ARRIVED, 1) == facts.world_size:
         store.compare_set(_VERDICT, "", _GO)
@@ -491,9 +489,9 @@ def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: C
         if store.check([_VERDICT]):
             break
     else:
-        came = store.add(_ARRIVED, 0)
+        arrived = store.add(_ARRIVED, 0)
         raise PeerLostError(
-            f"{came} of {facts.world_size} ranks came within {limit_s:g} s; see the others' logs"
+            f"{arrived} of {facts.world_size} ranks came within {limit_s:g} s; see the others' logs"
         )
     if store.get(_VERDICT).decode() == _LEAVE:
         _leave_store(store, facts)
@@ -502,7 +500,7 @@ def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: C
 
 @contextlib.contextmanager
 def _connecting_at_first_use() -> Iterator[None]:
-    """Have gloo connect two ranks of a group made meanwhile once one sends to the other."""
+    """Have gloo connect two ranks of a group created in the context once one sends to the other."""
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
     try:
@@ -514,14 +512,14 @@ def _connecting_at_first_use() -> Iterator[None]:
 
 
 class _Wait:
-    """Waits that have one limit, and a shorter one from when this rank is asked to stop."""
+    """Waits with a common limit, and a shorter limit after a stop signal of this rank."""
 
     def __init__(self, polls: Iterator[None], limit_s: float, must_stop: Callable[[], bool]) -> None:
         self._polls, self._limit_s, self._must_stop = polls, limit_s, must_stop
         self._stop_at, self._end_at = float("inf"), time.monotonic() + limit_s
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Return once ``is_done``. Raises TryAgainError when stopped, PeerLostError after the limit."""
+        """Return once ``is_done``. Raises TryAgainError if stopped, PeerLostError after the limit."""
         for _ in self._polls:
             if is_done():
                 return
@@ -536,18 +534,18 @@ class _Wait:
 
 
 def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop: Callable[[], bool]) -> None:
-    """Wait until all ranks have completed their connections; for a while also if one is asked to stop.
+    """Wait until all ranks have completed their connections; for a short time also after a stop signal.
 
     If a rank left earlier, above all rank 0 with the store, the others would try to connect for minutes. A
-    broadcast makes the connections of its tree, which ``checkpoint.control_group`` uses too; the sum, whose
-    connections form a ring, ends once all ranks have theirs.
+    broadcast connects its tree, which ``checkpoint.control_group`` also uses. The sum, whose connections form
+    a ring, ends once all ranks have theirs.
     """
     wait = _Wait(network.polls(limit_s), limit_s, must_stop)
     for collective in (partial(dist.broadcast, src=0), dist.all_reduce):
         work = collective(torch.zeros(1), group=control, async_op=True)
         assert work is not None, "this rank is in the group"
         wait.until(work.is_completed)
-        work.wait()  # raises where a peer was lost
+        work.wait()  # raises if a peer was lost
 
 
 def _leave_store(store: Store, facts: RankFacts) -> None:
@@ -560,16 +558,16 @@ def _leave_store(store: Store, facts: RankFacts) -> None:
 
 
 def limit_group(group: dist.ProcessGroup) -> None:
-    """Give a group that torch made the timeout of the default group, if ``make_group`` made that one.
+    """Set the timeout of a group from torch to that of the default group, if ``make_group`` created that.
 
-    Torch's own, 10 min for NCCL, is shorter than a rank may take for its first step.
+    Torch's timeout, 10 min for NCCL, is shorter than the first step of a rank may be.
     """
     if (timeout := _timeouts.get(dist.group.WORLD)) is not None:
         _set_timeout(timeout, group)
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
-    # Public from 2.15 on, private before; if neither exists the long timeout is kept.
+    # Public since torch 2.15, private before; if neither exists the long timeout remains.
     set_timeout = getattr(dist, "set_timeout", None) or getattr(distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         set_timeout(timeout, group)

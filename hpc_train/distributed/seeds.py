@@ -17,7 +17,7 @@ _GOLDEN = 0x9E37_79B9_7F4A_7C15
 
 
 def splitmix64(value: int) -> int:
-    """Return the 64-bit number that splitmix64 gives for the state ``value`` (Steele et al. 2014)."""
+    """Return splitmix64's 64-bit output for the state ``value`` (Steele et al. 2014)."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK

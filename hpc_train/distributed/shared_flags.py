@@ -1,9 +1,9 @@
-"""Exchanges one integer per rank through memory that all ranks of a node share, without a collective.
+"""Exchanges one integer per rank through shared memory of a node, without a collective.
 
-Each rank writes its number and reads all of them later, which costs microseconds; an all-reduce of gloo costs
+Each rank writes its number and later reads all numbers, which takes microseconds; an all-reduce of gloo takes
 over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm and is
 unlinked once all ranks have opened it. Each rank locks one byte of the file, and the kernel releases the lock
-when the rank ends, so that a dead rank is noticed at once, in other PID namespaces too.
+when the rank ends, so that a dead rank is detected at once, also in other PID namespaces.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ import torch.distributed as dist
 from hpc_train.distributed import shared_memory
 from hpc_train.errors import PeerLostError
 
-#: Bits of a number; those above count the exchanges, so number and count are written at once.
+#: Bits of a number. Higher bits count the exchanges, so that number and count are written atomically.
 NUM_BITS = 32
-#: Double buffering: no rank begins the exchange after the next before all have read this one.
+#: Double buffering: no rank begins the exchange after the next before all have read this exchange.
 _SLOTS = 2
-#: A rank that waits gives its core to others for so long; then it sleeps, for a share of the time waited, up
-#: to a limit (assumed).
+#: A waiting rank yields its core for this time; then it sleeps for a share of the time waited, up to a limit
+#: (assumed).
 _YIELDING_S = 0.5e-3
 _PAUSE_SHARE, _LONGEST_PAUSE_S = 0.1, 2e-3
-#: How often a rank that waits checks whether the others are alive (assumed).
+#: Interval at which a waiting rank checks whether the others are alive (assumed).
 _CHECK_EVERY_S = 0.1
 
 
 def open_shared_flags(
     rank: int, world_size: int, control: dist.ProcessGroup, silence_s: float, room: int = 0
 ) -> SharedFlags | None:
-    """Return the memory that all ranks share; None on all if one can't open it. Collective, on one node.
+    """Return memory shared by all ranks; None on all if one can't open it. Collective, on one node.
 
-    ``silence_s``: the timeout of ``SharedFlags.wait`` for a rank that is alive. ``room``: how many bytes more
-    the ranks share.
+    ``silence_s``: timeout of ``SharedFlags.wait`` for a rank that is alive. ``room``: extra shared bytes.
     """
     path, file = "", -1
     size = _bytes_of_flags(world_size) + room
@@ -52,9 +51,9 @@ def open_shared_flags(
             file, path = tempfile.mkstemp(prefix="hpc-train-", dir=shared_memory.FOLDER)
             os.posix_fallocate(file, 0, size)  # a full /dev/shm would kill the rank at its first write
     try:
-        said = [path]
-        dist.broadcast_object_list(said, src=0, group=control)
-        path = said[0]
+        paths = [path]
+        dist.broadcast_object_list(paths, src=0, group=control)
+        path = paths[0]
         if rank != 0 and path:
             with contextlib.suppress(OSError):
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -62,12 +61,12 @@ def open_shared_flags(
         with contextlib.suppress(OSError, ValueError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
             flags = SharedFlags(rank, world_size, file, mmap.mmap(file, size), silence_s)
-        have = torch.tensor([flags is not None], dtype=torch.int64)
-        dist.all_reduce(have, dist.ReduceOp.MIN, group=control)
+        is_open = torch.tensor([flags is not None], dtype=torch.int64)
+        dist.all_reduce(is_open, dist.ReduceOp.MIN, group=control)
     finally:
         if rank == 0 and path:
             Path(path).unlink(missing_ok=True)
-    if have.item():
+    if is_open.item():
         return flags
     if flags is None and file >= 0:
         os.close(file)
@@ -95,8 +94,8 @@ class SharedFlags:
     _slots: np.ndarray[tuple[int, int], np.dtype[np.int64]] = field(init=False)
 
     def __post_init__(self) -> None:
-        words = np.frombuffer(self.memory, np.int64, _SLOTS * self.world_size)
-        self._slots = words.reshape(_SLOTS, self.world_size)
+        entries = np.frombuffer(self.memory, np.int64, _SLOTS * self.world_size)
+        self._slots = entries.reshape(_SLOTS, self.world_size)
         if self.file >= 0:
             weakref.finalize(self, os.close, self.file)
 
@@ -113,14 +112,14 @@ class SharedFlags:
     def wait(self) -> list[int]:
         """Return the numbers that the ranks wrote since the last wait, by rank.
 
-        Raises PeerLostError if a rank that has not written has ended, or writes nothing for ``silence_s``.
+        Raises PeerLostError if a rank ended before it wrote, or writes nothing for ``silence_s``.
         """
         slot = self._slots[self._count % _SLOTS]
-        words: list[int] = slot.tolist()
-        if min(words) >> NUM_BITS != self._count:
-            words = self._waited_for(slot)
+        entries: list[int] = slot.tolist()
+        if min(entries) >> NUM_BITS != self._count:
+            entries = self._waited_for(slot)
         mask = (1 << NUM_BITS) - 1
-        return [word & mask for word in words]
+        return [entry & mask for entry in entries]
 
     def check_alive(self) -> None:
         """Raise PeerLostError if a rank has ended."""
@@ -132,10 +131,10 @@ class SharedFlags:
         began = time.monotonic()
         check_at_s = _CHECK_EVERY_S
         while True:
-            words: list[int] = slot.tolist()
-            missing = [rank for rank, word in enumerate(words) if word >> NUM_BITS != self._count]
+            entries: list[int] = slot.tolist()
+            missing = [rank for rank, entry in enumerate(entries) if entry >> NUM_BITS != self._count]
             if not missing:
-                return words
+                return entries
             waited_s = time.monotonic() - began
             if waited_s < _YIELDING_S:
                 os.sched_yield()
@@ -149,7 +148,7 @@ class SharedFlags:
         self, missing: list[int], waited_s: float, slot: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> None:
         for rank in missing:
-            # It may have written and ended since.
+            # The rank may have written and then ended.
             if not self._is_alive(rank) and int(slot[rank]) >> NUM_BITS != self._count:
                 raise PeerLostError(f"rank {rank} has ended")
         if waited_s > self.silence_s:

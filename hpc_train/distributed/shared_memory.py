@@ -1,6 +1,6 @@
-"""Whether this node's shared memory can be used, and how large it is.
+"""Availability and size of this node's shared memory.
 
-Semaphores and shared tensors of torch, and NCCL's buffers between the GPUs of a node, are files in /dev/shm.
+Torch's semaphores and shared tensors, and NCCL's buffers between the GPUs of a node, are files in /dev/shm.
 Called by the node check, and before loader processes start.
 """
 
@@ -15,7 +15,7 @@ FOLDER = "/dev/shm"
 
 
 def refusal() -> str | None:
-    """Return why nothing can be created in /dev/shm; None if it can be used."""
+    """Return the reason why nothing can be created in /dev/shm; None if it can be used."""
     try:
         multiprocessing.get_context("fork").Lock()  # a POSIX semaphore: a file of 32 bytes
     except OSError as error:
@@ -31,8 +31,8 @@ def refusal() -> str | None:
 def sizes() -> str:
     """Return the size of /dev/shm and its free part, as ``64 MiB, of which 3 MiB are free``."""
     with suppress(OSError):
-        found = os.statvfs(FOLDER)
-        total, free = (blocks * found.f_frsize / 2**20 for blocks in (found.f_blocks, found.f_bavail))
+        stats = os.statvfs(FOLDER)
+        total, free = (blocks * stats.f_frsize / 2**20 for blocks in (stats.f_blocks, stats.f_bavail))
         return f"{total:.0f} MiB, of which {free:.0f} MiB are free"
     return "missing"
 
@@ -40,6 +40,6 @@ def sizes() -> str:
 def total_bytes() -> int | None:
     """Return the size of /dev/shm; None if it is missing."""
     with suppress(OSError):
-        found = os.statvfs(FOLDER)
-        return found.f_blocks * found.f_frsize
+        stats = os.statvfs(FOLDER)
+        return stats.f_blocks * stats.f_frsize
     return None

@@ -1,7 +1,7 @@
 """An all-reduce in shared memory: averages tensors over the ranks of one node.
 
 ``strategies.ddp`` averages gradients with it on the CPU. gloo sends them over TCP, which takes more time
-(``python -m benchmarks.node_sum``), of the cores that compute the next gradients.
+(``python -m benchmarks.node_sum``) on the cores that compute the next gradients.
 
 Legend: R ranks.
 """
@@ -16,23 +16,22 @@ from torch import Tensor
 
 from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 
-#: Bytes that are averaged at once: they stay in a core's cache meanwhile.
+#: Bytes that are averaged at once; they fit into a core's cache.
 _PIECE = 1 << 20
-#: The most bytes of a segment of gloo's ring.
+#: Maximum bytes of a segment of gloo's ring.
 _SEGMENT = 1 << 20
-#: Double buffering: no rank writes the piece after the next before all have read this one.
+#: Double buffering: no rank writes the piece after the next before all have read this piece.
 _TURNS = 2
-#: Every rank reads what all wrote, so the work of each grows with their number (measured up to this one).
+#: Every rank reads the values of all ranks, so its work grows with their number (measured up to this number).
 _MOST_RANKS = 8
-#: Here every core sees the data of another before the number that announces them.
+#: On these machines every core sees another core's data before the number that announces them.
 _ORDERED_STORES = ("x86_64", "AMD64")
 
 
 def open_shared_sum(
     rank: int, world_size: int, control: dist.ProcessGroup, silence_s: float
 ) -> SharedSum | None:
-    """Return what averages over all ranks, which are on one node; None on all where gloo is to be used.
-    Collective.
+    """Return an average over all ranks, which are on one node; None on all if gloo must be used. Collective.
 
     ``silence_s``: the timeout for a rank that is alive.
     """
@@ -55,9 +54,9 @@ class SharedSum:
     def average(self, tensor: Tensor) -> None:
         """Replace a contiguous floating-point tensor on the CPU by its mean over the ranks. Collective.
 
-        Each rank's values are multiplied by 1/R, as DDP does, then added in the order of gloo's ring, so that
-        a run has the same results, bitwise, whether its ranks are on one node or on several. Raises
-        PeerLostError if a rank has ended, or does not come within the timeout.
+        Each rank's values are multiplied by 1/R, like in DDP, then added in the order of gloo's ring. Results
+        are therefore bitwise identical for ranks on one node and on several. Raises PeerLostError if a rank
+        has ended or does not arrive within the timeout.
         """
         flat = tensor.view(-1)
         block = ring_block(len(flat), flat.element_size(), self._flags.world_size)
@@ -83,14 +82,13 @@ class SharedSum:
 
 
 def ring_block(count: int, element_size: int, ranks: int) -> int:
-    """Return how many consecutive elements gloo's ring all-reduce adds in the same order.
+    """Return the number of consecutive elements that gloo's ring all-reduce adds in the same order.
 
-    It divides ``count`` elements into R blocks, of segments of 1 MiB at most and two at least. The sum of
-    block b begins at rank b - 1 and goes down the ranks to b - R, which is b itself (``ring`` in
-    gloo/allreduce.cc).
+    gloo divides ``count`` elements into R blocks of at least two segments, each at most 1 MiB. The sum of
+    block b begins at rank b - 1 and descends to rank b - R = b (``ring`` in gloo/allreduce.cc).
     """
     size = count * element_size
     segments = max(-(-size // _SEGMENT), 2 * ranks)
-    each = -(-segments // ranks)
-    segment_bytes = -(-size // (each * ranks))
-    return each * -(-segment_bytes // element_size)
+    per_rank = -(-segments // ranks)
+    segment_bytes = -(-size // (per_rank * ranks))
+    return per_rank * -(-segment_bytes // element_size)

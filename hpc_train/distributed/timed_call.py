@@ -1,6 +1,4 @@
-"""Runs a call that may block forever (a store whose process is stopped, a disk that hangs) with a
-time-out.
-"""
+"""Runs calls that may block forever (a store with a stopped process, a hung disk) with a timeout."""
 
 from __future__ import annotations
 
@@ -22,14 +20,13 @@ class TimedCall(Generic[T]):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the last call has not returned yet; until then ``do`` does nothing."""
+        """Whether the last call is still running; until it returns ``do`` does nothing."""
         return self._thread is not None and self._thread.is_alive()
 
     def do(self, function: Callable[[], T], limit_s: float) -> T | None:
-        """Return what ``function`` returns; None if it raised, or has not returned within ``limit_s``.
+        """Return the result of ``function``; None if it raised or did not return within ``limit_s``.
 
-        Does nothing while the previous call is still running. A call that returns late has still taken
-        effect.
+        Does nothing while the previous call is running. A call that returns late still has its effect.
         """
         if self.is_under_way:
             return None

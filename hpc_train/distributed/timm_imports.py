@@ -1,7 +1,7 @@
 """Keeps timm from importing wandb: ``timm.utils.summary`` imports it if it is installed.
 
-Nothing here uses it, the import takes time, and each process that is killed or skips Python's shutdown, like
-ranks and the child processes of commands, leaves two folders of wandb in $TMPDIR.
+This package does not need it, the import takes time, and each process that is killed or skips Python's
+shutdown, like ranks and the child processes of commands, leaves two folders of wandb in $TMPDIR.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _IMPORTER = "timm.utils.summary"
 
 
 class _NoWandbForTimm(MetaPathFinder):
-    """Finds no wandb for timm, and leaves everything else to the other finders."""
+    """Refuses wandb to timm, and passes all other imports to the other finders."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,9 +1,9 @@
-"""What every rank's watchdog does after one of them has raised the alarm, until its process ends.
+"""The ranks' watchdogs after one of them has raised the alarm, until their processes end.
 
-Each writes its rank's stacks and answers. The rank that raised the alarm judges from the answers who hung
-(``health.hang``), writes that as that rank's error, and publishes it; then all end. Nobody ends earlier: the
-others' main threads would notice and end on their own. If the store does not answer, each rank blames rank 0,
-which runs it.
+Each watchdog writes its rank's stacks and answers. The rank that raised the alarm determines the hung rank
+from the answers (``health.hang``), writes the verdict as that rank's error, and publishes it; then all exit.
+No rank exits earlier: the others' main threads would notice and exit first. If the store does not answer,
+each rank blames rank 0, which runs it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hpc_train.paths import AttemptPaths
 from hpc_train.run.processes import Process
 from hpc_train.run.rank_ends import tell_end, tell_error
 
-#: Longer than a watchdog's tick and the writing of stacks: a rank that has not answered by then does not run.
+#: Longer than a watchdog's tick and the writing of stacks: a rank that answers later is not running.
 _ANSWER_LIMIT_S = 10.0
-#: How long a shared disk may take for a few kilobytes before the attempt is ended without them.
+#: Limit for a shared disk to write a few kilobytes; after it the attempt ends without them.
 _DISK_LIMIT_S = 5.0
-#: The rank that hung ends first, so that its exit counts as the cause and the others' as the consequence.
+#: The hung rank exits first, so that its exit counts as the cause and the others' exits as consequences.
 _HEAD_START_S = 1.0
 
 
@@ -43,9 +43,9 @@ class Alarm:
     attempt: AttemptPaths
     facts: RankFacts
     node: str
-    #: None for one rank alone.
+    #: None for a single rank.
     board: Board | None
-    #: The rank that raised the alarm; None if the store did not say.
+    #: The rank that raised the alarm; None if the store did not answer.
     raised_by: int | None
     #: The progress of this rank.
     answer: Report
@@ -55,18 +55,16 @@ class Alarm:
     rank_0: Report | None
 
     def verdict(self) -> Verdict:
-        """Save this rank's stacks, then find out with the others who hung. The verdict is logged on
-        return.
-        """
+        """Save this rank's stacks, agree with the others on the hung rank, and write the verdict."""
         within(_DISK_LIMIT_S, self._save_stacks, "watchdog-stacks")
         verdict = self._verdict()
         within(_DISK_LIMIT_S, lambda: self._describe_silent(verdict), "watchdog-processes")
-        # Last: it queries NCCL, and may hold the interpreter while NCCL does not answer.
+        # Last, because it queries NCCL and may hold the interpreter while NCCL does not answer.
         within(_DISK_LIMIT_S, self._save_flight_record, "watchdog-flight-record")
         return verdict
 
     def leave(self, verdict: Verdict, end: Callable[[ExitCode], None]) -> None:
-        """End the process, once the others know the verdict."""
+        """End the process once the others have read the verdict."""
         board, is_speaker = self.board, verdict.speaker == self.facts.rank
         if board is not None:
             count = len(verdict.answered)
@@ -76,7 +74,7 @@ class Alarm:
         code = ExitCode.HUNG if is_speaker else ExitCode.PEER_LOST
         ending = TimedCall[None]("watchdog-end")
         ending.do(lambda: end(code), _DISK_LIMIT_S)
-        if ending.is_under_way:  # its last output waits for a disk
+        if ending.is_under_way:  # the last output waits for a disk
             os._exit(code)
 
     def _save_stacks(self) -> None:
@@ -91,14 +89,14 @@ class Alarm:
     def _verdict(self) -> Verdict:
         board, by, place = self.board, self.raised_by, self._stacks_place
         if board is None:
-            return self._tell(judge(1, {0: self.answer}, {}, place, self._cant_connect))
+            return self._write_verdict(judge(1, {0: self.answer}, {}, place, self._cant_connect))
         verdict = None
         if by is not None:
             limit_s = 2 * (_ANSWER_LIMIT_S + _DISK_LIMIT_S)
             verdict = within(limit_s, lambda: self._agreed_verdict(board, by), "watchdog-verdict")
         if verdict is None:
             state = state_of(self.neighbours[0]) if 0 in self.neighbours else None
-            verdict = self._tell(store_is_silent(self.answer, self.rank_0, state, place))
+            verdict = self._write_verdict(store_is_silent(self.answer, self.rank_0, state, place))
         return verdict
 
     def _agreed_verdict(self, board: Board, by: int) -> Verdict:
@@ -110,13 +108,13 @@ class Alarm:
                 return verdict
         world_size = self.facts.world_size
         answers = board.wait_for_answers(world_size, _ANSWER_LIMIT_S if is_judge else 0.0)
-        last = board.last_words(rank for rank in range(world_size) if rank not in answers)
-        # Logged before it is published: from then on ranks end.
+        last = board.latest_reports(rank for rank in range(world_size) if rank not in answers)
+        # Written before it is published, because ranks exit afterwards.
         verdict = judge(world_size, answers, last, self._stacks_place, self._cant_connect)
-        return board.agree(self._tell(verdict))
+        return board.agree(self._write_verdict(verdict))
 
-    def _tell(self, verdict: Verdict) -> Verdict:
-        """Write the verdict as the error of the rank that hung, unless that rank wrote its own."""
+    def _write_verdict(self, verdict: Verdict) -> Verdict:
+        """Write the verdict as the error of the hung rank, unless that rank wrote an error."""
         within(_DISK_LIMIT_S, lambda: self._write_end(verdict), "watchdog-error")
         return verdict
 
@@ -128,9 +126,7 @@ class Alarm:
         tell_error(attempt, rank, verdict.text)
 
     def _describe_silent(self, verdict: Verdict) -> None:
-        """Write what the kernel reports on this node's ranks that don't answer; done by one rank of
-        the node.
-        """
+        """Write the kernel's information on this node's ranks that don't answer; on one rank per node."""
         silent = [rank for rank in self.neighbours if rank in verdict.silent]
         running = [rank for rank in self.neighbours if rank not in verdict.silent]
         if min(running, default=None) != self.facts.rank:

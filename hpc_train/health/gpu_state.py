@@ -1,6 +1,6 @@
 """A GPU's health according to the driver's counters, for the node check.
 
-Read by nvidia-smi; values that it does not report count as sound.
+Read by nvidia-smi; missing values count as healthy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _LIMIT_S = 10.0
-#: Drivers differ in how they print a flag.
+#: The forms in which drivers print a flag that is set.
 _YES = {"1", "Yes"}
-#: Lines of the kernel's log that are shown.
+#: Maximum number of lines of the kernel's log in a message.
 _MOST_XID_LINES = 3
 
 
@@ -23,7 +23,7 @@ class GpuState:
 
     #: Uncorrectable memory errors since the driver was loaded.
     ecc_errors: int = 0
-    #: A row of memory waits for a reset of the GPU to be replaced; there was no spare row left.
+    #: A row of memory will be replaced at the next reset of the GPU; no spare row was left.
     remap_pending: bool = False
     remap_failed: bool = False
     is_slowed: bool = False
@@ -32,26 +32,26 @@ class GpuState:
 
     @property
     def fault(self) -> str | None:
-        """The fault that excludes the node, if any: only a reset or a repair removes it."""
+        """The fault that excludes the node, if any; only a reset or a repair removes it."""
         if self.remap_failed:
             return "a broken row of its memory could not be replaced; the GPU must be repaired"
         return "a broken row of its memory waits for a reset of the GPU" if self.remap_pending else None
 
     @property
     def warnings(self) -> list[str]:
-        """Findings that may be temporary, or have no effect on this run."""
-        found = []
+        """Problems that may be temporary or have no effect on this run."""
+        faults = []
         if self.ecc_errors:
-            found.append(f"{self.ecc_errors} uncorrectable ECC errors since its driver was loaded")
+            faults.append(f"{self.ecc_errors} uncorrectable ECC errors since its driver was loaded")
         if self.is_slowed:
-            found.append("its hardware slows its clocks down: temperature or power")
+            faults.append("its hardware slows its clocks down: temperature or power")
         if self.links_up and self.links_down:
-            found.append(f"{self.links_down} of its {self.links_up + self.links_down} NVLinks are inactive")
-        return found
+            faults.append(f"{self.links_down} of its {self.links_up + self.links_down} NVLinks are inactive")
+        return faults
 
 
 def read_state(uuid: str) -> GpuState:
-    """Return the state of the GPU with this UUID, as ``GPU-8f…``."""
+    """Return the state of the GPU with this UUID (``GPU-8f…``)."""
     ecc = "ecc.errors.uncorrected.volatile.total"
     errors, slowed = _row(uuid, "gpu", ecc, "clocks_throttle_reasons.hw_slowdown")
     pending, failed = _row(uuid, "remapped-rows", "remapped_rows.pending", "remapped_rows.failure")
@@ -78,16 +78,16 @@ def smi(*arguments: str) -> str:
 def xid_lines(address: str) -> list[str]:
     """Return the last errors of the GPU at this PCI address (``0000:41:00``) in the kernel's log.
 
-    Empty where users may not read it.
+    Empty if users may not read it.
     """
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-        found = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]
-        return found[-_MOST_XID_LINES:]
+        lines = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]
+        return lines[-_MOST_XID_LINES:]
     return []
 
 
 def _row(uuid: str, query: str, *columns: str) -> list[str]:
-    said = smi(f"--id={uuid}", f"--query-{query}={','.join(columns)}", "--format=csv,noheader")
-    values = [value.strip() for value in said.strip().split(",")]
+    output = smi(f"--id={uuid}", f"--query-{query}={','.join(columns)}", "--format=csv,noheader")
+    values = [value.strip() for value in output.strip().split(",")]
     return values if len(values) == len(columns) else [""] * len(columns)

@@ -1,4 +1,4 @@
-"""Which rank made an attempt hang: a pure function of the reports of all ranks.
+"""Determines the rank that made an attempt hang, as a pure function of the reports of all ranks.
 
 ``watchdog`` collects the reports.
 """
@@ -19,11 +19,11 @@ _NETWORK = "the network between the nodes, and on GPUs at the collectives in ran
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's report, to the others and in the heartbeat file."""
+    """A rank's report to the other ranks, also written to the heartbeat file."""
 
     rank: int
     node: str
-    #: Of ``RankFacts``.
+    #: ``RankFacts.node``.
     node_index: int
     process: Process | None
     count: int
@@ -32,11 +32,11 @@ class Report:
     note: str | None
     #: Seconds since its last progress.
     age_s: float
-    #: Grows while its watchdog runs.
+    #: Increases while its watchdog runs.
     tick: int
-    #: Per process group, the number of collectives it has started.
+    #: Number of collectives started, per process group.
     collectives: dict[str, int] = field(default_factory=dict)
-    #: Per rank of its node, including its own, the state of the process as the kernel reports it.
+    #: The kernel's state of the process of each rank on this node, including this rank.
     seen: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -59,9 +59,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who hung, agreed on by all ranks."""
+    """The hung rank, agreed on by all ranks."""
 
-    #: None: no rank is behind the others.
+    #: None if no rank is behind the others.
     guilty: int | None
     node: str | None
     text: str
@@ -93,21 +93,22 @@ def judge(
     stacks: str,
     cant_connect: str,
 ) -> Verdict:
-    """Name the rank that hung.
+    """Determine the hung rank.
 
-    ``answers``: reports of ranks that answered the alarm; ``last``: earlier reports of those that did not.
-    ``stacks``: where the stacks are, for the message; ``cant_connect``: its cause if ranks were connecting. A
-    rank that does not answer does not run; otherwise a rank that is behind another keeps that one waiting. On
-    GPUs hosts are compared by what they have enqueued: if a device hangs, none is behind.
+    ``answers``: reports of ranks that answered the alarm; ``last``: earlier reports of silent ranks.
+    ``stacks``: the place of the stacks, for the message; ``cant_connect``: the cause if ranks were
+    connecting. A rank that does not answer is not running; otherwise a rank that is behind keeps the others
+    waiting. On GPUs, hosts are compared by the work that they have enqueued: if a device hangs, no rank is
+    behind.
     """
     silent = [rank for rank in range(world_size) if rank not in answers]
     answered = sorted(answers)
     if silent:
         guilty = silent[0]
-        known = last.get(guilty)
-        text = _silent_text(guilty, silent, known, answers.values())
-        return Verdict(guilty, known.node if known else None, _message(text, stacks), answered, silent)
-    cause = f"; {cant_connect}" if any(each.phase in CONNECTING for each in answers.values()) else ""
+        previous = last.get(guilty)
+        text = _silent_text(guilty, silent, previous, answers.values())
+        return Verdict(guilty, previous.node if previous else None, _message(text, stacks), answered, silent)
+    cause = f"; {cant_connect}" if any(answer.phase in CONNECTING for answer in answers.values()) else ""
     behind = _furthest_behind(answers)
     if behind is None:
         first = answers[answered[0]]
@@ -121,15 +122,13 @@ def judge(
     return Verdict(behind, report.node, _message(_behind_text(report, answers) + cause, stacks), answered, [])
 
 
-def store_is_silent(own: Report, rank_0: Report | None, state: str | None, stacks: str) -> Verdict:
-    """Return the verdict of a rank that can't ask the others: rank 0, which runs the store, does not
-    answer.
-    """
+def store_is_silent(report: Report, rank_0: Report | None, state: str | None, stacks: str) -> Verdict:
+    """Return the verdict of a rank without contact: rank 0, which runs the store, does not answer."""
     text = _place(0, rank_0) + " does not answer, nor does the store that it runs"
     if state is not None:
         text += f"; its process {in_words(state)}"
-    text += f"; rank {own.rank} made no progress for {own.age_s:.0f} s in {own.where}"
-    return Verdict(0, rank_0.node if rank_0 else None, _message(text, stacks), [own.rank], [0])
+    text += f"; rank {report.rank} made no progress for {report.age_s:.0f} s in {report.where}"
+    return Verdict(0, rank_0.node if rank_0 else None, _message(text, stacks), [report.rank], [0])
 
 
 def _message(text: str, stacks: str) -> str:
@@ -144,20 +143,20 @@ def _longest(reports: Iterable[Report]) -> float:
     return max((report.age_s for report in reports), default=0.0)
 
 
-def _silent_text(guilty: int, silent: list[int], known: Report | None, answers: Iterable[Report]) -> str:
+def _silent_text(guilty: int, silent: list[int], last: Report | None, answers: Iterable[Report]) -> str:
     reports = list(answers)
-    text = _place(guilty, known)
-    if known is not None:
-        age_s = max(known.age_s, _longest(reports))
-        text += f" made no progress for {age_s:.0f} s in {known.where} and"
+    text = _place(guilty, last)
+    if last is not None:
+        age_s = max(last.age_s, _longest(reports))
+        text += f" made no progress for {age_s:.0f} s in {last.where} and"
     text += " does not answer"
     state = next((report.seen[guilty] for report in reports if guilty in report.seen), None)
     if state is not None:
         text += f"; its process {in_words(state)}"
-    elif known is None:
+    elif last is None:
         text += " and never did"
     else:
-        text += f"; nor does any other rank on {known.node}, which may be down or disconnected"
+        text += f"; nor does any other rank on {last.node}, which may be down or disconnected"
     if len(silent) > 1:
         text += f"; nor do ranks {', '.join(map(str, silent[1:]))}"
     return text
@@ -180,7 +179,7 @@ def _behind_text(report: Report, answers: Mapping[int, Report]) -> str:
 
 
 def _furthest_behind(answers: Mapping[int, Report]) -> int | None:
-    """Return the rank that is furthest behind, None if none is. A single rank counts as behind."""
+    """Return the rank that is furthest behind; None if none is. A single rank counts as behind."""
     if len(answers) == 1:
         return next(iter(answers))
     notes = {rank for rank, report in answers.items() if report.note is not None}
@@ -188,7 +187,7 @@ def _furthest_behind(answers: Mapping[int, Report]) -> int | None:
 
     def distance(rank: int) -> tuple[int, int, int]:
         report = answers[rank]
-        # Ranks that wait for one rank's data keep polling, and never have the same count.
+        # Ranks that wait for another rank's data keep polling and never have equal counts.
         begun = 0 if notes else sum(report.collectives[group] for group in groups)
         return report.count, rank not in notes, begun
 

@@ -1,7 +1,7 @@
 """Measures all-reduces of pairs of nodes: ``python pair_bandwidth.py FOLDER``, one task of srun per node.
 
-``doctor`` copies it to the nodes: it uses torch and the standard library, and nothing of this package. Task r
-writes ``pair-<r>.json``: its node, the backend, and by other node GB/s.
+``doctor`` copies it to the nodes, so it uses only torch and the standard library. Task r writes
+``pair-<r>.json``: its node, the backend, and the GB/s to each other node.
 """
 
 import json
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-#: Of each all-reduce: large enough that latency counts little.
+#: Size of an all-reduce, large enough that latency matters little.
 _GPU_BYTES, _CPU_BYTES = 256 * 2**20, 16 * 2**20
 _WARM_UP, _REPEATS = 2, 5
-#: Up to so many nodes all pairs are measured; of more only neighbours. Assumed: pairs take about a second.
+#: Maximum number of nodes of which all pairs are measured, else only neighbours. Assumed: 1 s per pair.
 _MOST_FOR_ALL = 8
 _LIMIT_S = 60.0
 
 
 def measure(folder: Path) -> None:
-    """Join the other tasks, measure one pair after the other, write this task's results."""
+    """Join the other tasks, measure the pairs one after the other, and write this task's results."""
     rank, num_nodes = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
@@ -33,21 +33,21 @@ def measure(folder: Path) -> None:
         torch.cuda.set_device(device)
     nodes = _join(rank, num_nodes, folder, device)
     values = torch.ones((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4, device=device)
-    found = {}
+    bandwidths = {}
     for pair in _pairs(num_nodes):
         group = dist.new_group(list(pair))
         if rank in pair:
             assert isinstance(group, dist.ProcessGroup)
             seconds = _seconds(values, group, device)
             if rank == pair[0]:
-                found[nodes[pair[1]]] = values.numel() * 4 / seconds / 1e9
+                bandwidths[nodes[pair[1]]] = values.numel() * 4 / seconds / 1e9
         dist.barrier()  # one pair at a time
-    result = {"node": nodes[rank], "backend": dist.get_backend(), "pairs": found}
+    result = {"node": nodes[rank], "backend": dist.get_backend(), "pairs": bandwidths}
     (folder / f"pair-{rank}.json").write_text(json.dumps(result), encoding="ascii")
 
 
 def _join(rank: int, num_nodes: int, folder: Path, device: torch.device) -> list[str]:
-    """Form the group of all tasks; return the names of their nodes. Task 0 is on the node that runs srun."""
+    """Form the group of all tasks; return their nodes' names. Task 0 must be on the node that runs srun."""
     host, timeout = os.environ["SLURM_LAUNCH_NODE_IPADDR"], timedelta(seconds=_LIMIT_S)
     if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -63,9 +63,9 @@ def _join(rank: int, num_nodes: int, folder: Path, device: torch.device) -> list
         port = int(place.read_text(encoding="ascii"))
         store = TCPStore(host, port, num_nodes, is_master=False, timeout=timeout)
     backend = os.environ.get("HPC_TRAIN_TEST_CUDA_BACKEND", "nccl") if device.type == "cuda" else "gloo"
-    own = device if backend == "nccl" else None
+    device_id = device if backend == "nccl" else None
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=num_nodes, timeout=timeout, device_id=own
+        backend, store=store, rank=rank, world_size=num_nodes, timeout=timeout, device_id=device_id
     )
     store.set(f"node-{rank}", os.environ.get("SLURMD_NODENAME", f"task {rank}"))
     return [store.get(f"node-{number}").decode() for number in range(num_nodes)]
@@ -78,7 +78,7 @@ def _pairs(num_nodes: int) -> list[tuple[int, int]]:
 
 
 def _seconds(values: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how long an all-reduce takes, the shortest of a few."""
+    """Return the shortest time of several all-reduces, in seconds."""
     seconds = []
     for _ in range(_WARM_UP + _REPEATS):
         began = time.perf_counter()
@@ -92,4 +92,4 @@ def _seconds(values: torch.Tensor, group: dist.ProcessGroup, device: torch.devic
 if __name__ == "__main__":
     measure(Path(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # tearing the groups down may hang
+    os._exit(0)  # destroying the groups may hang

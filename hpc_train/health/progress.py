@@ -1,9 +1,8 @@
-"""The progress of this rank: what it is doing, and since when. Written by the training loop, read by
-``health.watchdog``.
+"""This rank's phase and the time of its last progress. Written by the training loop, read by the watchdog.
 
 Ranks are compared by the number of their progress updates, so **every rank must call** ``at`` **for the same
-work in the same order**: work of a single rank (rank 0 writes a row) is not reported. Waits for data are
-notes and are not counted: the rank that waits reports them, the others do not.
+work in the same order**. Work of a single rank (rank 0 writes a row) is not reported. Waits for data are
+notes, which are not counted, because only the waiting rank reports them.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ PHASES = (
     "first step", "training", "waiting for the device", "waiting for data", "evaluating", "sampling text",
     "saving", "leaving",
 )  # fmt: skip
-#: In which the ranks connect inside torch, over gloo and then over NCCL: they have a limit of their own.
+#: Phases in which the ranks connect inside torch, first gloo and then NCCL; they have a separate limit.
 CONNECTING = ("connecting", "connecting devices")
-#: What a rank waits for on its own, in the middle of collective work.
+#: Waits of a single rank in the middle of collective work.
 _NOTES = frozenset({"waiting for data"})
-#: One rank's disk may be slow, and the others wait for it.
+#: Phases in which all may wait for the slow disk of one rank.
 _LONG = frozenset({"saving"})
 
 
 class Standing(NamedTuple):
     """The progress of a rank. Immutable, so that another thread reads it without a lock."""
 
-    #: Number of progress updates; equal work gives equal numbers on all ranks.
+    #: Number of progress updates, equal on all ranks after equal work.
     times: int
     phase: str
     step: int | None
     #: Distinguishes parts of a phase: a batch of an evaluation.
     part: int
-    #: What it waits for, if anything.
+    #: The reason of its wait, if it waits.
     note: str | None
     #: Whether it has waited since its last progress.
     has_waited: bool
@@ -41,12 +40,12 @@ class Standing(NamedTuple):
     since: float
     #: Whether this phase may compile, read cold data, or wait for a slow disk.
     may_take_long: bool
-    #: The graph that torch compiles, from 1; 0: none.
+    #: Number of the graph that torch compiles, from 1; 0: none.
     graph: int = 0
 
     @property
     def doing(self) -> str:
-        """The phase, with what is compiled in it."""
+        """The phase, with the graph that is being compiled."""
         return f"{self.phase}, compiling graph {self.graph}" if self.graph else self.phase
 
     def __str__(self) -> str:
@@ -63,16 +62,15 @@ class Progress:
 
     @property
     def standing(self) -> Standing:
-        """The newest progress; any thread may read it."""
+        """The latest progress; any thread may read it."""
         return self._standing
 
     def at(self, phase: str, step: int | None = None, part: int = 0) -> None:
-        """Report that ``phase`` starts, for ``step``; costs a microsecond, so call it at every step and
-        batch.
+        """Report that ``phase`` starts for ``step``. Call it at every step and batch; it takes a microsecond.
 
         A repeated call has no effect: a loop that polls for the same data makes no progress. Call it for a
-        step's training once its data have arrived. The first evaluation may take long, since it compiles too,
-        and a save always may. ``part``: the batch, for loops within a phase.
+        step's training once its data have arrived. The first evaluation may take long, because it also
+        compiles, and a save always may. ``part``: the batch, for loops within a phase.
         """
         assert phase in PHASES, phase
         last = self._standing
@@ -89,21 +87,21 @@ class Progress:
             )
 
     def compiles(self, graph: int) -> None:
-        """Report that torch compiles its ``graph``-th graph, 0: none any more; counts as no progress."""
+        """Report that torch compiles its ``graph``-th graph; 0: it has finished. Not counted as progress."""
         self._standing = self._standing._replace(graph=graph)
 
     def has_stepped(self) -> None:
-        """Report that a step is done: the next phases of training are quick."""
+        """Report that a step is complete: from now on the phases of training are quick."""
         self._known |= {"first step", "training", "waiting for the device"}
         if self._standing.phase in self._known:
             self._standing = self._standing._replace(may_take_long=False)
 
     def forget_phases(self) -> None:
-        """Report that everything is rebuilt: each phase may take long again."""
+        """Report a rebuild, after which each phase may take long again."""
         self._known.clear()
 
     def _wait_for(self, note: str) -> None:
         last = self._standing
-        if not last.has_waited:  # the previous work is done, so the wait gets its own time
+        if not last.has_waited:  # the previous work is done, so the wait starts a new interval
             last = last._replace(since=time.monotonic(), has_waited=True)
         self._standing = last._replace(note=note)

@@ -1,7 +1,7 @@
-"""What a process is doing, recorded before it is ended: by itself, and by the kernel.
+"""Records the state of a process before it is ended: its stacks, and the kernel's information.
 
 Called by ``alarm``. A process that is stopped, or whose interpreter is blocked by a C extension, can't write
-its own stacks; then only /proc has information.
+its stacks; then only /proc has information.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hpc_train.distributed.nccl import recorded_collectives
 from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process
 
-#: Further processes under a rank are omitted.
+#: Maximum number of child processes of a rank that are described.
 _MAX_CHILDREN = 64
 GONE = "gone"
-_WORDS = {
+_STATE_TEXTS = {
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a driver and can't be interrupted",
@@ -40,10 +40,10 @@ def save_stacks(path: Path, header: str) -> None:
 
 
 def limit_core_files(environ: Mapping[str, str]) -> None:
-    """Have this process write no core file: NCCL aborts all ranks at once, and one may have tens of GB.
+    """Disable core files of this process: NCCL aborts all ranks at once, and a file may have tens of GB.
 
-    The hard limit stays; HPC_TRAIN_CORE_FILES=1 keeps the soft one too. A sandbox may refuse the calls: the
-    limit stays as it is.
+    The hard limit is unchanged; HPC_TRAIN_CORE_FILES=1 also leaves the soft limit unchanged, and so does a
+    sandbox that refuses the calls.
     """
     if environ.get("HPC_TRAIN_CORE_FILES") == "1":
         return
@@ -52,9 +52,7 @@ def limit_core_files(environ: Mapping[str, str]) -> None:
 
 
 def save_flight_record(path: Path) -> bool:
-    """Write the content of NCCL's flight recorder; return whether it had any collective. Raises like
-    ``open_regular``.
-    """
+    """Write NCCL's flight record; return True if it has a collective. Raises like ``open_regular``."""
     record = recorded_collectives()
     if record is None:
         return False
@@ -64,7 +62,7 @@ def save_flight_record(path: Path) -> bool:
 
 
 def state_of(process: Process) -> str | None:
-    """Return the kernel's letter for a process's main thread, ``GONE``, or None if it can't be seen."""
+    """Return the kernel's state letter of a process's main thread, ``GONE``, or None if it is invisible."""
     is_alive = process.is_alive()
     if is_alive is None:
         return None
@@ -73,7 +71,7 @@ def state_of(process: Process) -> str | None:
 
 def in_words(state: str) -> str:
     """Return a description of the state of a process that does not answer."""
-    return _WORDS.get(state, f"is in state {state}")
+    return _STATE_TEXTS.get(state, f"is in state {state}")
 
 
 def describe(process: Process) -> str:
@@ -100,10 +98,10 @@ def _thread(pid: int, number: int) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     for thread in _numbers(Path(f"/proc/{pid}/task")):
-        found += [int(child) for child in _read(pid, f"task/{thread}/children").split()]
-    return found[:_MAX_CHILDREN]
+        children += [int(child) for child in _read(pid, f"task/{thread}/children").split()]
+    return children[:_MAX_CHILDREN]
 
 
 def _numbers(folder: Path) -> list[int]:

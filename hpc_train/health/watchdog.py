@@ -1,11 +1,11 @@
-"""A thread of each rank that monitors its progress, and ends the attempt if a rank hangs.
+"""A thread of each rank that monitors its progress and ends the attempt if a rank hangs.
 
-Each tick it reports its rank's progress to the others, through the store. The watchdog that sees its own rank
-without progress for too long raises the alarm, and every watchdog continues as described in ``health.alarm``.
+Each tick it reports its rank's progress to the others, through the store. A watchdog whose rank makes no
+progress for too long raises the alarm, and every watchdog continues as described in ``health.alarm``.
 
-A rank whose main thread holds the interpreter's lock, in a C extension that does not release it, can't run
-its watchdog either: to the others it looks stopped. Calls that may never return, to the store and to disks,
-are made on threads that nobody waits for for long (``distributed.timed_call``).
+If the main thread holds the interpreter lock, in a C extension that does not release it, the watchdog can't
+run either, and the rank looks stopped to the others. Calls that may never return, to the store and to disks,
+are made on threads with a limited wait (``distributed.timed_call``).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from hpc_train.run.attempts import now
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 
-#: Assumed: a job may have many ranks, and one store serves them all.
+#: Assumed: one store serves a job of many ranks.
 _LONGEST_TICK_S = 4.0
 _HEARTBEAT_S = 30.0
 _STORE_LIMIT_S = 5.0
 _ENDING_LIMIT_S = 60.0
-#: Assumed: a network that works connects thousands of ranks in less, and the wrong interface never does.
+#: Assumed: a working network connects thousands of ranks in less time, and the wrong interface never does.
 CONNECT_LIMIT_S = 180.0
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Started once the ranks have met, before the process group is made; stopped before that is destroyed."""
+    """Runs from the ranks' meeting, before the process group is created, until before it is destroyed."""
 
     def __init__(
         self,
@@ -60,9 +60,7 @@ class Watchdog:
         connect_after_s: float = CONNECT_LIMIT_S,
         end: Callable[[ExitCode], None],
     ) -> None:
-        """``store``, which must be unshared, may be None for a single rank. ``end`` ends the process; it is
-        called on the watchdog's thread.
-        """
+        """``store``: unshared, None for a single rank. ``end``: ends the process; called on the thread."""
         self._attempt, self._facts, self._node = attempt, facts, node
         self._progress, self._end = progress, end
         self._hang_after_s, self._first_hang_after_s = hang_after_s, first_hang_after_s
@@ -70,7 +68,7 @@ class Watchdog:
         self._tick_s = min(_LONGEST_TICK_S, hang_after_s / 4)
         self._board = Board(store, facts.rank) if store is not None and facts.world_size > 1 else None
         self._process = Process.current()
-        #: The ranks of this node, including this one, as far as known.
+        #: The known ranks of this node, including this rank.
         self._neighbours = {facts.rank: self._process}
         self._reports: dict[int, tuple[Report, float]] = {}
         self._exchanging, self._writing = (
@@ -81,7 +79,7 @@ class Watchdog:
         self._alarm_by: int | None = None
         self._tick = 0
         self._heartbeat_at = float("-inf")
-        #: Earliest start of ages: before it nobody ran.
+        #: Earliest start of ages; earlier the ranks were suspended.
         self._awake_since = time.monotonic()
         self._looked_at = self._awake_since
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -104,11 +102,11 @@ class Watchdog:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the alarm was raised: the watchdog is about to end this process."""
+        """Whether the alarm was raised, so that the watchdog will end this process."""
         return self._ending.is_set()
 
     def wait_if_ending(self) -> None:
-        """Keep the main thread from ending the process while the watchdog reports who hung.
+        """Keep the main thread from ending the process while the watchdog reports the hung rank.
 
         Call it when an error, such as a lost peer, is about to end the process.
         """
@@ -119,18 +117,18 @@ class Watchdog:
         while not self._stopping.is_set():
             try:
                 self._look()
-            except Exception:  # a missing watchdog would look like a missing rank
+            except Exception:  # without its watchdog the rank would look stopped
                 _log.warning("rank %d: the watchdog failed", self._facts.rank, exc_info=True)
             self._stopping.wait(self._tick_s)
 
     def _look(self) -> None:
-        """One tick: report, ask, check the own age."""
+        """Run one tick: report, read the alarm, check this rank's age."""
         self._tick += 1
         if self._board is not None:
             self._exchanging.do(self._exchange, self._tick_s)
         at = time.monotonic()
-        # The wait and the exchange take at most a tick each. If more time has passed, this process itself was
-        # not running: its job was suspended, and what all ranks have not done meanwhile means nothing.
+        # The wait and the exchange take at most a tick each. If more time has passed, this process was not
+        # running, for example because its job was suspended; then missing progress means nothing.
         if at - self._looked_at > 3 * self._tick_s:
             self._awake_since = at
         self._looked_at = at
@@ -150,23 +148,23 @@ class Watchdog:
             return self._connect_after_s
         return self._first_hang_after_s if standing.may_take_long else self._hang_after_s
 
-    # Communication with the others, by timed calls.
+    # Communication with the other ranks, by timed calls.
 
     def _exchange(self) -> bool:
         board = self._board
         assert board is not None
-        board.tell(self._report())
+        board.publish(self._report())
         self._alarm_by = board.alarm()
         if len(self._neighbours) < self._facts.local_world_size:
             self._find_neighbours(board)
-        if 0 not in self._reports:  # its place must be known when the store no longer answers
+        if 0 not in self._reports:  # its node must be known when the store no longer answers
             self._read(board, [0])
         if self._facts.local_rank == 0:
             self._read(board, [rank for rank in self._neighbours if rank != self._facts.rank])
         return True
 
     def _find_neighbours(self, board: Board) -> None:
-        """Find the ranks of this node: its first rank checks all, since they need not be consecutive."""
+        """Find the ranks of this node. Its first rank reads all reports: they need not be consecutive."""
         if self._facts.local_rank > 0:
             self._neighbours |= board.node(self._facts.node)
             return
@@ -178,9 +176,9 @@ class Watchdog:
             board.publish_node(self._facts.node, self._neighbours)
 
     def _read(self, board: Board, ranks: list[int]) -> None:
-        for rank, report in board.last_words(ranks).items():
-            known = self._reports.get(rank)
-            if known is None or known[0].tick != report.tick:
+        for rank, report in board.latest_reports(ranks).items():
+            previous = self._reports.get(rank)
+            if previous is None or previous[0].tick != report.tick:
                 self._reports[rank] = report, time.monotonic()
 
     def _report(self) -> Report:
@@ -199,7 +197,7 @@ class Watchdog:
         )
 
     def _answer(self) -> Report:
-        """Return the report that a verdict needs: with collectives, and the state of the node's processes."""
+        """Return the report for a verdict, with collectives and the state of the node's processes."""
         seen = {rank: state for rank, process in self._neighbours.items() if (state := state_of(process))}
         facts = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
         return Report(**facts)
@@ -225,7 +223,7 @@ class Watchdog:
         return rank in self._neighbours
 
     def _sound_alarm(self) -> None:
-        """Find out who hung, with the others, and end the process."""
+        """Agree with the others on the hung rank, and end the process."""
         self._ending.set()
         board = self._board
         if board is not None and self._alarm_by is None:
@@ -249,7 +247,7 @@ class Watchdog:
 
 
 def _report_json(report: Report, at: float) -> dict[str, object]:
-    """Return a report in the format of the heartbeat file; ``at``: when it was seen first."""
+    """Return a report in the format of the heartbeat file; ``at``: the time when it was first read."""
     facts = {key: getattr(report, key) for key in ("count", "phase", "step", "note", "age_s")}
     pid = report.process.pid if report.process else None
     return facts | {"pid": pid, "told_s_ago": round(time.monotonic() - at, 1)}
@@ -261,11 +259,11 @@ def collectives_begun() -> dict[str, int]:
     Any thread may call it.
 
     A group's name is the same on all its ranks, and a rank that is behind has started fewer. On CUDA, started
-    means enqueued by the host: NCCL's flight recorder knows what the device has started only with
-    TORCH_NCCL_ENABLE_TIMING, with which, according to torch, its own watchdog hangs more often.
-    ProcessGroupNCCL2 does not count them: without an entry for CUDA, no rank is called behind.
+    means enqueued by the host: NCCL's flight recorder records the start on the device only with
+    TORCH_NCCL_ENABLE_TIMING, with which, according to torch, torch's watchdog hangs more often.
+    ProcessGroupNCCL2 does not count them; without an entry for CUDA, no rank counts as behind.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     types = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
     with suppress(Exception):  # private, and the main thread may be changing it
         for group in list(distributed_c10d._world.pg_map):
@@ -275,5 +273,5 @@ def collectives_begun() -> dict[str, int]:
                 ):  # the group has no backend for this device, or that does not count
                     backend = group._get_backend(torch.device(device_type))
                     number = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-                    found[f"{group.group_name} {device_type}"] = int(number)
-    return found
+                    counts[f"{group.group_name} {device_type}"] = int(number)
+    return counts

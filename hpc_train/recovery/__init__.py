@@ -1,1 +1,1 @@
-"""Whether a run continues after an interruption, and on which nodes. Knows no scheduler; no torch."""
+"""Decides whether a run continues after an interruption, and on which nodes. No scheduler, no torch."""

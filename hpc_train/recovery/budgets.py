@@ -1,7 +1,7 @@
-"""Whether a run resumes automatically: how much of its ``recovery`` limits one job's attempts have used.
+"""Decides whether a run resumes automatically, from the ``recovery`` limits and one job's attempts.
 
-Pure functions of the attempts' records. ``after`` asks for an attempt that it judges, ``begin`` for one after
-which nobody could, ``status`` for what is left.
+Pure functions of the attempts' records. Called by ``after`` for an attempt that it diagnoses, by ``begin``
+for an attempt that ended without a diagnosis, and by ``status`` for the remaining limits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hpc_train.run.file_shapes import is_a
 if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
     from hpc_train.config.schema import Experiment, RecoveryConfig
 
-#: Causes that spend of ``max_crashes``.
+#: Causes that count towards ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}
-#: Of those the one that comes back once, whatever ``max_crashes`` says: memory seldom grows.
+#: The crash after which the job is requeued only once, regardless of ``max_crashes``: memory seldom grows.
 _ONCE = "worker lost"
-#: Causes that spend of ``max_preemptions``.
+#: Causes that count towards ``max_preemptions``.
 PREEMPTIONS = {"preemption", "time limit"}
-#: Causes after which another attempt may follow, if it may be paid for.
+#: Causes after which another attempt may follow, within the limits.
 COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
 _CHECKPOINT = "step-"
-#: Starts in a row that may be preempted before their first step. Assumed: enough where jobs are often
-#: preempted; after more, something else sends the signal.
+#: Consecutive starts that may be preempted before their first step. Assumed: enough on clusters with frequent
+#: preemption; beyond it, something else sends the signal.
 MAX_EARLY_PREEMPTIONS = 10
-#: What this module and ``bad_nodes`` read of a run's ``recovery`` section.
+#: The limits of a run's ``recovery`` section, read by this module and ``bad_nodes``.
 Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
 
 @dataclass(frozen=True)
 class ResolvedLimits:
-    """What ``RecoveryConfig`` has of them, with every default written out, as in ``resolved.json``."""
+    """The limits of ``RecoveryConfig`` with all defaults, as in ``resolved.json``."""
 
     max_preemptions: int | None
     max_crashes: int
@@ -48,7 +48,7 @@ class ResolvedLimits:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:
-        """Return the limits of a section that hpc-train wrote, None where a value is missing or wrong."""
+        """Return the limits of a section that hpc-train wrote; None if a value is missing or invalid."""
         kinds = get_type_hints(cls)
         values: dict[str, Any] = {key: section.get(key, "") for key in kinds}
         if not all(is_a(values[key], kind) for key, kind in kinds.items()):
@@ -59,7 +59,7 @@ class ResolvedLimits:
 
 @dataclass(frozen=True)
 class Left:
-    """After how many more ends of each kind the job is requeued; ``preemptions_left`` None: unlimited."""
+    """Numbers of further ends of each kind after which the job is requeued; None: unlimited."""
 
     crashes_left: int
     preemptions_left: int | None
@@ -68,7 +68,7 @@ class Left:
 
 @dataclass(frozen=True)
 class GpuHours:
-    """What all attempts of a run have used, of how much."""
+    """The GPU-hours that all attempts of a run have used, and the budget."""
 
     used: float
     budget: float
@@ -78,53 +78,53 @@ class GpuHours:
 
 @dataclass(frozen=True)
 class Decision:
-    """``reason`` says what was spent, of how much, or why no more can be."""
+    """``reason``: the used part of the limit, or why no further attempt follows."""
 
     comes_back: bool
     reason: str
 
 
 def decide(records: Sequence[AttemptRecord], recovery: Limits, gpu_hours: GpuHours | None = None) -> Decision:
-    """Return whether another attempt follows the last of ``records``: one job's, the first one first.
+    """Decide whether another attempt follows the last of ``records``, which belong to one job, in order.
 
-    Its ``cause`` is one of ``COMES_BACK``; its ``reason`` says what happened, without counts. ``gpu_hours``:
-    None if there is no budget of them.
+    The ``cause`` of the last record is one of ``COMES_BACK``; its ``reason`` has no counts. ``gpu_hours``:
+    None without a budget.
     """
-    found = _decided(records, recovery)
-    if gpu_hours is None or not found.comes_back or gpu_hours.used < gpu_hours.budget:
-        return found
+    decision = _decided(records, recovery)
+    if gpu_hours is None or not decision.comes_back or gpu_hours.used < gpu_hours.budget:
+        return decision
     used = f"{rounded(gpu_hours.used)} of {rounded(gpu_hours.budget)} GPU-hours are used"
     return Decision(
-        False, f"{found.reason}; {used}, so it is not requeued; raise {gpu_hours.key} to continue"
+        False, f"{decision.reason}; {used}, so it is not requeued; raise {gpu_hours.key} to continue"
     )
 
 
 def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
     last = records[-1]
-    what = last.reason or f"{last.cause}: nobody said why"
+    text = last.reason or f"{last.cause}: nobody said why"
     if last.cause in CRASHES:
         spent = num_crashes(records)
         has_been = last.cause == _ONCE and any(record.cause == _ONCE for record in records[:-1])
         if spent > recovery.max_crashes or has_been:
-            return Decision(False, what)
-        what = f"crash {spent} of {recovery.max_crashes}: {what}"
+            return Decision(False, text)
+        text = f"crash {spent} of {recovery.max_crashes}: {text}"
     if last.cause in PREEMPTIONS and recovery.max_preemptions is not None:
         spent = num_preemptions(records)
         if spent > recovery.max_preemptions:
             more = f"raise recovery.max_preemptions ({recovery.max_preemptions}) to continue"
-            return Decision(False, f"{what}, once more than it may be; {more}")
-        what = f"preemption {spent} of {recovery.max_preemptions}: {what}"
-    return _with_progress(records, recovery, what)
+            return Decision(False, f"{text}, once more than it may be; {more}")
+        text = f"preemption {spent} of {recovery.max_preemptions}: {text}"
+    return _with_progress(records, recovery, text)
 
 
-def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str) -> Decision:
+def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str) -> Decision:
     if (starts := num_early_preemptions(records)) > MAX_EARLY_PREEMPTIONS:
-        return Decision(False, f"{what}; {starts} starts in a row were preempted before their first step")
+        return Decision(False, f"{text}; {starts} starts in a row were preempted before their first step")
     if not is_idle(records[-1]):
-        return Decision(True, what)
+        return Decision(True, text)
     spent, most = num_idle(records), recovery.max_without_progress
     if spent <= most:
-        return Decision(True, f"{what}; no progress {spent} of {most}: no checkpoint {_since(records)}")
+        return Decision(True, f"{text}; no progress {spent} of {most}: no checkpoint {_since(records)}")
     attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
     stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
     longer = "raise slurm.time_limit"
@@ -135,7 +135,7 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str
 
 
 def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
-    """Return what one job's attempts have left over."""
+    """Return the remaining limits after one job's attempts."""
     most = recovery.max_preemptions
     return Left(
         max(0, recovery.max_crashes - num_crashes(records)),
@@ -145,16 +145,16 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
 
 
 def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
-    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its begin to its end.
+    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its start to its end.
 
-    Those without a job, which the user followed on a machine, count nothing.
+    Attempts without a job, which run on the user's machine, do not count.
     """
     jobs = [record for record in records if record.job is not None]
     return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in jobs)
 
 
 def spent_budget(experiment: Experiment, records: Sequence[AttemptRecord]) -> Problem | None:
-    """Return what is wrong where a run's attempts have used all GPU-hours that its file allows."""
+    """Return the problem if a run's attempts have used all GPU-hours that its file allows."""
     slurm = experiment.slurm
     if slurm is None or slurm.max_gpu_hours is None or not slurm.gpus_per_node:
         return None
@@ -174,17 +174,17 @@ def _hours(record: AttemptRecord) -> float:
 
 
 def num_crashes(records: Sequence[AttemptRecord]) -> int:
-    """Return how many of the attempts count as crashes."""
+    """Return the number of attempts that count as crashes."""
     return sum(record.cause in CRASHES for record in records)
 
 
 def num_preemptions(records: Sequence[AttemptRecord]) -> int:
-    """Return how many of the attempts count as preemptions."""
+    """Return the number of attempts that count as preemptions."""
     return sum(record.cause in PREEMPTIONS for record in records)
 
 
 def num_idle(records: Sequence[AttemptRecord]) -> int:
-    """Return how many attempts without progress there were in a row, up to the last one."""
+    """Return the number of consecutive attempts without progress, up to the last."""
     count = 0
     for record in reversed(records):
         if _has_progressed(record):
@@ -194,7 +194,7 @@ def num_idle(records: Sequence[AttemptRecord]) -> int:
 
 
 def num_early_preemptions(records: Sequence[AttemptRecord]) -> int:
-    """Return how many attempts in a row, up to the last one, were preempted before their first step."""
+    """Return the number of consecutive attempts, up to the last, preempted before their first step."""
     return len(list(takewhile(_is_early_preemption, reversed(records))))
 
 
@@ -203,10 +203,10 @@ def _is_early_preemption(record: AttemptRecord) -> bool:
 
 
 def is_idle(record: AttemptRecord) -> bool:
-    """Tell whether the attempt had its time and made nothing of it.
+    """Return True if the attempt had time to save a checkpoint but made no progress.
 
-    One that was preempted before its first step counts neither way, nor does a crash, which spends its own
-    budget; one that took its node with it does count: Slurm would let it do so without end.
+    A preemption before the first step counts neither way, nor does a crash, which has its own limit. An
+    attempt that took down its node counts, because Slurm would requeue it without end.
     """
     if record.cause in CRASHES or record.saved_step is None or _has_progressed(record):
         return False

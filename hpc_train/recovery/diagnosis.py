@@ -1,8 +1,8 @@
-"""Why an attempt ended: one judgement and one wording for every launcher. Pure, and knows no scheduler.
+"""Diagnosis of an attempt's end: cause and reason, the same for every launcher. Pure, without a scheduler.
 
-A launcher translates what its processes or its scheduler report into ``Evidence`` and calls ``diagnose``. An
-attempt whose launcher could not do that is diagnosed later: ``diagnose_lost`` by the next attempt and by
-``status``, ``diagnose_job`` by what a scheduler reports of its job.
+A launcher converts the reports of its processes or its scheduler into ``Evidence`` and calls ``diagnose``. If
+the launcher could not, the attempt is diagnosed later: with ``diagnose_lost`` by the next attempt and by
+``status``, with ``diagnose_job`` from the scheduler's report of the job.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hpc_train.run import resource_limits
 from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
 
-#: Exit codes of errors that every further attempt would repeat.
+#: Exit codes of errors that would recur in every further attempt.
 _FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE), int(ExitCode.ENVIRONMENT)}
-#: Those that hold without an error, too: a full disk has no room for its text.
+#: The codes that also count without an error text, which a full disk can't store.
 _FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.ENVIRONMENT)}
-#: A rank with one of these exit codes ended because of another one, or because it was asked to stop.
+#: Exit codes of ranks that ended because of another rank or a stop signal.
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
-#: Signals that end a rank whose node may be at fault, unless memory ran out.
+#: Signals for which the node may be at fault, unless memory ran out.
 _NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
-#: Of a shell whose program was aborted.
+#: Exit code of a shell whose program was aborted.
 _EXIT_OF_ABORT = 128 + int(signal.SIGABRT)
-#: Signals by which the kernel reports a limit, and nothing else.
+#: Signals that the kernel sends only for a limit.
 _LIMIT_SIGNALS = {
     int(signal.SIGXCPU): "the limit of its CPU time is reached (`ulimit -t`)",
     int(signal.SIGXFSZ): "the limit of the size of a file is reached (`ulimit -f`)",
 }
-#: Of a run without a scheduler whose launcher could not write the end.
+#: Reason of a run without a scheduler whose launcher could not write the end.
 LAUNCHER_DIED = "launcher died"
 LESS_MEMORY = "fewer data.workers or a smaller micro_batch_size need less"
 _SEE_LOGS = "see hpc-train logs"
@@ -46,15 +46,15 @@ _REASON_MAX = 500
 
 @dataclass(frozen=True)
 class SilentEnd:
-    """Ranks that ended without an error of their own, for example by SIGKILL."""
+    """Ranks that ended without writing an error, for example by SIGKILL."""
 
-    #: ``3``, or several as ``2-3``.
+    #: ``3``, or ``2-3`` for several ranks.
     ranks: str
     node: str | None = None
     #: The signal that ended them, or else their exit code.
     signal: int | None = None
     exit_code: int | None = None
-    #: The launcher's words where it gives neither.
+    #: The launcher's description if it reports neither.
     report: str = "killed"
     is_out_of_memory: bool = False
 
@@ -70,11 +70,11 @@ class SilentEnd:
         return [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
 
     def without_followers(self, logs: Mapping[int, str]) -> SilentEnd | None:
-        """Return the end of the ranks that NCCL or gloo did not abort for another's end; None: of none."""
+        """Return the end without ranks that NCCL or gloo aborted because of a peer; None if none remain."""
         if self.signal != signal.SIGABRT and self.exit_code != _EXIT_OF_ABORT:
             return self
-        own = [rank for rank in self.all_ranks if not lost_a_peer(logs.get(rank, ""))]
-        return replace(self, ranks=",".join(map(str, own))) if own else None
+        ranks = [rank for rank in self.all_ranks if not lost_a_peer(logs.get(rank, ""))]
+        return replace(self, ranks=",".join(map(str, ranks))) if ranks else None
 
     @property
     def name(self) -> str:
@@ -83,20 +83,20 @@ class SilentEnd:
 
     @property
     def how(self) -> str:
-        """What ended them, in words: a signal, an exit code, else the launcher's ``report``."""
+        """A description of the end: a signal, an exit code, else the launcher's ``report``."""
         if self.signal is not None:
             return f"killed by {signal_name(self.signal)}"
         return self.report if self.exit_code is None else f"ended with exit code {self.exit_code}"
 
 
 def first_cause(ends: Sequence[SilentEnd], logs: Mapping[int, str]) -> SilentEnd | None:
-    """Return the end that explains the others: a device's, else the first one."""
+    """Return the end that explains the others: an end with a device error, else the first."""
     return min(ends, key=lambda end: not is_device_error(logs.get(end.rank, "")), default=None)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The ranks ended because they were asked to; ``by``: what asked, where a person did."""
+    """A requested end of the ranks; ``by``: the request, if a person made it."""
 
     cause: str
     by: str | None = None
@@ -104,35 +104,35 @@ class Stop:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an attempt whose ranks have ended."""
+    """The known facts about an attempt whose ranks have ended."""
 
     is_completed: bool = False
     is_cancelled: bool = False
-    #: By rank: its own error, the first one first.
+    #: Each rank's error, in the order of the errors.
     errors: Mapping[int, str] = field(default_factory=dict)
-    #: By rank: its exit code, and the node that it was on, where they are known.
+    #: Exit codes and nodes by rank, if known.
     codes: Mapping[int, int] = field(default_factory=dict)
     nodes: Mapping[int, str] = field(default_factory=dict)
-    #: All nodes of the attempt, and whether it is the run's first one.
+    #: All nodes of the attempt, and whether it is the run's first attempt.
     hosts: Sequence[str] = ()
     is_first_attempt: bool = False
-    #: By rank that was started: the last line of its log, or the one that reports a reached limit.
+    #: By started rank: the last line of its log, or the line that reports a reached limit.
     logs: Mapping[int, str] = field(default_factory=dict)
-    #: The limits of the ranks' processes, as ``resource_limits.current`` returns them.
+    #: The limits of the ranks' processes, from ``resource_limits.current``.
     limits: Mapping[str, str] = field(default_factory=dict)
-    #: Optimizer steps that are done.
+    #: Completed optimizer steps.
     step: int = 0
-    #: Nodes that failed according to the scheduler, by name where it gave any; None: it reported no failure.
+    #: Nodes that failed according to the scheduler, perhaps without names; None: it reported no failure.
     failed_nodes: Sequence[str] | None = None
     silent: SilentEnd | None = None
     stop: Stop | None = None
-    #: A rank that ended, and how many others stayed behind and were killed.
+    #: A rank that ended, and the number of others that did not end and were killed.
     stayed_behind: tuple[int, int] | None = None
-    #: How the launch ended; None: without an error.
+    #: The end of the launch; None: without an error.
     launch_end: str | None = None
-    #: Why no rank was started.
+    #: The reason why no rank was started.
     launch_error: str = "nobody said why"
-    #: How to get more memory, as ``ask for more slurm.mem_gb``.
+    #: The remedy for a lack of memory, like ``ask for more slurm.mem_gb``.
     more_memory: str | None = None
 
 
@@ -142,21 +142,21 @@ class Diagnosis:
 
     cause: str
     reason: str | None = None
-    #: The rank whose error or end it is, where it is one rank's.
+    #: The rank whose error or end it is, if it is a single rank's.
     rank: int | None = None
-    #: By node that may be at fault: what it did.
+    #: Nodes that may be at fault, with the reason.
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Return why the attempt ended. The order of the questions counts: what is certain comes first."""
+    """Return the diagnosis of the attempt. Certain causes are checked first."""
     if evidence.is_completed:
         return Diagnosis("completed")
     if evidence.is_cancelled:
         return Diagnosis("cancelled", CANCELLED_BY)
-    found = _final(evidence) or _reported_by_a_rank(evidence)
-    if found is not None:
-        return found
+    diagnosis = _final(evidence) or _reported_by_a_rank(evidence)
+    if diagnosis is not None:
+        return diagnosis
     if evidence.failed_nodes is not None:
         reason = f"a node failed at step {evidence.step}"
         return _diagnosis("lost", reason, bad_nodes=dict.fromkeys(evidence.failed_nodes, DIED))
@@ -167,10 +167,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return _unexplained(evidence)
 
 
-def exit_code_of_user_error(found: Diagnosis, codes: Mapping[int, int]) -> ExitCode:
-    """Return the exit code of the run's command: that of the rank, unless only launchers know it."""
-    assert found.rank is not None, "a user error is one rank's"
-    code = ExitCode(codes[found.rank])
+def exit_code_of_user_error(diagnosis: Diagnosis, codes: Mapping[int, int]) -> ExitCode:
+    """Return the exit code of the run's command: the rank's code, unless only launchers use that code."""
+    assert diagnosis.rank is not None, "a user error is one rank's"
+    code = ExitCode(codes[diagnosis.rank])
     return ExitCode.FAILED if code in {ExitCode.ENVIRONMENT, ExitCode.BAD_NODE} else code
 
 
@@ -182,7 +182,7 @@ def _diagnosis(
 
 
 def _final(evidence: Evidence) -> Diagnosis | None:
-    """Return the diagnosis of an error that every further attempt would repeat."""
+    """Return the diagnosis of an error that would recur in every further attempt."""
     for rank, text in evidence.errors.items():
         if evidence.codes.get(rank) in _FINAL:
             return _diagnosis("user error", "; ".join(text.splitlines()), rank)
@@ -192,29 +192,29 @@ def _final(evidence: Evidence) -> Diagnosis | None:
             return _diagnosis("user error", f"rank {rank}: ended with exit code {code}: {last}", rank)
     for rank in _by_code(evidence, ExitCode.NO_RETRY):
         text = evidence.errors.get(rank) or f"rank {rank}: it would fail again; {evidence.logs.get(rank, '')}"
-        return _diagnosis("diverged", own_words(text), rank)
+        return _diagnosis("diverged", error_message(text), rank)
     return None
 
 
 def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
-    """Return the diagnosis of the first rank's own error, or exit code where it could write no error."""
-    own = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
-    own += _by_code(evidence, ExitCode.BAD_NODE) + _by_code(evidence, ExitCode.HUNG)
-    if not own:
+    """Return the diagnosis of the first rank's error, or of its exit code if it could not write an error."""
+    ranks = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
+    ranks += _by_code(evidence, ExitCode.BAD_NODE) + _by_code(evidence, ExitCode.HUNG)
+    if not ranks:
         return None
-    rank = own[0]
+    rank = ranks[0]
     node, code, text = evidence.nodes.get(rank), evidence.codes.get(rank), evidence.errors.get(rank, "")
-    said = own_words(text) if text else evidence.logs.get(rank) or _NO_LAST_LINE
+    message = error_message(text) if text else evidence.logs.get(rank) or _NO_LAST_LINE
     if code == ExitCode.BAD_NODE and _all_nodes_fail(evidence):
-        reason = f"all {len(evidence.hosts)} nodes fail alike, so no single node is the cause: {said}"
+        reason = f"all {len(evidence.hosts)} nodes fail alike, so no single node is the cause: {message}"
         return _diagnosis("user error" if evidence.is_first_attempt else "crash", reason, rank)
     if code == ExitCode.BAD_NODE:
-        how = f"{FAILED_CHECK}: {said}"
+        how = f"{FAILED_CHECK}: {message}"
         return _diagnosis("bad node", f"{node or f'the node of rank {rank}'} {how}", rank, _on(node, how))
     if code == ExitCode.WORKER_LOST:
-        return _diagnosis("worker lost", _by_rank(rank, said), rank)
+        return _diagnosis("worker lost", _by_rank(rank, message), rank)
     if code == ExitCode.HUNG:
-        return _diagnosis("hang", _by_rank(rank, said), rank, _on(node, f"rank {rank} hung"))
+        return _diagnosis("hang", _by_rank(rank, message), rank, _on(node, f"rank {rank} hung"))
     reason = f"rank {rank}: {exception_line(text)}"
     return _diagnosis("crash", reason, rank, _on(node if is_device_error(text) else None, reason))
 
@@ -229,7 +229,7 @@ def _on(node: str | None, how: str) -> dict[str, str]:
 
 
 def _by_code(evidence: Evidence, code: ExitCode) -> list[int]:
-    """Return the ranks that ended with ``code``: those that said why, in their order, then the others."""
+    """Return the ranks that ended with ``code``: ranks with errors, in their order, then the others."""
     ranks = [*evidence.errors, *sorted(evidence.codes.keys() - evidence.errors.keys())]
     return [rank for rank in ranks if evidence.codes.get(rank) == code]
 
@@ -272,12 +272,12 @@ def _unexplained(evidence: Evidence) -> Diagnosis:
         return _diagnosis("crash", f"no rank was started: {evidence.launch_error}{limit}")
     if evidence.launch_end is None:
         return _diagnosis("crash", f"the ranks ended without an error and without being done; {_SEE_LOGS}")
-    said = next((_by_rank(*log) for log in evidence.logs.items() if lost_a_peer(log[1])), _SEE_LOGS)
-    return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {said}")
+    hint = next((_by_rank(*log) for log in evidence.logs.items() if lost_a_peer(log[1])), _SEE_LOGS)
+    return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {hint}")
 
 
 def stop_reason(stop: Stop, step: int) -> str:
-    """Return why ranks stopped that were asked to."""
+    """Return the reason of a requested stop."""
     if stop.cause == "preemption":
         return f"preempted at step {step}"
     if stop.cause == "time limit":
@@ -293,43 +293,43 @@ def stopped_by_signal(number: int) -> Stop:
 
 @dataclass(frozen=True)
 class LostAttempt:
-    """What is known of an attempt whose launcher ended before it could say why."""
+    """The known facts about an attempt whose launcher ended before it could write the end."""
 
     step: int
-    #: What asked its ranks to stop, where something did.
+    #: The request to stop, if there was one.
     stop: Stop | None = None
-    #: They saved a checkpoint and left.
+    #: Whether the ranks saved a checkpoint and left.
     has_stopped: bool = False
-    #: Its scheduler started the job again; otherwise nobody knows why there is another attempt.
+    #: Whether the scheduler started the job again; otherwise the reason of the next attempt is unknown.
     is_requeued: bool = True
     dead_nodes: Sequence[str] = ()
-    #: By node that a rank reported: what it did.
+    #: Nodes that a rank reported, with the reason.
     unfit_nodes: Mapping[str, str] = field(default_factory=dict)
 
 
 def diagnose_lost(attempt: LostAttempt) -> Diagnosis:
-    """Return why an attempt ended whose launcher could not say it."""
+    """Return the diagnosis of an attempt whose launcher could not write its end."""
     if attempt.has_stopped and attempt.stop is not None:
         return _diagnosis(attempt.stop.cause, stop_reason(attempt.stop, attempt.step))
     cause = "lost" if attempt.is_requeued else "crash"
     blamed = dict.fromkeys(attempt.dead_nodes, DIED) | dict(attempt.unfit_nodes)
     died = [node for node, how in blamed.items() if how == DIED]
     if died:
-        what = f"{'node' if len(died) == 1 else 'nodes'} {', '.join(died)} died"
+        description = f"{'node' if len(died) == 1 else 'nodes'} {', '.join(died)} died"
     elif attempt.has_stopped:
-        what = "preempted, or requeued by hand,"
+        description = "preempted, or requeued by hand,"
     else:
-        what = "ended without a word"
-    return _diagnosis(cause, f"{what} at step {attempt.step}", bad_nodes=blamed)
+        description = "ended without a word"
+    return _diagnosis(cause, f"{description} at step {attempt.step}", bad_nodes=blamed)
 
 
 def silent_for(node: str, seconds: float) -> str:
-    """Return what can be said of a node, or a launcher's machine, that no longer writes anything."""
+    """Return the reason for a node, or a launcher's machine, that no longer writes anything."""
     return f"no sign of life from {node} for {minutes(seconds)}"
 
 
 class JobEnd(Enum):
-    """How a scheduler says that a job ended: the attempt's cause, and the words; ``{}`` is the scheduler."""
+    """The end of a job according to its scheduler: cause and text of the reason; ``{}``: the scheduler."""
 
     TIME_LIMIT = ("time limit", "time limit reached before a save was done")
     SAVED_TOO_LATE = ("time limit", "time limit reached: its ranks saved, but too late to be requeued")
@@ -342,47 +342,47 @@ class JobEnd(Enum):
 
 
 def diagnose_job(job: str, end: JobEnd, scheduler: str, remedy: str | None = None) -> Diagnosis:
-    """Return why an attempt ended by what its scheduler reports of the job."""
-    cause, words = end.value
-    return _diagnosis(cause, "; ".join(filter(None, (f"job {job}: {words.format(scheduler)}", remedy))))
+    """Return the diagnosis of an attempt from its scheduler's report of the job."""
+    cause, text = end.value
+    return _diagnosis(cause, "; ".join(filter(None, (f"job {job}: {text.format(scheduler)}", remedy))))
 
 
 def diagnose_unexplained_job(
     job: str, how: str, *, has_begun: bool, was_requeued: bool, see: str
 ) -> Diagnosis:
-    """Return what can be said of a job whose end neither its ranks nor the scheduler explain.
+    """Return the diagnosis of a job whose end neither its ranks nor the scheduler explain.
 
-    ``how``: the scheduler's words on it, in brackets, or nothing; ``was_requeued``: it was to start again.
+    ``how``: the scheduler's description in brackets, or empty; ``was_requeued``: it was to start again.
     """
     if was_requeued:
-        what = "was to be requeued but ended"
+        description = "was to be requeued but ended"
     elif has_begun:
-        what = "ended without a word"
+        description = "ended without a word"
     else:
-        what = "ended before any rank started"
-    return _diagnosis("lost", f"{f'job {job} {what} {how}'.rstrip()}; see {see}")
+        description = "ended before any rank started"
+    return _diagnosis("lost", f"{f'job {job} {description} {how}'.rstrip()}; see {see}")
 
 
-def _by_rank(rank: int, words: str) -> str:
-    return words if words.startswith("rank ") else f"rank {rank}: {words}"
+def _by_rank(rank: int, text: str) -> str:
+    return text if text.startswith("rank ") else f"rank {rank}: {text}"
 
 
 def exception_line(text: str) -> str:
-    """Return a traceback's own ``Type: message``, or the first line of text that is no traceback."""
+    """Return the ``Type: message`` line of a traceback, or the first line of other text."""
     lines = text.splitlines()
     starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
     after = lines[starts[-1] + 1 :] if starts else lines
     return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
 
 
-def own_words(text: str) -> str:
-    """Return the message of an error of this package, in one line, without traceback and class."""
+def error_message(text: str) -> str:
+    """Return the message of an error of this package in one line, without traceback and class."""
     line = exception_line(text) if _TRACEBACK in text else "; ".join(text.splitlines())
     return _OWN_ERROR.sub("", line)
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, such as ``SIGKILL``; ``signal 40`` for a number without one."""
+    """Return a signal's name, such as ``SIGKILL``; ``signal 40`` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

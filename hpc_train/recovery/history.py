@@ -1,4 +1,4 @@
-"""What a run's attempts have left: for the decision about the next one, and where a launcher died."""
+"""Reads the files of a run's attempts, for the next attempt and after the death of a launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 
 def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
-    """Return the limits that apply to the attempt. Raises BadFileError where the frozen file is damaged."""
+    """Return the limits that apply to the attempt. Raises BadFileError if the frozen file is damaged."""
     if not run_facts(paths).get("changes") and (limits := _resolved(paths)):
         return limits
     from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
@@ -40,27 +40,27 @@ def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
 
 
 def _resolved(paths: RunPaths) -> ResolvedLimits | None:
-    """Return the limits that ``resolved.json`` has; None if it can't be read as such, or is of 0.1."""
+    """Return the limits in ``resolved.json``; None if they can't be read, or were written by 0.1."""
     section = (read_json(paths.resolved) or {}).get("recovery")
     return ResolvedLimits.of(section) if isinstance(section, dict) else None
 
 
 def nodes_to_exclude(paths: RunPaths) -> dict[str, str]:
-    """Return the nodes that the run's next attempt excludes, and why."""
-    found = records(paths)
-    if not any(record.bad_nodes for record in found):
+    """Return the nodes that the run's next attempt excludes, with the reasons."""
+    attempts = records(paths)
+    if not any(record.bad_nodes for record in attempts):
         return {}
     hours = effective_recovery(paths, newest_number(paths) + 1).exclude_nodes_for_h
-    return bad_nodes.excluded(found, hours)
+    return bad_nodes.excluded(attempts, hours)
 
 
 def records(paths: RunPaths) -> list[AttemptRecord]:
-    """Return the records of all attempts, the first one first."""
+    """Return the records of all attempts, in order."""
     return [record for attempt in paths.attempt_folders() if (record := read_record(attempt)) is not None]
 
 
 def saved_step(paths: RunPaths, attempt: int) -> int:
-    """Return the step of the newest checkpoint that counts for the attempt, 0 without one."""
+    """Return the step of the newest checkpoint that counts for the attempt; 0 without a checkpoint."""
     return max((checkpoint.step for checkpoint in committed(paths, attempt)), default=0)
 
 
@@ -73,9 +73,9 @@ def diagnose_record(
     dead_nodes: Sequence[str] = (),
     is_requeued: bool = True,
 ) -> Diagnosis:
-    """Return why an attempt ended whose launcher could not say it, by what its ranks have left.
+    """Return the diagnosis of an attempt whose launcher could not write its end, from its ranks' files.
 
-    ``stop``: what asked it to stop; ``dead_nodes``: of its nodes, according to the scheduler.
+    ``stop``: the request to stop; ``dead_nodes``: its nodes that died according to the scheduler.
     """
     attempt = paths.attempt(record.attempt)
     unfit = {}
@@ -88,14 +88,14 @@ def diagnose_record(
     return diagnose_lost(LostAttempt(step, stop, has_stopped, is_requeued, dead_nodes, unfit))
 
 
-def ended_unseen(paths: RunPaths, record: AttemptRecord, found: Diagnosis) -> AttemptRecord:
+def ended_unseen(paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis) -> AttemptRecord:
     """Return the record of an attempt whose launcher could not write its end."""
     return replace(
         record,
         end=_last_write(paths.attempt(record.attempt).folder) or now(),
-        cause=found.cause,
-        reason=found.reason,
-        bad_nodes=record.bad_nodes | found.bad_nodes,
+        cause=diagnosis.cause,
+        reason=diagnosis.reason,
+        bad_nodes=record.bad_nodes | diagnosis.bad_nodes,
         saved_step=saved_step(paths, record.attempt),
     )
 
@@ -109,7 +109,7 @@ def _last_write(folder: Path) -> str | None:
 
 
 def current_status(paths: RunPaths) -> RunStatus:
-    """Return the status of the run; one whose local launcher is dead is recorded as ``failed``."""
+    """Return the status of the run; a run whose local launcher is dead is recorded as ``failed``."""
     status = read_status(paths)
     if status.state not in {"pending", "running"}:
         return status
@@ -117,19 +117,19 @@ def current_status(paths: RunPaths) -> RunStatus:
         return replace(status, state="failed", reason=silence)
     if not _is_orphaned(paths):
         return status
-    latest = read_status(paths)  # its launcher may have written the end just before it ended
+    latest = read_status(paths)  # the launcher may have written the end just before it ended
     if latest.state not in {"pending", "running"}:
         return latest
     corrected = replace(latest, state="failed", reason=LAUNCHER_DIED)
-    with suppress(OSError):  # another user's run, or a full disk: report it nevertheless
+    with suppress(OSError):  # another user's run, or a full disk: still return the status
         write_status(paths, corrected)
     return corrected
 
 
 def _silence(paths: RunPaths) -> str | None:
-    """Return the reason of a run that can't be seen from here and has been silent for long; else None.
+    """Return the reason of a run on another machine that has been silent for long; else None.
 
-    Not written: the machine may only be disconnected, and its heartbeats return.
+    Not written to the status, because the machine may only be disconnected and its heartbeats return.
     """
     record = newest_record(paths)
     if record is None or living(record) is not None or lives(paths, record) is not False:
@@ -139,10 +139,10 @@ def _silence(paths: RunPaths) -> str | None:
 
 
 def _is_orphaned(paths: RunPaths) -> bool:
-    """Tell whether a process of this machine was responsible for the run and is certainly gone."""
+    """Return True if a process of this machine was responsible for the run and has certainly ended."""
     record = newest_record(paths)
     if record is not None and record.launcher not in {None, "local"}:
-        return False  # what it queued outlives the command that claimed the attempt
+        return False  # the queued job outlives the command that claimed the attempt
     if record is not None:
         return living(record) is False
     run = read_json(paths.run) or {}

@@ -1,4 +1,4 @@
-"""The protocol of a strategy, and what data-parallel strategies share.
+"""The protocol of a strategy, and its inputs and outputs.
 
 Legend: R data-parallel ranks, M micro-batches of a step.
 """
@@ -22,35 +22,33 @@ from hpc_train.topology.strategy_traits import problems_of_arguments
 
 
 class Forward(Protocol):
-    """The computation of one micro-batch in training. Methods are collective only if the model's forward is,
-    except ``with_loss_factors``.
-    """
+    """The computation of one micro-batch. Except ``with_loss_factors``, collective only if the model is."""
 
     def with_loss_factors(self, batches: Sequence[Batch], *, owns_loss: bool) -> Sequence[Batch]:
         """Return this rank's micro-batches with their ``loss_factor``. Collective over all ranks.
 
-        ``train_step`` calls it once per step; strategies receive its result.
+        Called once per step by ``train_step``; strategies receive its result.
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the whole forward as ``begin`` has it; return the mean loss times ``loss_factor``, shape ()."""
+        """Run the whole forward in ``begin``; return the mean loss times ``loss_factor``, shape ()."""
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
-        """Seed the random streams for the batch, of each stage its own; return what a forward runs in."""
+        """Seed the random streams of the batch and the stage; return the context of the forward."""
 
     def to_input(self, batch: Batch) -> Batch:
-        """Return the batch on the device, its inputs as the model takes them."""
+        """Return the batch on the device, its inputs in the form that the model takes."""
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the loss of the model's outputs for the batch as ``loss`` does. Moves only the targets."""
+        """Return the loss of the model's outputs for the batch, like ``loss``. Moves only the targets."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return what backward begins at: ``loss``, multiplied by the scaler's factor under fp16."""
+        """Return the tensor for backward: ``loss``, multiplied by the scaler's factor under fp16."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a strategy receives: the rank's place, its device and its precision."""
+    """The inputs of a strategy: the rank, its device, its precision, and the options of the file."""
 
     rank: int
     degrees: Degrees
@@ -63,11 +61,11 @@ class RankContext:
 
     @property
     def args(self) -> dict[str, Any]:
-        """The strategy's own options, ``parallel.args`` of the file."""
+        """The strategy's options, ``parallel.args`` of the file."""
         return self.parallel.args
 
     def check_args(self, strategy: str) -> None:
-        """Raise BadFileError unless ``args`` are those of this strategy of the package."""
+        """Raise BadFileError unless ``args`` are valid for this strategy of the package."""
         for problem in problems_of_arguments(strategy, self.args):
             raise problem.as_error()
 
@@ -81,7 +79,7 @@ class RankContext:
 class Piece:
     """A part of one tensor: ``local`` is the part at ``offset`` in a tensor of ``shape``.
 
-    ``is_writer`` is true on exactly one of the ranks that hold the same part: that one saves it.
+    ``is_writer`` is true on exactly one of the ranks that hold the same part; this rank saves it.
     """
 
     shape: tuple[int, ...]
@@ -91,35 +89,34 @@ class Piece:
 
 
 class Strategy(Protocol):
-    """How ranks share one model. Constructed as ``Strategy(context)``. Collective unless said."""
+    """How ranks share one model. Constructed as ``Strategy(context)``. Collective unless stated otherwise."""
 
-    #: Whether the strategy casts to the compute dtype by itself; otherwise the loop uses autocast.
+    #: Whether the strategy casts to the compute dtype; otherwise the loop uses autocast.
     handles_mixed_precision: bool
-    #: Of the ranks that share one copy of the model exactly one reports: its losses and its sums of an
-    #: evaluation count.
+    #: Exactly one of the ranks that share a copy of the model reports: its losses and evaluation sums count.
     owns_loss: bool
-    #: After ``place``: what this rank holds of the model, under the names that it has there.
+    #: After ``place``: this rank's part of the model, under the model's names.
     model: nn.Module
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Put the model (on the CPU, compiled in place where the file says so) on the ranks' devices.
+        """Place the model (on the CPU, compiled in place if the file requests it) on the ranks' devices.
 
-        Every rank passes the same weights. Returns the module whose ``forward`` training and evaluation call;
-        where ranks share layers it gives all of them something of the outputs' shape and dtype, but the
-        outputs themselves to those that report.
+        Every rank passes the same weights. Returns the module whose ``forward`` training and evaluation call.
+        If ranks share layers, every rank gets a tensor of the outputs' shape and dtype, but only ranks with
+        ``owns_loss`` get the values.
         """
 
     def optimized(self) -> dict[str, nn.Parameter]:
-        """Return name → what the optimizer is to hold: the parameters that are trained and that this rank
-        has a part of, or what represents them here, under their names and in their order. Not collective;
-        after ``place``.
+        """Return the optimizer's parameters by name: the trained parameters of which this rank has a part, or
+        tensors that represent them, in the model's order. Not collective; after ``place``.
         """
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
-        the mean of ``forward.loss`` over all M, and BatchNorm's running statistics those that all M update
-        in order (``strategies.running_statistics``). Returns this rank's weighted sum of
-        losses, detached, shape (); zero where it does not report.
+        """Run forward and backward of this rank's micro-batches.
+
+        Afterwards the gradients are those of the mean of ``forward.loss`` over all M, and BatchNorm's running
+        statistics as if all M had updated them in order (``strategies.running_statistics``). Returns this
+        rank's weighted sum of losses, detached, shape (); zero without ``owns_loss``.
         """
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -129,22 +126,25 @@ class Strategy(Protocol):
         """
 
     def weights_changed(self) -> None:
-        """Give the model on every rank what ``optimizer.step`` made of ``optimized``."""
+        """Update the model on every rank after ``optimizer.step`` has changed ``optimized``."""
 
     def share_buffers(self, *, all_persistent: bool) -> None:
-        """Give every rank rank 0's buffers: all that are saved (before an evaluation or a save), or only
-        those that a training forward may read (before a step).
+        """Copy rank 0's buffers to every rank.
+
+        All persistent buffers before an evaluation or a save; before a step only those that a training
+        forward may read.
         """
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Tell which parts of which global tensor this rank owns: of the parameter or buffer ``like``, or
-        of what the optimizer or an average keeps for it. Always as many for tensors of one shape.
+        """Return the parts of a global tensor that this rank owns.
 
-        Not collective. ``local`` shares memory with ``tensor``: copying into it changes the tensor.
+        ``tensor``: the parameter or buffer ``like``, or optimizer state or an average of it. The number of
+        parts depends only on the shape. Not collective. ``local`` shares memory with ``tensor``: copying into
+        it changes the tensor.
         """
 
     def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        """Return an uninitialised tensor of global ``shape``, placed like the parameter ``like``, or whole.
+        """Return an uninitialized tensor of global ``shape``, placed like the parameter ``like``, or whole.
 
-        Not collective. For optimizer state that a checkpoint brings back before the optimizer made any.
+        Not collective. For optimizer state that is loaded before the optimizer creates any.
         """

@@ -1,7 +1,6 @@
-"""Rank 0's buffers are the run's: how they reach the other ranks, and how a forward leaves them alone.
+"""Persistent buffers: broadcast from rank 0, and restored after a forward that must not change them.
 
-Used by the strategies and by what in ``training`` keeps copies. Buffers that are not saved
-(``persistent=False``) are constants and stay out of all this.
+Used by the strategies and by ``training``. Buffers with ``persistent=False`` are constants and are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hpc_train.strategies.running_statistics import only_updates_statistics
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a persistent buffer is found, and the tensor that was there at first."""
+    """The place of a persistent buffer, and the original tensor there."""
 
     module: nn.Module
     key: str
@@ -35,15 +34,15 @@ class _Place:
 
 
 class Buffers:
-    """The persistent buffers of ``model``, each the same tensor for ever.
+    """The persistent buffers of ``model``, each of which remains the same tensor.
 
-    A forward may put another tensor in a buffer's place (``self.mean = 0.9 * self.mean + …``) while averages,
-    copies and compiled code know the first. ``write_back`` writes the new numbers into the first and puts it
-    back; ``tensors`` and ``copies`` begin with that. Not collective.
+    A forward may replace a buffer by another tensor (``self.mean = 0.9 * self.mean + …``), while averages,
+    copies and compiled code refer to the original. ``write_back`` copies the new values into the original and
+    restores it; ``tensors`` and ``copies`` do so first. Not collective.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """``model``: placed, so that its tensors stay."""
+        """``model``: placed, so that its tensors are final."""
         self._places = [
             _Place(module, key, f"{prefix}.{key}" if prefix else key, buffer)
             for prefix, module in model.named_modules()
@@ -57,9 +56,9 @@ class Buffers:
         )
 
     def write_back(self) -> None:
-        """Write what forwards have put in the buffers' places into the buffers. After a slot's backward.
+        """Copy the values of replaced buffers into the original buffers. Called after a slot's backward.
 
-        Raises BadFileError where it does not fit: a checkpoint could not bring it back either.
+        Raises BadFileError if shape or dtype differ, because a checkpoint could not restore them either.
         """
         for place in self._places:
             now = place.now
@@ -79,7 +78,7 @@ class Buffers:
         place.module._buffers[place.key] = place.tensor
 
     def tensors(self, *, all_persistent: bool = True) -> list[Tensor]:
-        """Return the tensors themselves, each once: all, or those that a training forward may read."""
+        """Return the tensors themselves, each once: all, or only those that a training forward may read."""
         self.write_back()
         return self._all if all_persistent else self._read_in_training
 
@@ -89,7 +88,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, copies: Sequence[Tensor]) -> None:
-        """Let the buffers be what ``copies`` returned, whatever has replaced them."""
+        """Restore the values from ``copies``, also of buffers that were replaced."""
         for place in self._places:
             place.module._buffers[place.key] = place.tensor
         for tensor, value in zip(self.tensors(), copies, strict=True):
@@ -106,17 +105,17 @@ def _fits(now: Tensor, first: Tensor) -> bool:
 
 def _misfit(place: _Place, now: Tensor | None) -> BadFileError:
     return BadFileError(
-        f"model.name: forward puts {_said(now)} in the place of the buffer {place.name}, which was "
-        f"{_said(place.tensor)}; write self.{place.key}.copy_(…), or register it with persistent=False"
+        f"model.name: forward puts {_description(now)} in the place of the buffer {place.name}, which was "
+        f"{_description(place.tensor)}; write self.{place.key}.copy_(…), or register it with persistent=False"
     )
 
 
-def _said(tensor: Tensor | None) -> str:
+def _description(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def persistent_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield each place of each persistent buffer: its module, its name there, and what is there now."""
+    """Yield each place of each persistent buffer: its module, its name there, and its current tensor."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -127,9 +126,9 @@ def persistent_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor
 def broadcast_from_rank_0(
     buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, source: int = 0
 ) -> None:
-    """Overwrite every rank's ``buffers`` by rank 0's, or those of ``group`` by rank ``source``'s.
+    """Overwrite every rank's ``buffers`` by rank 0's, or in ``group`` by those of rank ``source``.
 
-    Collective in the group, which is all ranks if None: one broadcast a dtype and device.
+    Collective in the group, which is all ranks if None: one broadcast per dtype and device.
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for buffer in buffers:
@@ -143,7 +142,7 @@ def broadcast_from_rank_0(
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the persistent buffers back as they were: for a forward whose result does not count."""
+    """Restore the persistent buffers at the end, for a forward whose result is discarded."""
     buffers = Buffers(model)
     before = buffers.copies()
     try:

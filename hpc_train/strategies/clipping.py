@@ -1,4 +1,4 @@
-"""Gradient clipping where ranks own different parts of different tensors, on one mesh or several."""
+"""Gradient clipping if ranks own different parts of different tensors, on one mesh or several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hpc_train.strategies.base import Piece, RankContext
 from hpc_train.strategies.pieces import local_part
 
-#: torch's own, of ``clip_grad_norm_``.
+#: The value of ``torch.nn.utils.clip_grad_norm_``.
 _EPS = 1e-6
 
 
@@ -24,9 +24,10 @@ def clip_over_ranks(
 ) -> Tensor:
     """Scale gradients so that their L2 norm over all ranks is at most ``max_norm``.
 
-    ``parameters``: those that this rank has a part of, none on some ranks; ``pieces``: the strategy's, by
-    which each part counts once. Collective: one all-reduce over all ranks. Returns the norm before clipping,
-    shape (), in the parameters' dtype, the same bits on all ranks. Non-finite norms are returned, not raised.
+    ``parameters``: the parameters of which this rank has a part, none on some ranks; ``pieces``:
+    ``Strategy.pieces``, by which each part counts once. Collective: one all-reduce over all ranks. Returns
+    the norm before clipping, shape (), in the parameters' dtype, bitwise identical on all ranks. Non-finite
+    norms are returned, not raised.
     """
     trained = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     counted = [

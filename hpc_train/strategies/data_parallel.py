@@ -1,4 +1,4 @@
-"""What strategies share whose ranks run the whole forward: a rank's micro-batches, the last one synchronised.
+"""The base class of strategies whose ranks run the whole forward on their own micro-batches.
 
 Legend: R ranks, M micro-batches of a step, S = ⌈M/R⌉ slots of a rank.
 """
@@ -48,7 +48,7 @@ class DataParallel(ABC):
     def _running_statistics(
         self, model: nn.Module, group: dist.ProcessGroup | None = None
     ) -> RunningStatistics:
-        """Return those of ``model``, or of a stage that the ranks of ``group`` train."""
+        """Return the statistics of ``model``, or of a stage that the ranks of ``group`` train."""
         rank, degrees = self.context.rank, self.context.degrees
         return RunningStatistics(
             model,
@@ -60,23 +60,23 @@ class DataParallel(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Make the model, already on its device, synchronise its gradients."""
+        """Make the model, already on its device, synchronize its gradients."""
 
     @abstractmethod
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        """Run the micro-batches one by one; gradients are synchronised in the last one's backward."""
+        """Run the micro-batches in order; gradients are synchronized in the backward of the last."""
         losses: list[Tensor] = []
         with self._statistics.step(len(batches)):
             for slot, batch in enumerate(batches):
                 is_spare = batch.weight == 0
-                kept = buffers_kept(self.model) if is_spare else nullcontext()
+                restored = buffers_kept(self.model) if is_spare else nullcontext()
                 statistics = self._statistics.micro_batch(slot, is_spare=is_spare)
-                with self.synchronised(slot == len(batches) - 1), kept, statistics:
+                with self.synchronised(slot == len(batches) - 1), restored, statistics:
                     loss = forward.loss(self.wrapped, batch)
-                    # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
+                    # Averaging over ranks divides by R, but the result must be the mean over M micro-batches.
                     share = batch.weight * self.context.degrees.data_ranks
                     forward.scale(loss if share == 1 else loss * share).backward()
                     self._buffers.write_back()
@@ -88,7 +88,7 @@ class DataParallel(ABC):
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Nothing to do: the optimizer changes the model's own parameters."""
+        """Do nothing: the optimizer changes the model's parameters."""
 
     def share_buffers(self, *, all_persistent: bool) -> None:
         """Broadcast rank 0's buffers to all ranks."""
@@ -97,36 +97,34 @@ class DataParallel(ABC):
             broadcast_from_rank_0(buffers)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients, whole on every rank: without communication."""
+        """Clip the gradients, which are whole on every rank, without communication."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Return this rank's part of a DTensor, and any other tensor whole, since every rank has it."""
+        """Return this rank's part of a DTensor, and any other tensor whole, because every rank has it."""
         if isinstance(tensor, DTensor):
             return [piece_of(tensor)]
         shape = tuple(tensor.shape)
         return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.context.rank == 0)]
 
     def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        """Return an uninitialised tensor on the device and with the sharding of ``like``; whole on the CPU
-        if there is none, or its shape is another one.
-        """
+        """Return an uninitialized tensor placed like ``like``; whole on the CPU without one of this shape."""
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _weighted(loss: Tensor, weight: float) -> Tensor:
-    """Return ``weight`` times ``loss``, shape (), float64, in memory of its own."""
-    own = loss.to(torch.float64, copy=True)
-    return own if weight == 1 else own.mul_(weight)
+    """Return ``weight`` times ``loss``, shape (), float64, in separate memory."""
+    copied = loss.to(torch.float64, copy=True)
+    return copied if weight == 1 else copied.mul_(weight)
 
 
 def move(model: nn.Module, context: RankContext) -> None:
-    """Put ``model``, or a stage of one, on the rank's device, in place, in the precision's format.
+    """Move ``model``, or a stage of it, to the rank's device and parameter dtype, in place.
 
-    ``Module.to`` with a dtype would make real numbers of complex ones (rotary embeddings' ``freqs_cis``).
+    ``Module.to`` with a dtype would make complex tensors real (rotary embeddings' ``freqs_cis``).
     """
     real = context.precision.param_dtype
 
@@ -141,11 +139,11 @@ def move(model: nn.Module, context: RankContext) -> None:
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """Raise BadFileError where what a checkpoint has to hold is complex. On all ranks alike."""
+    """Raise BadFileError if a tensor for checkpoints is complex. The result is the same on all ranks."""
     saved = model.state_dict(keep_vars=True).items()
-    found = next((name for name, value in saved if isinstance(value, Tensor) and value.is_complex()), None)
-    if found is not None:
+    bad = next((name for name, value in saved if isinstance(value, Tensor) and value.is_complex()), None)
+    if bad is not None:
         raise BadFileError(
-            f"model.name: {found} is complex, which no checkpoint can hold; keep torch.view_as_real of it, "
+            f"model.name: {bad} is complex, which no checkpoint can hold; keep torch.view_as_real of it, "
             "or register a constant as a buffer with persistent=False"
         )

@@ -19,7 +19,7 @@ from hpc_train.strategies.base import Forward, RankContext
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.data_parallel import DataParallel
 
-#: share_buffers does it, once a step at most. torch 2.15 renames the argument.
+#: ``share_buffers`` replaces it, at most once per step. torch 2.15 renames the argument.
 _WITHOUT_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
@@ -28,17 +28,17 @@ _WITHOUT_BUFFERS: dict[str, Any] = (
 
 
 class DDPStrategy(DataParallel):
-    """torch's DistributedDataParallel, its bucket layout made the same in every attempt."""
+    """torch's DistributedDataParallel, with the same bucket layout in every attempt."""
 
-    #: Named in errors.
+    #: Used in errors.
     name = "ddp"
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         context.check_args(self.name)
-        #: For models that leave parameters out of some forward passes; searching the graph costs time.
+        #: For models that do not use all parameters in every forward; searching the graph takes time.
         self._finds_unused = bool(context.args.get("find_unused_parameters", False))
-        #: With that search on DDP keeps its first layout.
+        #: With this search DDP keeps its first layout.
         self.is_rehearsed = context.world_size == 1 or self._finds_unused
 
     @override
@@ -72,10 +72,10 @@ class DDPStrategy(DataParallel):
         return super().accumulate(batches, forward)
 
     def _rehearse(self, batch: Batch, forward: Forward) -> None:
-        """Let DDP build its buckets in the order in which gradients come, before any gradient counts.
+        """Let DDP build its buckets in the order in which gradients arrive, before the first step.
 
-        It does so after its first backward. On three ranks and more the order of additions depends on
-        that layout, so without this a resumed run would differ in the last bit from one never stopped.
+        DDP does so after its first backward. With three or more ranks the order of additions depends on the
+        layout, so a resumed run would otherwise not be bitwise identical to an uninterrupted run.
         """
         with buffers_kept(self.model):
             (forward.loss(self.wrapped, batch) * 0).backward()
@@ -83,7 +83,7 @@ class DDPStrategy(DataParallel):
         self.model.zero_grad(set_to_none=True)
 
     def _refuse_unused(self) -> None:
-        """Raise where a parameter got no gradient: DDP would wait for it for ever."""
+        """Raise if a parameter has no gradient: DDP would wait for it forever."""
         named = self.model.named_parameters()
         unused = [name for name, value in named if value.requires_grad and value.grad is None]
         if unused:
@@ -95,7 +95,7 @@ class DDPStrategy(DataParallel):
 
 
 def _average(shared_sum, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-    """Average a bucket's gradients in shared memory; those of an embedding with ``sparse=True`` by gloo."""
+    """Average a bucket's gradients in shared memory, sparse gradients (of embeddings) with gloo."""
     gradients = bucket.buffer()
     if gradients.is_sparse:
         gradients = gradients / dist.get_world_size()

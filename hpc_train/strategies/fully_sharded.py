@@ -1,4 +1,4 @@
-"""``strategy: fsdp``, ``hsdp`` and ``zero2``, and what ``tensor`` and ``pipeline`` share with them.
+"""``strategy: fsdp``, ``hsdp`` and ``zero2``, and their common base with ``tensor`` and ``pipeline``.
 
 ``fully_shard`` (FSDP2) of each block, then of the rest.
 """
@@ -25,12 +25,12 @@ from hpc_train.validate.compatibility import sharded_batchnorm
 
 
 class FullySharded(DataParallel):
-    """Parameters, gradients and optimizer state are sharded; a block's are gathered while it computes."""
+    """Shards parameters, gradients and optimizer state; gathers a block's parameters while it computes."""
 
     handles_mixed_precision = True
-    #: Named in errors.
+    #: Used in errors.
     name: str
-    #: Whether a block's parameters are let go between its forward and its backward.
+    #: Whether a block's gathered parameters are freed between its forward and its backward.
     reshard_after_forward = True
 
     def __init__(self, context: RankContext) -> None:
@@ -39,7 +39,7 @@ class FullySharded(DataParallel):
 
     @abstractmethod
     def mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
+        """Return the mesh of the ranks that share parameters; the first axis of two holds replicas."""
 
     @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -54,7 +54,7 @@ class FullySharded(DataParallel):
         return nullcontext()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients of which each rank has shards. Collective."""
+        """Clip sharded gradients. Collective."""
         return clip_over_ranks(self.model.parameters(), self.pieces, max_norm, self.context)
 
 
@@ -65,23 +65,23 @@ def shard(
     precision: Precision,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard ``model``, or a stage of one, over ``mesh`` in place: each block by itself, the rest together.
+    """Shard ``model``, or a stage of it, over ``mesh`` in place: each block separately, the rest together.
 
-    ``blocks``: those that ``model`` holds. ``mesh``: of the ranks with the same layers and other data, of
-    one rank, too; a first axis, if it has two, holds copies. Forward and backward compute in
+    ``blocks``: the blocks in ``model``. ``mesh``: the ranks with the same layers and different data, perhaps
+    a single rank; the first axis of two holds replicas. Forward and backward compute in
     ``precision.compute_dtype``, gradients are averaged in ``precision.param_dtype``. Collective.
     """
     policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=precision.param_dtype)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # The root's own are needed again at once: torch's default keeps them, and so do we.
+    # The root's parameters are needed again at once, so torch's default, which keeps them, is used.
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def refuse_unshardable(
     model: nn.Module, blocks: Sequence[nn.Module], precision: Precision, strategy: str
 ) -> None:
-    """Raise BadFileError for what ``fully_shard`` can't do. ``strategy``: its name in the file."""
+    """Raise BadFileError if ``fully_shard`` can't shard the model. ``strategy``: its name in the file."""
     if precision.is_mixed and has_batchnorm(model):
         raise sharded_batchnorm(precision.name, strategy, "this model").as_error()
     numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
@@ -94,7 +94,7 @@ def refuse_unshardable(
 
 
 def _refuse_tied_apart(model: nn.Module, blocks: Sequence[nn.Module], strategy: str) -> None:
-    """Raise BadFileError for a parameter of two blocks, or of a block and the rest: two groups have it."""
+    """Raise BadFileError for a parameter of two blocks, or of a block and the rest: two groups shard it."""
     first: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
     for name, parameter, block in _uses(model, set(blocks)):
         other, other_block = first.setdefault(parameter, (name, block))
@@ -132,9 +132,9 @@ class FSDPStrategy(FullySharded):
 
 
 class HSDPStrategy(FullySharded):
-    """Sharded within groups of ranks (mostly a node), the groups replicas of each other.
+    """Sharded within groups of ranks (usually a node); the groups are replicas of each other.
 
-    Gathers within a group only; between groups gradient shards are averaged.
+    Gathers parameters only within a group; averages gradient shards between groups.
     """
 
     name = "hsdp"
@@ -145,9 +145,9 @@ class HSDPStrategy(FullySharded):
 
 
 class ZeRO2Strategy(FSDPStrategy):
-    """As fsdp, but a block keeps its gathered parameters until its backward is done.
+    """Like fsdp, but a block keeps its gathered parameters until the end of its backward.
 
-    Gathers once per micro-batch where fsdp gathers twice, for the memory of a whole model's parameters.
+    Gathers once per micro-batch, fsdp twice, but needs the memory of the whole model's parameters.
     """
 
     name = "zero2"

@@ -1,7 +1,7 @@
-"""The one DeviceMesh of a run, its axes those of ``topology.degrees``: who shares what with whom.
+"""The DeviceMesh of a run, with the axes of ``topology.degrees``.
 
-Made once a process group, however often the model is built: each NCCL communicator holds device memory until
-the process group is destroyed.
+Created once per process group, however often the model is built: each NCCL communicator holds device memory
+until the process group is destroyed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import AXES
 
 T = TypeVar("T")
-#: By process group of all ranks, of which there is one at a time: what ``made_once`` has made of it.
+#: Results of ``made_once``, by the process group of all ranks, of which only one exists at a time.
 _made: dict[dist.ProcessGroup | None, dict[Hashable, Any]] = {}
 
 
 def made_once(key: Hashable, make: Callable[[], T]) -> T:
-    """Return what ``make`` returned for ``key`` in this process group; what another one had is forgotten.
+    """Return the cached result of ``make`` for ``key`` in this process group; drop those of earlier groups.
 
-    Collective where ``make`` is.
+    Collective if ``make`` is.
     """
     world = dist.group.WORLD
     for gone in _made.keys() - {world}:
         del _made[gone]
-    known = _made.setdefault(world, {})
-    if key not in known:
-        known[key] = make()
-    found: T = known[key]
-    return found
+    results = _made.setdefault(world, {})
+    if key not in results:
+        results[key] = make()
+    result: T = results[key]
+    return result
 
 
 def mesh_of(context: RankContext, axes: tuple[str, ...] = AXES) -> DeviceMesh:
@@ -45,9 +45,7 @@ def mesh_of(context: RankContext, axes: tuple[str, ...] = AXES) -> DeviceMesh:
 
 
 def new_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    """Make a mesh of all ranks. Collective. ``training.memory_prediction`` has no tensors with data but
-    these.
-    """
+    """Create a mesh of all ranks. Collective. Real also in ``training.memory_prediction``'s fake mode."""
     with unset_fake_temporarily():
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
         for group in mesh.get_all_groups():
@@ -56,8 +54,9 @@ def new_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) ->
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of those who have the same layers as this rank, and other data: what ``fully_shard``
-    takes, a first axis of copies only where there are any.
+    """Return the mesh of the ranks with this rank's layers and different data, for ``fully_shard``.
+
+    It has a first axis of replicas only if there are replicas.
     """
     has_copies = part_of(mesh, "replicate").size() > 1
     return part_of(mesh, "replicate", "shard") if has_copies else part_of(mesh, "shard")
@@ -66,7 +65,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def part_of(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
     """Return the mesh of these axes of ``mesh``, the same object each time.
 
-    torch remembers how DTensors of equal meshes are sharded, meshes included, and its compiler does not find
-    an equal mesh that is another object: after a build with other degrees a model could not be compiled.
+    torch caches the sharding of DTensors by equal meshes, with the mesh, and its compiler does not find an
+    equal mesh that is another object: after a build with other degrees a model could not be compiled.
     """
     return made_once((mesh, axes), lambda: mesh[axes])

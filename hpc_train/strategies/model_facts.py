@@ -1,9 +1,8 @@
-"""``python -m hpc_train.strategies.model_facts``: what commands, which don't import torch, ask of models that
-the file names.
+"""``python -m hpc_train.strategies.model_facts``: facts about models, for commands that don't import torch.
 
-Each line of its input is ``[NAME, ARGS]`` or ``[NAME, ARGS, IMAGE_SIZE]`` in JSON, each of its output
-``facts`` of that model, ``args_refusal`` where it does not take an argument, or ``error``. A model is built
-on the meta device, without memory.
+Each input line is ``[NAME, ARGS]`` or ``[NAME, ARGS, IMAGE_SIZE]`` in JSON. Each output line is ``facts`` of
+that model, ``args_refusal`` if it does not take an argument, or ``error``. Models are built on the meta
+device, without memory.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from hpc_train.models.splitting import most_stages
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.strategies.tensor_layers import numbers_shared, shareable_in
 
-#: What models are made for that don't say it.
+#: Image size of models that don't declare it.
 _USUAL_SIZE = 224
 _CHANNELS = 3
-#: Of the encoders of smp.
+#: Stride of the encoders of smp.
 _STRIDE = 32
 #: Side of a square, or height and width, in pixels.
 ImageSize = int | list[int]
 
 
 def facts(name: str, args: dict[str, Any], image_size: ImageSize | None = None) -> dict[str, Any]:
-    """Build the model and return what decides whether it can be trained as the file says.
+    """Build the model and return the facts that decide whether the file's options can train it.
 
-    ``has_batchnorm``; and for ranks that share layers what ``validate.layer_rules.LayerFacts`` has:
-    ``shared``, of equal numbers the first alone, ``dropout_key`` and ``most_stages``. With ``image_size``
-    (pixels: of a square, or height and width) also ``size_refusal``: why the model can't take such images,
-    ``fitting_size``: one that it takes, and ``takes_img_size``: whether it can be built for another. Raises
-    BadFileError where there is no such model.
+    ``has_batchnorm``, and for ranks that share layers the fields of ``validate.layer_rules.LayerFacts``:
+    ``shared`` (only the first of equal numbers), ``dropout_key`` and ``most_stages``. If the model can't take
+    images of ``image_size`` (pixels: of a square, or height and width) also ``size_refusal``, the reason;
+    ``fitting_size``, a valid size; and ``takes_img_size``, whether it can be built for another size. Raises
+    BadFileError if there is no such model.
     """
     values = (0.5,) * _CHANNELS
     info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name, args=args), info)
-    found = {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
-    return found if image_size is None else found | _facts_of_size(name, model, image_size)
+    result = {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
+    return result if image_size is None else result | _facts_of_size(name, model, image_size)
 
 
 def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[str, Any]:
-    """Return nothing where the model takes such images, or its forward fails on meta at its own size too."""
+    """Return the facts of a refused size; empty if the model accepts it, or fails on meta at its own too."""
     model.eval()
     refusal = _refusal(model, image_size)
     if refusal is None:
@@ -79,26 +78,26 @@ def _refusal(model: nn.Module, image_size: ImageSize) -> str | None:
     try:
         with torch.no_grad():
             model(images)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # any error of the model's code
         return " ".join(str(error).split())[:200] or type(error).__name__
     return None
 
 
 def _facts_of_layers(model: nn.Module) -> dict[str, Any]:
-    found = shareable_in(model)
+    shareables = shareable_in(model)
     first: dict[int, str] = {}
-    for what, number in numbers_shared(found).items():
-        first.setdefault(number, what)
-    dropping = (each.attention_key for each in found.values() if each.attention_dropout > 0)
+    for label, number in numbers_shared(shareables).items():
+        first.setdefault(number, label)
+    dropout_keys = (item.attention_key for item in shareables.values() if item.attention_dropout > 0)
     return {
-        "shared": {what: number for number, what in first.items()},
-        "dropout_key": next(dropping, None),
+        "shared": {label: number for number, label in first.items()},
+        "dropout_key": next(dropout_keys, None),
         "most_stages": most_stages(model, find_blocks(model)),
     }
 
 
 def main() -> None:
-    """Answer until there are no more questions."""
+    """Answer every line of standard input."""
     answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
     for line in sys.stdin:
         try:

@@ -1,4 +1,4 @@
-"""``strategy: pipeline``: each rank has some of the layers; micro-batches pass from rank to rank.
+"""``strategy: pipeline``: each rank owns some of the layers; micro-batches pass from rank to rank.
 
 A stage is sharded over the ranks that have the same layers, and shares its linear layers over "tensor".
 
@@ -47,7 +47,7 @@ class PipelineStrategy(FullySharded):
     """Stages over ranks; see ``strategies.base.Strategy``.
 
     A stage's parameters and gradients are whole from a step's first forward to its last backward: gathering
-    for each micro-batch would cost 2·S times the traffic, and torch's schedules reduce them once per step.
+    for each micro-batch would need 2·S times the traffic, and torch's schedules reduce them once per step.
     """
 
     name = "pipeline"
@@ -60,16 +60,16 @@ class PipelineStrategy(FullySharded):
         degrees = context.degrees
         is_on_last = degrees.stage_rank(context.rank) == degrees.pipeline - 1
         self.owns_loss = is_on_last and degrees.tensor_rank(context.rank) == 0
-        # One rank alone has nobody to take turns with, and an older torch would have it send to itself.
+        # A single rank has one stage, because an older torch would have it send to itself.
         per_rank = stages_per_rank(context.parallel) if degrees.pipeline > 1 else 1
         self._num_stages = degrees.pipeline * per_rank
-        #: id of a parameter → what its stage's ranks share.
+        #: id of a parameter → the tensor plan of its stage.
         self._plans: dict[int, TensorPlan] = {}
         self._prepared: tuple[object, Run] | None = None
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        """Keep this rank's stages of ``model``; the tensors of all others are freed. Collective."""
-        # On all ranks alike, whichever stage it is of.
+        """Keep this rank's stages of ``model`` and free the tensors of all others. Collective."""
+        # Before the split, so that all ranks raise the same error.
         refuse_complex(model)
         refuse_unshardable(model, blocks, self.context.precision, self.name)
         self._refuse_compiled(model)
@@ -77,13 +77,13 @@ class PipelineStrategy(FullySharded):
         names = list(model.state_dict())
         self._mesh = mesh_of(self.context)
         self._first_of_stage, self._same_stage = self._make_stage_groups()
-        self._held = self._own_stages(split_model(model, blocks, self._num_stages))
+        self._held = self._local_stages(split_model(model, blocks, self._num_stages))
         drop_other_stages(model, list(self._held.values()))
         for stage in self._held.values():
             self._place_stage(model, stage, [block for block in blocks if block in set(stage.modules())])
         held = list(self._held.values())
         self.model = held[0] if len(held) == 1 else HeldStages(held)
-        # Now, since what a forward gathers is shown in their place.
+        # Read here, because a forward replaces them by gathered parameters.
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self._optimized = {name: trained[name] for name in names if name in trained}
         self._buffers = Buffers(self.model)
@@ -99,8 +99,8 @@ class PipelineStrategy(FullySharded):
         if model._compiled_call_impl is not None:
             raise compiled_whole(self.name).as_error()
 
-    def _own_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
-        """Return index → stage; BadFileError, on all ranks alike, where one has nothing to optimise."""
+    def _local_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
+        """Return index → stage; BadFileError, on all ranks, if a rank has no trainable parameters."""
         num_ranks = self.context.degrees.pipeline
         by_rank = [dict(list(enumerate(stages))[rank::num_ranks]) for rank in range(num_ranks)]
         for held in by_rank:
@@ -124,16 +124,16 @@ class PipelineStrategy(FullySharded):
         self._plans.update((id(parameter), plan) for parameter in stage.parameters())
 
     def _make_stage_groups(self) -> tuple[int, dist.ProcessGroup | None]:
-        """Return the first of the ranks that have this one's stages, and their group; None if it is alone."""
+        """Return the first of the ranks with this rank's stages, and their group; None for a single rank."""
         context = self.context
         size = context.world_size // context.degrees.pipeline
         if size == 1:
             return context.rank, None
-        # torch wants every rank to make all of them.
+        # Every rank must create all groups.
         stages = [tuple(range(first, first + size)) for first in range(0, context.world_size, size)]
         groups = made_once(tuple(stages), lambda: [dist.new_group(list(ranks)) for ranks in stages])
-        own = context.rank // size
-        return own * size, cast(dist.ProcessGroup, groups[own])
+        index = context.rank // size
+        return index * size, cast(dist.ProcessGroup, groups[index])
 
     @override
     def optimized(self) -> dict[str, nn.Parameter]:
@@ -164,13 +164,13 @@ class PipelineStrategy(FullySharded):
         return self._prepared[1]
 
     def problem(self, slots: int) -> Problem | None:
-        """Return why the file's schedule can't run this number of micro-batches, or None."""
+        """Return the reason why the file's schedule can't run this number of micro-batches, or None."""
         return problem_of_schedule(self.context.parallel, self.context.degrees.pipeline, slots)
 
     def stage_specs(self, batch: Batch, forward: Forward) -> list[OutputSpecs]:
-        """Run a forward whose result does not count; return what each stage takes, and what the last returns.
+        """Run a forward and discard its result; return the input specs of each stage and the last's outputs.
 
-        Else torch would run one of its own, in which layers draw from other streams.
+        Otherwise torch would run a forward, in which layers draw from other random streams.
         """
 
         @contextmanager
@@ -201,11 +201,11 @@ class PipelineStrategy(FullySharded):
         schedule = self.context.parallel.schedule
         if schedule == "interleaved" and len(self._held) > 1:
             return ScheduleInterleaved1F1B
-        # With fewer slots than stages no rank comes to its turns: all forward first, then all backward.
+        # With fewer slots than stages 1F1B has no steady state: all forward first, then all backward.
         return Schedule1F1B if schedule == "1f1b" and slots >= self._num_stages else ScheduleGPipe
 
     def share_buffers(self, *, all_persistent: bool) -> None:
-        """Give the ranks of each stage the buffers of the first of them."""
+        """Copy the buffers of each stage's first rank to the stage's other ranks."""
         buffers = self._buffers.tensors(all_persistent=all_persistent)
         if buffers and self._same_stage is not None:
             broadcast_from_rank_0(buffers, self._same_stage, self._first_of_stage)
@@ -215,7 +215,7 @@ class PipelineStrategy(FullySharded):
         return clip_over_ranks(self._optimized.values(), self.pieces, max_norm, self.context)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Return this rank's part of a DTensor, and any other tensor whole: its stage's ranks have it."""
+        """Return this rank's part of a DTensor; any other tensor whole, because the stage's ranks have it."""
         if isinstance(tensor, DTensor):
             return self._plans[id(like)].pieces(tensor, like)
         shape = tuple(tensor.shape)

@@ -21,12 +21,12 @@ from hpc_train.strategies.running_statistics import RunningStatistics
 
 
 class Run:
-    """A schedule, and the step that it runs: its batches, and what they come to."""
+    """A schedule, and the step that it runs: the batches and the sum of their losses."""
 
     def __init__(
         self, stages: list[MicroBatchStage], schedule: type[Any], in_flight: int, data_ranks: int
     ) -> None:
-        """``in_flight``: micro-batches that the schedule takes at a time."""
+        """``in_flight``: micro-batches that the schedule runs at a time."""
         self._in_flight = in_flight
         self._data_ranks = data_ranks
         self._batches: Sequence[Batch] = ()
@@ -37,14 +37,14 @@ class Run:
         self._has_last = any(stage.is_last for stage in stages)
         for stage in stages:
             stage.run = self
-        # A schedule of one stage takes it bare.
+        # A schedule of one stage takes the stage itself.
         is_multi = issubclass(schedule, ScheduleInterleaved1F1B)
         self._schedule = schedule(
             stages if is_multi else stages[0], in_flight, loss_fn=self._scaled_loss, scale_grads=False
         )
 
     def step(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        """Run all micro-batches forward and backward; return the weighted sum of losses, 0 where none are."""
+        """Run all micro-batches forward and backward; return the weighted sum of losses, 0 without losses."""
         self._batches, self._forward = batches, forward
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         targets = {"target": torch.arange(self._in_flight)} if self._has_last else {}
@@ -57,17 +57,18 @@ class Run:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the micro-batches now under way are the step's last."""
+        """Whether the current micro-batches are the last of the step."""
         return self._first + self._in_flight >= len(self._batches)
 
     @contextmanager
     def begun(self, chunk: int, stage: MicroBatchStage) -> Iterator[Batch]:
-        """Enter what a stage's forward runs in; yield the batch."""
+        """Enter the context of a stage's forward; yield the batch."""
         slot = self._first + chunk
         batch = self._batches[slot]
         is_spare = batch.weight == 0
         if is_spare:
-            # To the step's end, since a checkpointed forward runs again in backward. It is the last slot.
+            # Until the end of the step, because a checkpointed forward is repeated in backward. It is the
+            # last slot.
             self._kept.enter_context(buffers_kept(stage.submod))
         statistics = stage.statistics.micro_batch(slot, is_spare=is_spare)
         with statistics, self._forward.begin(batch, stage.stage_index):
@@ -77,12 +78,12 @@ class Run:
         batch = self._batches[self._first + _number(chunk)]
         loss = self._forward.loss_of(outputs, batch)
         self._total += loss.detach() * batch.weight
-        # fully_shard divides by R; the mean over M micro-batches is what is wanted.
+        # fully_shard divides by R, but the result must be the mean over M micro-batches.
         return self._forward.scale(loss * (batch.weight * self._data_ranks))
 
 
 class MicroBatchStage(PipelineStage):
-    """torch's stage, whose micro-batches (its chunks) run forward as the loop has it."""
+    """torch's stage, whose micro-batches (torch: chunks) run in the context of the training loop."""
 
     run: Run
 
@@ -97,10 +98,10 @@ class MicroBatchStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run a micro-batch within ``Run.begun``; raise its forward's own errors."""
+        """Run a micro-batch within ``Run.begun``; raise the errors of its forward unwrapped."""
         with self.run.begun(fwd_chunk_id, self) as batch:
             if self.is_first:
-                # In the layout that the stages expect: torch compares that under its debug level DETAIL.
+                # Contiguous, as the stages expect: torch compares the layout under debug level DETAIL.
                 args = (batch.inputs.contiguous(),)
             try:
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -108,7 +109,7 @@ class MicroBatchStage(PipelineStage):
                 if error.__cause__ is None:
                     raise
                 cause = error.__cause__
-            # torch wraps what a forward raises, and with it what to tell the user.
+            # torch wraps errors of a forward, and hides the message for the user.
             raise cause
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -118,5 +119,5 @@ class MicroBatchStage(PipelineStage):
 
 
 def _number(chunk: Tensor) -> int:
-    """Return the micro-batch that a chunk of ``arange`` names: its value, or without data its place."""
+    """Return the micro-batch index in a chunk of ``arange``: its value, or its offset for a fake tensor."""
     return int(chunk.storage_offset() if isinstance(chunk, FakeTensor) else chunk)

@@ -1,7 +1,7 @@
-"""BatchNorm's running statistics as one process that trains all micro-batches in order would have them.
+"""BatchNorm's running statistics, equal to those of one process that trains all micro-batches in order.
 
-Each rank sees only some of a step's micro-batches. Without this module its running mean and variance would
-be those of its own share, and the model that is evaluated and saved would depend on the number of ranks.
+Each rank runs only some of a step's micro-batches. Without this module its running mean and variance would
+be those of its share, and the evaluated and saved model would depend on the number of ranks.
 
 A training forward updates a running value x by an affine rule, x ← (1−f)·x + f·s, with the batch statistic
 s and the factor f of ``momentum`` (a cumulative average for ``momentum=None``), and never reads x. So during
@@ -9,8 +9,8 @@ a step the buffers serve as scratch memory: they are zero before each micro-batc
 after it. At the end of the step the contributions of all ranks are combined in the order of the
 micro-batches, and the buffers hold the running values again.
 
-Cost per step: an all-gather of the number of calls (8 bytes per micro-batch and layer) and an all-reduce of
-two values per channel, whatever the number of ranks; no communication on one data-parallel rank.
+Cost per step, for any number of ranks: an all-gather of the number of calls (8 bytes per micro-batch and
+layer) and an all-reduce of two values per channel. One data-parallel rank does not communicate.
 
 Used by the strategies. Legend: R data-parallel ranks, S slots of a rank, L layers, F values: mean and
 variance of each channel of each layer.
@@ -31,10 +31,10 @@ from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, is_timm_batchno
 
 
 def only_updates_statistics(module: nn.Module) -> bool:
-    """Tell whether a training forward of ``module`` updates running statistics without reading them.
+    """Return True if a training forward of ``module`` updates running statistics without reading them.
 
-    True for BatchNorm's own forward and timm's; a subclass with another forward may read them (batch
-    renormalisation does), so its buffers are treated like any other module's.
+    True for the forward of BatchNorm and timm's BatchNorm. A subclass with another forward may read them,
+    like batch renormalization, so its buffers are treated like those of other modules.
     """
     return isinstance(module, _BatchNorm) and (
         type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncedBatchNorm.forward)
@@ -45,8 +45,8 @@ def only_updates_statistics(module: nn.Module) -> bool:
 class RunningStatistics:
     """The running statistics of the BatchNorm layers of ``model`` during a step's micro-batches.
 
-    SyncBatchNorm is excluded: its statistics are those of all ranks already. So is a layer in evaluation mode
-    (frozen), whose running statistics are read and not updated.
+    Excludes SyncBatchNorm, whose statistics already cover all ranks, and layers in evaluation mode (frozen),
+    whose running statistics are read and not updated.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class RunningStatistics:
         group: dist.ProcessGroup | None = None,
         is_counted: bool = True,
     ) -> None:
-        """``model``: placed, so that its buffers stay the same tensors.
+        """``model``: placed, so that its buffers remain the same tensors.
 
-        ``group``: the ranks that train the same layers, all ranks if None: ``data_ranks`` of them, or a
-        multiple where neighbours share each micro-batch; of these neighbours one ``is_counted``.
+        ``group``: the ranks that train the same layers, all ranks if None. It has ``data_ranks`` ranks, or a
+        multiple if neighbours share each micro-batch; exactly one of these neighbours ``is_counted``.
         """
         self._candidates = _distinct_layers(model)
         self._data_rank = data_rank
@@ -71,10 +71,10 @@ class RunningStatistics:
         self._layers: list[_BatchNorm] = []
 
     def step(self, slots: int) -> AbstractContextManager[None]:
-        """Run the forward passes of one optimizer step inside; ``slots``: micro-batches of this rank, as many
-        on every rank. Collective.
+        """Return the context of the forward passes of one optimizer step. Collective.
 
-        After an exception inside, the running statistics are undefined.
+        ``slots``: micro-batches of this rank, the same number on every rank. After an exception in the
+        context the running statistics are undefined.
         """
         return self._combined(slots) if self._candidates else nullcontext()
 
@@ -86,22 +86,22 @@ class RunningStatistics:
             self._end()
 
     def micro_batch(self, slot: int, *, is_spare: bool) -> AbstractContextManager[None]:
-        """Run the forward of the ``slot``-th micro-batch inside, and nothing of another one.
+        """Return the context of the forward of the ``slot``-th micro-batch, without other micro-batches.
 
-        A spare one's statistics are dropped. Not collective.
+        The statistics of a spare micro-batch are dropped. Not collective.
         """
         return self._recorded(slot, is_spare=is_spare) if self._layers else nullcontext()
 
     @contextmanager
     def _recorded(self, slot: int, *, is_spare: bool) -> Iterator[None]:
-        # Through .data: a pipeline has forwards of several micro-batches before the first one's backward, for
-        # which autograd saved these very buffers. It does not use their values.
-        for buffers in (self._statistics(), self._calls()):  # apart: one kernel for each takes one dtype
+        # Through .data: a pipeline runs forwards of several micro-batches before the first backward, for
+        # which autograd has saved these buffers. It does not use their values.
+        for buffers in (self._statistics(), self._calls()):  # separately, because a kernel takes one dtype
             torch._foreach_zero_([buffer.data for buffer in buffers])
         yield
         if not is_spare:
-            self._own[slot] = self._flat()
-            self._own_calls[slot] = torch.stack(self._calls())
+            self._contributions[slot] = self._flat()
+            self._calls_by_slot[slot] = torch.stack(self._calls())
 
     def _begin(self, slots: int) -> None:
         layers = [layer for layer in self._candidates if layer.training and layer.track_running_stats]
@@ -112,8 +112,8 @@ class RunningStatistics:
             return
         self._before = self._flat()
         self._calls_before = torch.stack(self._calls())
-        self._own = self._before.new_zeros((slots, self._before.numel()))
-        self._own_calls = self._calls_before.new_zeros((slots, len(layers)))
+        self._contributions = self._before.new_zeros((slots, self._before.numel()))
+        self._calls_by_slot = self._calls_before.new_zeros((slots, len(layers)))
 
     def _describe(self) -> None:
         if not self._layers:
@@ -127,7 +127,7 @@ class RunningStatistics:
         ).to(device)
         momenta = [layer.momentum for layer in self._layers]
         self._is_cumulative = torch.tensor([value is None for value in momenta], device=device)
-        #: What one call leaves of the value before it.
+        #: Factor of the previous value in one call.
         self._kept_share = torch.tensor(
             [1.0 - (value or 0.0) for value in momenta], dtype=torch.float64, device=device
         )
@@ -138,25 +138,25 @@ class RunningStatistics:
         calls = self._calls_in_order()  # (R·S, L)
         total = calls.sum(0)
         later = total - calls.cumsum(0)  # calls after each micro-batch
-        own = slice(self._data_rank, None, self._data_ranks)
-        weights, kept = self._weights(calls[own], later[own], total)
-        added = (weights[:, self._layer_of].to(self._dtype) * self._own).sum(0)
+        this_rank = slice(self._data_rank, None, self._data_ranks)
+        weights, decay = self._weights(calls[this_rank], later[this_rank], total)
+        added = (weights[:, self._layer_of].to(self._dtype) * self._contributions).sum(0)
         if not self._is_counted:
             added.zero_()
         if self._data_ranks > 1:
             dist.all_reduce(added, group=self._group)
-        after = kept[self._layer_of].to(self._dtype) * self._before + added
+        after = decay[self._layer_of].to(self._dtype) * self._before + added
         parts = after.split([value.numel() for value in self._statistics()])
         torch._foreach_copy_([value.data for value in self._statistics()], list(parts))
         calls_after = self._calls_before + total
         torch._foreach_copy_([value.data for value in self._calls()], list(calls_after.unbind()))
 
     def _statistics(self) -> list[Tensor]:
-        """Return the running mean and variance of each layer, as they are now: a forward may replace them."""
+        """Return the current running mean and variance of each layer, which a forward may replace."""
         return [_buffer(layer, key) for layer in self._layers for key in ("running_mean", "running_var")]
 
     def _calls(self) -> list[Tensor]:
-        """Return how often each layer has run, tensors of shape ()."""
+        """Return the number of calls of each layer, tensors of shape ()."""
         return [_buffer(layer, "num_batches_tracked") for layer in self._layers]
 
     def _flat(self) -> Tensor:
@@ -164,26 +164,27 @@ class RunningStatistics:
         return torch.cat([value.detach().to(self._dtype) for value in self._statistics()])
 
     def _calls_in_order(self) -> Tensor:
-        """Return how often each layer ran in each micro-batch of the step, shape (S·R, L). Collective."""
+        """Return the calls of each layer in each micro-batch of the step, shape (S·R, L). Collective."""
         if self._data_ranks == 1:
-            return self._own_calls
+            return self._calls_by_slot
         members = dist.get_world_size(self._group)
-        rows = self._own_calls.new_empty((members, *self._own_calls.shape))
-        dist.all_gather_into_tensor(rows.view(-1), self._own_calls.view(-1), group=self._group)
-        one_each = rows[:: members // self._data_ranks]  # neighbours share micro-batches
-        return one_each.transpose(0, 1).reshape(-1, self._own_calls.shape[1])
+        rows = self._calls_by_slot.new_empty((members, *self._calls_by_slot.shape))
+        dist.all_gather_into_tensor(rows.view(-1), self._calls_by_slot.view(-1), group=self._group)
+        by_data_rank = rows[:: members // self._data_ranks]  # neighbours share micro-batches
+        return by_data_rank.transpose(0, 1).reshape(-1, self._calls_by_slot.shape[1])
 
     def _weights(self, calls: Tensor, later: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of each own contribution, (S, L), and of the value before the step, (L,).
+        """Return the weight of each contribution of this rank, (S, L), and of the value before the step,
+        (L,).
 
-        A contribution of k calls holds their sum, each with its factor; the rest of the step's calls shrink
-        it as they shrink the value before. For a cumulative average it holds their mean.
+        A contribution of k calls is their sum, each with its factor; the later calls of the step scale it
+        like the previous value. For a cumulative average it is their mean.
         """
         share = self._kept_share
         count = (self._calls_before + total).clamp(min=1).double()
         weights = torch.where(self._is_cumulative, calls / count, share**later)
-        kept = torch.where(self._is_cumulative, 1 - total / count, share**total)
-        return weights, kept
+        decay = torch.where(self._is_cumulative, 1 - total / count, share**total)
+        return weights, decay
 
 
 def _buffer(layer: _BatchNorm, key: str) -> Tensor:
@@ -193,11 +194,11 @@ def _buffer(layer: _BatchNorm, key: str) -> Tensor:
 
 
 def _distinct_layers(model: nn.Module) -> list[_BatchNorm]:
-    """Return the layers that keep running statistics by micro-batch, those of one buffer once."""
-    found: dict[int, _BatchNorm] = {}
+    """Return the layers with running statistics per micro-batch; layers that share a buffer once."""
+    layers: dict[int, _BatchNorm] = {}
     for module in model.modules():
         if only_updates_statistics(module) and not isinstance(module, nn.SyncBatchNorm | SyncedBatchNorm):
             assert isinstance(module, _BatchNorm)
             if module.running_mean is not None and module.num_batches_tracked is not None:
-                found.setdefault(id(module.running_mean), module)
-    return list(found.values())
+                layers.setdefault(id(module.running_mean), module)
+    return list(layers.values())

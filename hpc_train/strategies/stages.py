@@ -1,4 +1,4 @@
-"""The stages of a model that a rank owns, and a batch's way through the stages of all ranks.
+"""The stages of a model that a rank owns, and the forward of a batch through the stages of all ranks.
 
 Used by ``pipeline`` and ``split``. Legend: K ranks of a pipeline; stage s is on its rank s mod K.
 """
@@ -22,7 +22,7 @@ Values = tuple[Tensor, ...]
 
 
 class HeldStages(nn.Module):
-    """Several stages as one module, in which modules and tensors have the model's own names."""
+    """Several stages as one module, in which modules and tensors have the model's names."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class HeldStages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module, then those of the stages; parameters and buffers are found by it as well."""
+        """Yield this module, then the stages' modules; named parameters and buffers use this method, too."""
         memo = set() if memo is None else memo
         if self not in memo:
             memo.add(self)
@@ -40,29 +40,29 @@ class HeldStages(nn.Module):
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **keys: Any) -> Any:
-        """Return the stages' own in one: names are of one stage each."""
+        """Return the stages' state dicts in one; their names are disjoint."""
         return {
             name: value for stage in self._stages for name, value in stage.state_dict(*args, **keys).items()
         }
 
 
 def drop_other_stages(model: nn.Module, held: Sequence[Stage]) -> None:
-    """Free the memory of all parameters and buffers of ``model`` that are of no held stage."""
-    kept = {id(value) for stage in held for value in (*stage.parameters(), *stage.buffers())}
+    """Free the memory of all parameters and buffers of ``model`` that are not in a stage of ``held``."""
+    in_use = {id(value) for stage in held for value in (*stage.parameters(), *stage.buffers())}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in kept:
+            if parameter is not None and id(parameter) not in in_use:
                 empty = torch.empty_like(parameter, device="meta")
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in kept:
+            if buffer is not None and id(buffer) not in in_use:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
 def make_contiguous(stage: nn.Module) -> None:
-    """Have ``stage`` return what can be sent: a send takes contiguous tensors.
+    """Make ``stage`` return contiguous tensors, because a send takes only these.
 
-    Anything but a tensor or a tuple stays as it is: ``OutputSpecs`` refuses it.
+    Anything but a tensor or a tuple is unchanged; ``OutputSpecs`` refuses it.
     """
 
     def in_order(module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -75,7 +75,7 @@ def make_contiguous(stage: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a rank must know of a tensor to receive it."""
+    """The properties of a tensor that a rank needs to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,14 +97,14 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class OutputSpecs:
-    """What a stage returns."""
+    """The outputs of a stage."""
 
     values: tuple[OutputSpec, ...]
     is_tuple: bool
 
     @classmethod
     def of(cls, outputs: Any) -> OutputSpecs:
-        """Raises BadFileError where it is neither a tensor nor several."""
+        """Raises BadFileError if ``outputs`` is neither a tensor nor a tuple of tensors."""
         is_tuple = isinstance(outputs, tuple)
         values = outputs if is_tuple else (outputs,)
         if not all(isinstance(value, Tensor) for value in values):
@@ -112,12 +112,12 @@ class OutputSpecs:
         return cls(tuple(OutputSpec.of(value) for value in values), is_tuple)
 
     def joined(self, values: Sequence[Tensor]) -> Any:
-        """Return ``values`` in the form that the stage returns: a tuple, or one tensor by itself."""
+        """Return ``values`` in the form that the stage returns: a tuple or a single tensor."""
         return tuple(values) if self.is_tuple else values[0]
 
 
 def only_tensor(inputs: Any) -> Tensor:
-    """Return the inputs of a batch. Raises BadFileError where they are a structure."""
+    """Return the inputs of a batch. Raises BadFileError if they are a structure."""
     if isinstance(inputs, Tensor):
         return inputs
     raise BadFileError(
@@ -134,10 +134,10 @@ def _nothing_around(stage: int) -> AbstractContextManager[object]:
 
 
 class PipelineForward(nn.Module):
-    """The whole model's forward, one batch from stage to stage: for evaluation, and to see what passes.
+    """The whole model's forward, one batch from stage to stage: for evaluation, and to find the specs.
 
-    ``held``: index → stage of this rank, in order, of which ``model`` has the tensors. ``group``: the ranks
-    of the pipeline.
+    ``held``: index → stage of this rank, in order; ``model`` has their tensors. ``group``: the ranks of the
+    pipeline.
     """
 
     def __init__(
@@ -154,30 +154,30 @@ class PipelineForward(nn.Module):
         self._num_stages = num_stages
         self._group = group
         self._device = device
-        self._known: dict[tuple[Any, ...], list[OutputSpecs]] = {}
+        self._specs: dict[tuple[Any, ...], list[OutputSpecs]] = {}
 
     def forward(self, inputs: Tensor) -> Any:
-        """Return the outputs on the ranks of the last stage, zeros like them on the others.
+        """Return the outputs on the ranks of the last stage, zeros of the same form on the others.
 
         Collective within the pipeline; all its ranks pass the same inputs.
         """
         inputs = only_tensor(inputs)
         key = (tuple(inputs.shape), inputs.dtype, self.training)
-        outputs, specs = self.run(inputs, self._known.get(key))
-        self._known[key] = specs
+        outputs, specs = self.run(inputs, self._specs.get(key))
+        self._specs[key] = specs
         if outputs is not None:
             return outputs
         return specs[-1].joined([spec.zeros(self._device) for spec in specs[-1].values])
 
     def run(
-        self, inputs: Tensor, known: list[OutputSpecs] | None = None, around: Around = _nothing_around
+        self, inputs: Tensor, cached: list[OutputSpecs] | None = None, around: Around = _nothing_around
     ) -> tuple[Any, list[OutputSpecs]]:
-        """Return the outputs, None but on the last stage's ranks, and what each stage returns.
+        """Return the outputs, None except on the last stage's ranks, and the output specs of each stage.
 
-        What it returns is broadcast where it is not ``known``. ``around`` a stage's forward is entered.
+        The specs are broadcast unless they are ``cached``. ``around``: the context of a stage's forward.
         """
         held = dict(self._held)
-        specs = list(known or ())
+        specs = list(cached or ())
         values: Values = (inputs,)
         outputs = None
         for index in range(self._num_stages):
@@ -186,7 +186,7 @@ class PipelineForward(nn.Module):
                     values = self._received(index, values, specs[index - 1])
                 with around(index):
                     outputs = held[index](*values)
-            if known is None:
+            if cached is None:
                 specs.append(self._broadcast_specs(index, outputs if index in held else None))
             if index in held:
                 values = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -204,7 +204,7 @@ class PipelineForward(nn.Module):
         return box[0]
 
     def _received(self, stage: int, before: Values, specs: OutputSpecs) -> Values:
-        """Return what ``stage`` takes: leaves of a graph of its own."""
+        """Return the inputs of ``stage``, as leaves of a new graph."""
         if self._is_here(stage - 1):
             values = [value.detach() for value in before]
         else:

@@ -18,19 +18,19 @@ from hpc_train.validate.compatibility import uneven_sync_batchnorm
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -> nn.Module:
-    """Replace the BatchNorm layers that are not frozen, names and tensors unchanged; return the model.
+    """Replace the BatchNorm layers that are not frozen, with the same names and tensors; return the model.
 
-    Not collective, but training is from then on: all ranks must run the same forwards. On CUDA the layers
-    are torch's own, which refuses the CPU; ``SyncedBatchNorm`` is there for that. One rank changes nothing.
+    Not collective, but makes forwards collective: all ranks must run the same forwards. Uses torch's layers
+    on CUDA, and ``SyncedBatchNorm`` on the CPU, which torch's do not support. No change on a single rank.
 
-    Raises BadFileError where ``micro_batches`` of a step leave spare slots, whose samples would count twice.
+    Raises BadFileError if ``micro_batches`` of a step leave spare slots, whose samples would count twice.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if problem := uneven_sync_batchnorm(micro_batches, ranks):
         raise problem.as_error()
     if ranks == 1:
         return model
-    replaced: dict[nn.Module, nn.Module] = {}  # one layer under two names stays one
+    replaced: dict[nn.Module, nn.Module] = {}  # a layer under two names is replaced once
     for name, layer in model.named_modules():
         if isinstance(layer, nn.SyncBatchNorm | SyncedBatchNorm) or is_kept_in_evaluation(layer):
             continue
@@ -44,7 +44,7 @@ def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Tell whether any part normalises over a micro-batch (timm's fused variants and SyncBatchNorm count)."""
+    """Return True if a module normalizes over a micro-batch, including timm's variants and SyncBatchNorm."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
@@ -52,13 +52,13 @@ def _synced(layer: _BatchNorm, name: str, device: torch.device) -> nn.Module:
     make = _kind(layer, name, device)
     new = make(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
     new._parameters, new._buffers = layer._parameters, layer._buffers
-    # timm's has an activation and a dropout inside.
+    # timm's layer contains an activation and a dropout.
     new._modules = layer._modules
     return new.train(layer.training)
 
 
 def _kind(layer: _BatchNorm, name: str, device: torch.device) -> Callable[..., nn.Module]:
-    """Return the class that replaces the layer's; raises BadFileError for one with its own forward."""
+    """Return the class that replaces the layer's; raises BadFileError for a class with another forward."""
     is_timms = is_timm_batchnorm(layer)
     if not is_timms and type(layer).forward is not _BatchNorm.forward:
         raise BadFileError(
@@ -75,22 +75,20 @@ def _kind(layer: _BatchNorm, name: str, device: torch.device) -> Callable[..., n
 
 
 def is_timm_batchnorm(layer: nn.Module) -> bool:
-    """Tell whether it is timm's BatchNorm with an activation, without importing timm for other models."""
+    """Return True for timm's BatchNorm with an activation, without importing timm for other models."""
     kind = type(layer)
     return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """BatchNorm whose statistics in training are those of all ranks' inputs together."""
+    """BatchNorm whose training statistics cover the inputs of all ranks."""
 
     def _check_input_dim(self, inputs: Tensor) -> None:
         if inputs.dim() < 2:
             raise ValueError(f"expected at least 2 dims, got {inputs.dim()}")
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalize (B, C, …). Collective in training; not in evaluation, where ranks have different numbers
-        of batches.
-        """
+        """Normalize (B, C, …). Collective in training; not in evaluation, as ranks have unequal batches."""
         self._check_input_dim(inputs)
         uses_batch = self.training or self.running_mean is None
         output = self._normalise(inputs) if uses_batch and self.training else self._plain(inputs, uses_batch)
@@ -105,7 +103,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, inputs: Tensor) -> Tensor:
-        # Sums of bf16 or fp16 numbers would lose too much; F.batch_norm does the same.
+        # Sums of bf16 or fp16 numbers would lose precision; F.batch_norm does the same.
         wide = inputs.float() if inputs.dtype in (torch.bfloat16, torch.float16) else inputs
         mean, var, count = _statistics_of_all_ranks(wide)
         self._track(mean.detach(), var.detach(), count)
@@ -117,7 +115,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Update the running statistics as nn.BatchNorm does: with the unbiased variance."""
+        """Update the running statistics with the unbiased variance, like nn.BatchNorm."""
         if not self.track_running_stats:
             return
         assert self.num_batches_tracked is not None
@@ -130,10 +128,10 @@ class SyncedBatchNorm(_BatchNorm):
 
 
 def _statistics_of_all_ranks(inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and (biased) variance of each channel, shape (C,), and how many numbers that was.
+    """Return mean and (biased) variance of each channel, shape (C,), and the number of values per channel.
 
-    Each rank's own mean and squared deviations are put together (Chan et al. 1979), which cancels nothing as
-    sums of squares would, and is the same arithmetic on all ranks.
+    Combines the ranks' means and squared deviations (Chan et al. 1979), which avoids the cancellation of sums
+    of squares and is the same arithmetic on all ranks.
     """
     var_here, mean_here = torch.var_mean(inputs.transpose(0, 1).flatten(1), dim=1, correction=0)
     count_here = mean_here.new_full((1,), inputs.numel() // inputs.shape[1])
@@ -151,12 +149,12 @@ def _statistics_of_all_ranks(inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's vector as rows. Each rank's loss depends on all, so gradients are summed over ranks."""
+    """Every rank's vector as rows. Each rank's loss depends on all rows: gradients are summed over ranks."""
 
     @staticmethod
-    def forward(ctx: object, own: Tensor) -> Tensor:
-        rows = own.new_empty((dist.get_world_size(), own.numel()))
-        dist.all_gather_into_tensor(rows.view(-1), own.contiguous())
+    def forward(ctx: object, vector: Tensor) -> Tensor:
+        rows = vector.new_empty((dist.get_world_size(), vector.numel()))
+        dist.all_gather_into_tensor(rows.view(-1), vector.contiguous())
         return rows
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""``strategy: tensor``: neighbouring ranks share linear layers; over the others, data as ``fsdp`` has it."""
+"""``strategy: tensor``: neighbouring ranks share linear layers; data parallelism is that of ``fsdp``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpc_train.strategies.tensor_plan import even_out, refuse_unshared, share_la
 
 
 class TensorStrategy(FullySharded):
-    """Ranks of one ``tensor`` group compute the same micro-batches, each its part of the shared layers.
+    """Ranks of a ``tensor`` group compute the same micro-batches, each rank its part of the shared layers.
 
-    ``fully_shard`` over those with the same part, where they may be one: it casts to the compute dtype and
-    averages gradients. What is not shared is computed by all of a group, from the same numbers and random
-    streams; the first one's gradients count.
+    ``fully_shard`` over the ranks with the same part, perhaps a single rank, casts to the compute dtype and
+    averages gradients. Layers that are not shared are computed by all ranks of a group, from the same inputs
+    and random streams; the gradients of the first rank count.
     """
 
     name = "tensor"
@@ -52,7 +52,7 @@ class TensorStrategy(FullySharded):
         return total if self.owns_loss else torch.zeros_like(total)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Of a layer whose rows are q, k and v, a range of each."""
+        """Return the rank's pieces; for a layer whose rows are q, k and v, a range of each."""
         return (
             self._plan.pieces(tensor, like) if isinstance(tensor, DTensor) else super().pieces(tensor, like)
         )

@@ -1,16 +1,16 @@
-"""Which modules hold linear layers that ranks can share by columns and rows, and which layers those are.
+"""Finds the linear layers that ranks can share by columns and rows.
 
-timm's and torchvision's by their class; a plug-in's, and gpt's, by a method of the module's class
+By class in timm and torchvision; in plug-ins and gpt, by a method of the module's class
 
     def tensor_plan(self) -> dict[str, str]:
         return {"up": "columns", "down": "rows"}
 
-submodule → "columns" for linear layers that take what all ranks have, "rows" for those that take what the
-former computed. What is between has no weights, treats columns (or heads) alike, and finds their number in
-the tensors; ``num_heads`` and ``num_kv_heads``, if the module has them, become those of a rank's own heads.
+submodule → "columns" for linear layers whose inputs are whole on all ranks, "rows" for layers that take the
+results of these. The modules between have no weights, treat columns (or heads) alike, and read their number
+from the tensors; ``num_heads`` and ``num_kv_heads``, if the module has them, become the numbers per rank.
 
-Left whole: attention whose norms have weights (a rank's heads would give only its part of their gradient),
-MLPs with a norm between their layers (it needs all columns), layers that are convolutions.
+Not shared: attention whose norms have weights (a rank would compute only its heads' part of their gradient),
+MLPs with a norm between their layers (it needs all columns), and convolutions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from hpc_train.errors import BadFileError
 
-#: Attributes that are numbers of heads, of which each rank has its share.
+#: Attributes that are numbers of heads, which are divided by the number of ranks.
 _HEADS = ("num_heads", "num_kv_heads")
 
 
@@ -32,16 +32,16 @@ class Shareable:
     """The layers of one module that ranks can share."""
 
     module: nn.Module
-    #: Linear layer → of how many tensors its rows are, each shared by itself: 3 for q, k and v in one.
+    #: Linear layer → the number of tensors in its rows, each shared separately: 3 for q, k and v in one.
     columns: Mapping[str, int]
     rows: tuple[str, ...]
-    #: The module's numbers of heads, all of which ranks share.
+    #: Attributes of the module that are numbers of heads.
     heads: tuple[str, ...] = ()
-    #: Widths that the module remembers and computes with.
+    #: Attributes of the module that are widths.
     widths: tuple[str, ...] = ()
     #: Dropouts between columns and rows.
     dropouts: tuple[str, ...] = ()
-    #: How much of attention's weights is dropped, and the file's key of that.
+    #: Dropout rate of attention weights, and its key in the file.
     attention_dropout: float = 0.0
     attention_key: str = "model.args.dropout"
 
@@ -58,59 +58,61 @@ class Shareable:
 
 
 def find_shareable(module: nn.Module) -> Shareable | None:
-    """Return what of ``module`` itself ranks can share, if anything.
+    """Return the shareable layers of ``module`` itself, if any.
 
-    Raises BadFileError where its ``tensor_plan`` is wrong.
+    Raises BadFileError if its ``tensor_plan`` is wrong.
     """
     kind = type(module)
     if callable(getattr(kind, "tensor_plan", None)):
         return _declared(module)
     find = _FINDERS.get(f"{kind.__module__}.{kind.__qualname__}")
-    found = find(module) if find is not None else None
-    # A subclass of Linear, or a convolution, computes something else.
-    is_linear = found is not None and all(
-        type(module.get_submodule(name)) is nn.Linear for name in found.layers
+    shareable = find(module) if find is not None else None
+    # A subclass of Linear, or a convolution, has a different computation.
+    is_linear = shareable is not None and all(
+        type(module.get_submodule(name)) is nn.Linear for name in shareable.layers
     )
-    return found if is_linear else None
+    return shareable if is_linear else None
 
 
 def shareable_in(model: nn.Module, within: nn.Module | None = None) -> dict[str, Shareable]:
-    """Return what of ``model``, or of a stage of ``within``, ranks can share, by the names of modules."""
-    found = dict(_shareable(model))
+    """Return the shareable layers of ``model``, or of a stage of ``within``, by module name."""
+    by_module = dict(_shareable(model))
     if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in (within or model).modules()):
-        # timm's, of another angle for each head, of which attention would want its own heads'.
-        return {name: each for name, each in found.items() if not each.heads}
-    return found
+        # timm's embedding has different angles per head, of which attention would need this rank's heads.
+        return {name: shareable for name, shareable in by_module.items() if not shareable.heads}
+    return by_module
 
 
 def _shareable(model: nn.Module) -> Iterator[tuple[str, Shareable]]:
-    """Yield the name of a module and what of it is shared, each layer once."""
+    """Yield module names with their shareable layers, each layer once."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     taken: set[nn.Module] = set()
     for name, module in model.named_modules():
-        found = find_shareable(module)
-        if found is None:
+        shareable = find_shareable(module)
+        if shareable is None:
             continue
-        layers = {found.linear(layer) for layer in found.layers}
+        layers = {shareable.linear(layer) for layer in shareable.layers}
         is_tied = any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters())
         if not is_tied and not layers & taken:
             taken |= layers
-            yield name, found
+            yield name, shareable
 
 
-def numbers_shared(found: Mapping[str, Shareable]) -> dict[str, int]:
-    """Return what tensor ranks must divide (``heads of blocks.0.attn (num_heads)``) → its number."""
-    return {what: number for name, each in found.items() for what, number in _numbers(name, each)}
+def numbers_shared(by_module: Mapping[str, Shareable]) -> dict[str, int]:
+    """Return the numbers that tensor ranks must divide, by description (``heads of blocks.0.attn``)."""
+    return {
+        label: number for name, shareable in by_module.items() for label, number in _numbers(name, shareable)
+    }
 
 
-def _numbers(name: str, found: Shareable) -> Iterator[tuple[str, int]]:
-    """Yield what ranks share, heads first: those say more than the columns that are made of them."""
-    for attribute in found.heads:
-        yield f"heads of {name} ({attribute})", getattr(found.module, attribute)
-    for layer, parts in found.columns.items():
-        yield f"columns of {name}.{layer}", found.linear(layer).out_features // parts
-    for layer in found.rows:
-        yield f"rows of {name}.{layer}", found.linear(layer).in_features
+def _numbers(name: str, shareable: Shareable) -> Iterator[tuple[str, int]]:
+    """Yield labels and numbers, heads first: they are clearer than the columns that form them."""
+    for attribute in shareable.heads:
+        yield f"heads of {name} ({attribute})", getattr(shareable.module, attribute)
+    for layer, parts in shareable.columns.items():
+        yield f"columns of {name}.{layer}", shareable.linear(layer).out_features // parts
+    for layer in shareable.rows:
+        yield f"rows of {name}.{layer}", shareable.linear(layer).in_features
 
 
 def _declared(module: nn.Module) -> Shareable:
@@ -141,7 +143,7 @@ def _declared(module: nn.Module) -> Shareable:
 
 
 def _timm_attention(module: nn.Module) -> Shareable | None:
-    # Older versions compute with the width of what they take.
+    # Older versions compute with the width of their input.
     if not hasattr(module, "attn_dim") or _has_weights(module, "q_norm", "k_norm", "norm"):
         return None
     columns = {"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1}
@@ -176,7 +178,7 @@ def _has_weights(module: nn.Module, *names: str) -> bool:
     return any(isinstance(norm, nn.Module) and any(True for _ in norm.parameters()) for norm in norms)
 
 
-#: By the class's full name, so that timm and torchvision are imported only by who uses them.
+#: By the class's full name, so that timm and torchvision are imported only if a model uses them.
 _FINDERS: dict[str, Callable[[nn.Module], Shareable | None]] = {
     "timm.layers.attention.Attention": _timm_attention,
     "timm.layers.attention.AttentionRope": _timm_attention,

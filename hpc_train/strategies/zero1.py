@@ -1,7 +1,7 @@
-"""``strategy: zero1``: as ddp, but each rank owns the optimizer state of its own slice of each parameter.
+"""``strategy: zero1``: like ddp, but each rank owns the optimizer state of one slice of each parameter.
 
-Legend: R ranks; slice r of a tensor of d rows is rows r⌈d/R⌉ … (r+1)⌈d/R⌉, as ``torch.chunk`` and DTensor's
-``Shard(0)`` have it: the last ones may be shorter, or empty.
+Legend: R ranks; slice r of a tensor of d rows is rows r⌈d/R⌉ … (r+1)⌈d/R⌉, like in ``torch.chunk`` and
+DTensor's ``Shard(0)``. The last slices may be shorter, or empty.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hpc_train.strategies.base import Forward
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.mesh import new_mesh
 
-#: What one collective brings to a rank: enough to be fast, little beside a model (assumed).
+#: Bytes that one collective brings to a rank: enough to be fast, and little compared to a model (assumed).
 BUCKET_BYTES = 32 << 20
 
 
 class ZeRO1Strategy(DDPStrategy):
     """ZeRO stage 1 (Rajbhandari et al. 2019, arXiv:1910.02054): only the optimizer's state is sharded.
 
-    What is optimised are DTensors whose local part is a view of the model's own parameter, so a slice that
-    the optimizer changes needs no copy on this rank, only on the others.
+    The optimizer gets DTensors whose local part is a view of the model's parameter, so that an updated slice
+    needs no copy on this rank, only on the others.
     """
 
     name = "zero1"
@@ -50,7 +50,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        # The optimizer drops the gradients of the slices alone.
+        # The optimizer resets only the gradients of the slices.
         for parameter in self._whole.values():
             parameter.grad = None
         total = super().accumulate(batches, forward)
@@ -59,19 +59,19 @@ class ZeRO1Strategy(DDPStrategy):
         return total
 
     def weights_changed(self) -> None:
-        """Gather the slices that the ranks' optimizers have changed into every rank's model. Collective."""
+        """Gather the slices that the ranks' optimizers have updated into every rank's model. Collective."""
         sharded = [whole for whole, part in self._pairs() if part.placements == (Shard(0),)]
         if sharded:
             gather_slices(sharded, self.context.rank, self.context.world_size)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the slices: the whole gradients are as fp16's scaler left them, and nobody reads them."""
+        """Clip the slices only: the whole gradients are not unscaled under fp16, and are not read again."""
         parameters = [part for part in self._slices.values() if part.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
-        """Yield each parameter with its slice; none where one rank alone trains."""
+        """Yield each parameter with its slice; nothing on a single rank."""
         for name, part in self._slices.items():
             if isinstance(part, DTensor):
                 yield self._whole[name], part
@@ -79,7 +79,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 @torch.no_grad()
 def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor over a view of this rank's slice, or of all where no slice is contiguous."""
+    """Return a DTensor over a view of this rank's slice, or of the whole if slices are not contiguous."""
     placement: Placement = Shard(0) if _has_rows(whole) else Replicate()
     is_sharded = placement.is_shard()
     local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if is_sharded else whole.detach()
@@ -89,7 +89,7 @@ def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _has_rows(whole: Tensor) -> bool:
-    """Tell whether dim 0 is outermost in memory: fused kernels walk it, and transposed rows have gaps."""
+    """Return True if dim 0 is outermost in memory, which fused kernels need; transposed rows have gaps."""
     return whole.dim() > 0 and whole.stride(0) * whole.shape[0] >= whole.numel()
 
 
@@ -107,10 +107,10 @@ def gather_slices(
         first = bucket[0].whole
         sizes = [rows.numel for rows in bucket]
         gathered = first.new_empty((world_size, sum(sizes)))
-        own = first.new_zeros(sum(sizes))
-        for rows, place in zip(bucket, own.split(sizes), strict=True):
+        sent = first.new_zeros(sum(sizes))
+        for rows, place in zip(bucket, sent.split(sizes), strict=True):
             _copy(place, rows.of(rank, world_size), into_flat=True)
-        dist.all_gather_into_tensor(gathered.view(-1), own)
+        dist.all_gather_into_tensor(gathered.view(-1), sent)
         for other in (number for number in range(world_size) if number != rank):
             for rows, place in zip(bucket, gathered[other].split(sizes), strict=True):
                 _copy(place, rows.of(other, world_size), into_flat=False)
@@ -129,7 +129,7 @@ class _Rows:
         return self.count * (self.whole[:1].numel())
 
     def of(self, rank: int, world_size: int) -> Tensor:
-        """Return a view of them in one rank's slice: fewer rows where that slice is shorter."""
+        """Return a view of these rows in one rank's slice; fewer rows if the slice is shorter."""
         size, length = _slice_rows(self.whole, world_size), self.whole.shape[0]
         begin = min(rank * size + self.begin, length)
         end = min(begin + self.count, length)
@@ -141,7 +141,7 @@ def _slice_rows(whole: Tensor, world_size: int) -> int:
 
 
 def _copy(flat: Tensor, rows: Tensor, *, into_flat: bool) -> None:
-    """Copy between ``rows`` and the beginning of ``flat``, which is longer where rows are missing."""
+    """Copy between ``rows`` and the beginning of ``flat``, which is longer if rows are missing."""
     beginning = flat[: rows.numel()].view(rows.shape)
     if into_flat:
         beginning.copy_(rows)
@@ -150,15 +150,15 @@ def _copy(flat: Tensor, rows: Tensor, *, into_flat: bool) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor], world_size: int, bucket_bytes: int) -> Iterator[list[_Rows]]:
-    """Yield rows of one dtype and device that fit into this number of bytes over all ranks' slices.
+    """Yield rows of one dtype and device that fit into ``bucket_bytes`` over all ranks' slices.
 
-    One row of each rank is never split.
+    A row is never split.
     """
     kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
     for kind in kinds:
         bucket: list[_Rows] = []
         left = bucket_bytes
-        for tensor in (each for each in tensors if (each.dtype, each.device) == kind and each.numel()):
+        for tensor in (item for item in tensors if (item.dtype, item.device) == kind and item.numel()):
             row_bytes = tensor[:1].nbytes * world_size
             begin, size = 0, _slice_rows(tensor, world_size)
             while begin < size:

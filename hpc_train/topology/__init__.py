@@ -1,3 +1,3 @@
-"""What follows from a file for its ranks: degrees of parallelism, pipeline schedules, batch arithmetic.
+"""Degrees of parallelism, pipeline schedules and batch arithmetic, derived from the file.
 Imports no torch.
 """

@@ -1,6 +1,6 @@
 """The arithmetic of a step and of a run: G samples, M micro-batches, R ranks, N training samples.
 
-Called by the planner, which may not know N, and by every rank.
+Called by the planner, for which N may be unknown, and by every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
     from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
 
-#: Minutes between checkpoints where the file says neither steps nor minutes.
+#: Minutes between checkpoints if the file sets neither steps nor minutes.
 DEFAULT_SAVE_EVERY_MIN = 10.0
 
 
@@ -33,7 +33,7 @@ class BatchArithmetic:
 
     @classmethod
     def of(cls, optimization: OptimizationConfig, num_samples: int, ranks: int) -> BatchArithmetic:
-        """Raises BadFileError where N < G or R > M."""
+        """Raises BadFileError if N < G or R > M."""
         sizes = optimization.global_batch_size, optimization.micro_batch_size
         if problem := too_few_samples(*sizes, num_samples):
             raise problem.as_error()
@@ -49,13 +49,13 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """How one optimizer step is divided into micro-batches and over ranks, and its precision.
+    """The division of an optimizer step into micro-batches and over ranks, and its precision.
 
     Every command and rank 0's log print it with ``str``.
     """
 
     global_batch_size: int
-    #: None: ``auto``, and not found yet.
+    #: None: ``auto``, not determined yet.
     micro_batch_size: int | None
     ranks: int
     #: Ranks, or groups of ranks with one copy of the model, that share the micro-batches of a step.
@@ -102,7 +102,7 @@ def accumulation(micro_batches: int, ranks: int) -> int:
 
 
 def count_total_steps(optimization: OptimizationConfig, steps_per_epoch: int | None) -> int | None:
-    """Return the number of optimizer steps; None where it follows from data of unknown size."""
+    """Return the number of optimizer steps; None if it depends on data of unknown size."""
     if optimization.steps is not None:
         return optimization.steps
     assert optimization.epochs is not None, "the rules require epochs or steps"
@@ -115,7 +115,7 @@ def evaluation_interval(evaluation: EvaluationConfig, steps_per_epoch: int) -> i
 
 
 def minutes_between_saves(checkpoint: CheckpointConfig) -> float | None:
-    """Return ``every_min``, or its default without ``every_steps``; None where steps decide."""
+    """Return ``every_min``, or its default without ``every_steps``; None if only steps are set."""
     if checkpoint.every_min is None and checkpoint.every_steps is None:
         return DEFAULT_SAVE_EVERY_MIN
     return checkpoint.every_min
@@ -129,10 +129,10 @@ def too_few_micro_batches(
     is_auto: bool = False,
     found: int | None = None,
 ) -> Problem | None:
-    """Return what is wrong where M < R: a rank without a micro-batch would have no gradients.
+    """Return the problem if M < R: a rank without a micro-batch would have no gradients.
 
-    ``ranks_per_copy`` ranks share one copy of the model. ``is_auto``: the file says
-    ``micro_batch_size: auto``, which ``found`` that size in the run's first attempt.
+    ``ranks_per_copy`` ranks share one copy of the model. ``is_auto``: the file has
+    ``micro_batch_size: auto``; ``found``: the size from the search in the run's first attempt.
     """
     if ranks <= micro_batches:
         return None
@@ -152,7 +152,7 @@ def too_few_micro_batches(
 
 
 def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | None:
-    """Return what is wrong where the micro-batch size does not divide G."""
+    """Return the problem if the micro-batch size does not divide G."""
     if global_batch_size % micro_batch_size == 0:
         return None
     below = global_batch_size // micro_batch_size * micro_batch_size
@@ -165,7 +165,7 @@ def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | 
 
 
 def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
-    """Return what is wrong where ``data.augment.repeats`` does not divide G."""
+    """Return the problem if ``data.augment.repeats`` does not divide G."""
     if global_batch_size % repeats == 0:
         return None
     fitting = max(size for size in range(1, repeats) if global_batch_size % size == 0)
@@ -179,7 +179,7 @@ def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
 def too_few_samples(
     global_batch_size: int, micro_batch_size: int | Literal["auto"], num_samples: int
 ) -> Problem | None:
-    """Return what is wrong where N < G."""
+    """Return the problem if N < G."""
     if num_samples >= global_batch_size:
         return None
     path = ("optimization", "global_batch_size")
@@ -203,7 +203,7 @@ def count_warmup_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:
 def too_long_warmup(
     schedule: ScheduleConfig, warmup: float, length: int, unit: str = "steps"
 ) -> Problem | None:
-    """Return what is wrong where a warm-up is not shorter than the run, both in ``unit``."""
+    """Return the problem if a warm-up is not shorter than the run, both in ``unit``."""
     if warmup < length:
         return None
     key = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"

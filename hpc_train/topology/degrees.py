@@ -1,7 +1,7 @@
-"""Degrees of parallelism: how many ranks share what, and the position of a rank in each dimension.
+"""Degrees of parallelism, and the position of a rank along each axis.
 
-Ranks are numbered over the axes (pipeline, replicate, shard, tensor), the last varying fastest, so that ranks
-that communicate most are neighbours on a node. Called by the planner and by every rank.
+Ranks are numbered over the axes (pipeline, replicate, shard, tensor), the last varying fastest, so that the
+ranks that communicate most are neighbours on a node. Called by the planner and by every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpc_train.topology.strategy_traits import traits_of
 if TYPE_CHECKING:
     from hpc_train.config.training_sections import ParallelConfig
 
-#: In the order in which ranks are numbered.
+#: In the order of rank numbering.
 AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
@@ -37,13 +37,11 @@ class Degrees:
 
     @property
     def data_ranks(self) -> int:
-        """R: the number of ranks, or groups of ranks with one copy of the model, that share a step's
-        micro-batches.
-        """
+        """R: the number of ranks, or groups with one copy of the model, that share a step's micro-batches."""
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Return the index, among the R groups, of the group that a rank belongs to."""
+        """Return the index of a rank's group among the R groups."""
         return rank // self.tensor % self.data_ranks
 
     def stage_rank(self, rank: int) -> int:
@@ -56,22 +54,22 @@ class Degrees:
 
 
 class Ranks(NamedTuple):
-    """How many ranks a run has: at most, at most on one node, and at least; None: known once it starts."""
+    """A run's ranks: maximum, maximum on one node, and minimum; None: unknown before the start."""
 
     most: int | None = None
     per_node: int | None = None
     fewest: int | None = None
     #: Upper bound for one attempt: all its GPUs for the whole time limit.
     gpu_hours: float | None = None
-    #: GPUs, and CPU cores at least, that the run occupies at most.
+    #: Maximum numbers of GPUs and CPU cores that the run occupies; it may occupy more cores.
     gpus: int | None = None
     cores: int | None = None
-    #: How long one attempt may train: its time limit without the time to save and stop; None: no limit.
+    #: Training time of one attempt: its time limit without the time to save and stop; None: no limit.
     attempt_s: float | None = None
 
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:
-    """Return the degrees of ``parallel:`` for this number of ranks, or why they don't fit it.
+    """Return the degrees of ``parallel:`` for this number of ranks, or the problem if they don't fit.
 
     For a strategy without traits all ranks are data-parallel.
     """
@@ -80,7 +78,7 @@ def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> D
 
 
 def in_words(degrees: Degrees) -> str:
-    """Return ``pipeline 2 × shard 4``: the degrees above 1; ``1`` where there is none."""
+    """Return the degrees above 1, like ``pipeline 2 × shard 4``; ``1`` if there are none."""
     above = [f"{key} {size}" for key in AXES if (size := getattr(degrees, key)) > 1]
     return " × ".join(above) or "1"
 
@@ -104,7 +102,7 @@ def _product(sizes: Mapping[str, int | None]) -> int:
 
 
 def _within_a_node(ranks: int, ranks_per_node: int, others: int) -> int:
-    """Return how many of a node's ranks share each layer: as many as ``others`` leave, in equal groups."""
+    """Return the number of a node's ranks that share each layer: the maximum with equal groups."""
     most = ranks_per_node // others
     return max((size for size in divisors(gcd(ranks_per_node, ranks // others)) if size <= most), default=1)
 
@@ -135,7 +133,7 @@ def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_no
 def _nearest_fit(
     parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_node: int
 ) -> tuple[str, str]:
-    """Return the key to change (copies first) and what to write: the nearest number that fits, if any."""
+    """Return the key to change (replicas first) and the remedy: the nearest number that fits, if any."""
     keys = [key for key in ("replicate", "shard", "pipeline", "tensor") if getattr(parallel, key) is not None]
     for key in keys:
         written = getattr(parallel, key)

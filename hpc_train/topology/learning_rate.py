@@ -1,7 +1,7 @@
 """The built-in learning-rate schedules, one row each: their names, arguments and shapes. No torch.
 
-``validate`` reads the names, ``training.schedules`` makes a run's schedule of a row. A new one is a function
-and its row in ``OVER_SPAN`` or ``OVER_STEPS``.
+``validate`` reads the names, ``training.schedules`` builds a run's schedule from a row. A new schedule is a
+function and its row in ``OVER_SPAN`` or ``OVER_STEPS``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARGS = ("optimization", "schedule", "args")
 
 
 class ScheduleArguments:
-    """Reads ``schedule.args``: every value checked, every unknown name refused."""
+    """Reads ``schedule.args``; checks every value and refuses unknown names."""
 
     def __init__(self, config: ScheduleConfig, steps_per_epoch: int) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class ScheduleArguments:
         self._known: set[str] = set()
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number; ``default`` None: it must be there."""
+        """Return a positive number; ``default`` None: the argument is required."""
         self._known.add(name)
         value = self._config.args.get(name, default)
         if value is None:
@@ -58,22 +58,22 @@ class ScheduleArguments:
         return sorted(v * (1 if name == in_steps else self._steps_per_epoch) for v in values)
 
     def refuse_unused(self) -> None:
-        """Raise for the first name that the schedule did not ask for."""
+        """Raise for the first name that the schedule did not read."""
         for name in self._config.args.keys() - self._known:
             raise unknown_argument(ARGS, self._config.name, name, sorted(self._known)).as_error()
 
     def _one_of(self, first: str, second: str, *, needed: bool) -> str:
-        given = [name for name in (first, second) if name in self._config.args]
-        if len(given) > 1 or (needed and not given):
-            said = "both" if given else "neither"
-            raise self._error(f"{self._config.name} takes {first} or {second} and has {said}; write one")
-        return given[0] if given else first
+        names = [name for name in (first, second) if name in self._config.args]
+        if len(names) > 1 or (needed and not names):
+            count = "both" if names else "neither"
+            raise self._error(f"{self._config.name} takes {first} or {second} and has {count}; write one")
+        return names[0] if names else first
 
-    def _error(self, what: str) -> BadFileError:
-        return BadFileError(f"{dotted(ARGS)}: {what}")
+    def _error(self, message: str) -> BadFileError:
+        return BadFileError(f"{dotted(ARGS)}: {message}")
 
 
-# Of the part x in [0, 1) of the steps after the warm-up that is done, from 1 to 0.
+# Functions of x in [0, 1), the completed part of the steps after the warm-up; from 1 to 0.
 
 
 def _cosine(arguments: ScheduleArguments) -> Callable[[float], float]:
@@ -92,7 +92,7 @@ def _poly(arguments: ScheduleArguments) -> Callable[[float], float]:
     return lambda x: float((1 - x) ** power)
 
 
-# Of the step, counted from the run's beginning.
+# Functions of the step, counted from the start of the run.
 
 
 def _constant(arguments: ScheduleArguments) -> Schedule:
@@ -117,7 +117,7 @@ def _exponential(arguments: ScheduleArguments) -> Schedule:
     return lambda step: float(gamma ** (step / every))
 
 
-#: Of the steps after the warm-up.
+#: Schedules over the steps after the warm-up.
 OVER_SPAN = {"cosine": _cosine, "linear": _linear, "poly": _poly}
-#: Of the steps of the whole run.
+#: Schedules over the steps of the whole run.
 OVER_STEPS = {"constant": _constant, "step": _step, "multistep": _multistep, "exponential": _exponential}

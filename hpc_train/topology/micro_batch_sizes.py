@@ -1,4 +1,4 @@
-"""The micro-batch sizes that a run may have: what ``auto`` tries on the ranks, and ``plan`` compares."""
+"""The possible micro-batch sizes of a run, for ``auto`` on the ranks and for ``plan``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hpc_train.topology.strategy_traits import traits_of
 
 
 def candidates(global_batch_size: int, data_ranks: int) -> list[int]:
-    """Return the sizes that divide G and leave each rank a micro-batch, the smallest first."""
+    """Return the sizes that divide G and give each rank a micro-batch, in ascending order."""
     return [size for size in divisors(global_batch_size) if size * data_ranks <= global_batch_size]
 
 
 def scheduled_candidates(
     global_batch_size: int, parallel: ParallelConfig, degrees: Degrees, data_ranks: int | None = None
 ) -> list[int]:
-    """Return those of ``candidates`` that a pipeline's schedule takes and that keep its ranks at work.
+    """Return the ``candidates`` that a pipeline's schedule supports and that keep its ranks busy.
 
-    ``data_ranks``: the most that an attempt may have; default: those of ``degrees``.
+    ``data_ranks``: the maximum of an attempt; default: ``degrees.data_ranks``.
     """
     sizes = candidates(global_batch_size, data_ranks or degrees.data_ranks)
     slots = {size: accumulation(global_batch_size // size, degrees.data_ranks) for size in sizes}
-    # With fewer micro-batches than ranks a pipeline never comes to its turns.
+    # With fewer micro-batches than ranks a pipeline has no steady state.
     has_schedule = traits_of(parallel.strategy).has_schedule
     fewest = min(degrees.pipeline, max(slots.values(), default=1)) if has_schedule else 1
     return [

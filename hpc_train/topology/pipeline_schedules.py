@@ -11,7 +11,7 @@ from hpc_train.topology.strategy_traits import traits_of
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:
-    """Return v: the file's value, else 2 for an interleaved pipeline and 1 for any other."""
+    """Return v: the file's value, else 2 for an interleaved pipeline and 1 otherwise."""
     if parallel.stages_per_rank is not None:
         return parallel.stages_per_rank
     return 2 if traits_of(parallel.strategy).has_schedule and parallel.schedule == "interleaved" else 1
@@ -32,7 +32,7 @@ def bubble(parallel: ParallelConfig, ranks: int, slots: int) -> float:
 
 
 def problem_of_schedule(parallel: ParallelConfig, ranks: int, slots: int) -> Problem | None:
-    """Return why the schedule can't run ``slots`` slots per step, or None.
+    """Return the problem if the schedule can't run ``slots`` slots per step, else None.
 
     ``1f1b`` with fewer slots than ranks is equivalent to gpipe. ``interleaved`` runs in rounds of K slots or
     a few more, all rounds of one size.
@@ -52,7 +52,7 @@ def problem_of_schedule(parallel: ParallelConfig, ranks: int, slots: int) -> Pro
 
 
 def problem_of_stages(parallel: ParallelConfig) -> Problem | None:
-    """Return why the schedule can't have this many stages per rank, or None."""
+    """Return the problem if the schedule does not support the stages per rank, else None."""
     traits = traits_of(parallel.strategy)
     if not traits.has_stages:
         return None

@@ -1,7 +1,7 @@
 """The properties of strategies that are needed without importing torch: one row per strategy.
 
-Validation, planning and the batch size search read these rows; none of them names a strategy. A plug-in
-exports its own row as an entry point under the strategy's name in the group ``hpc_train.strategy_traits``.
+Validation, planning and the batch size search read these rows instead of naming strategies. A plug-in exports
+its row as an entry point under the strategy's name in the group ``hpc_train.strategy_traits``.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from hpc_train.registry import load_traits
 class StrategyTraits:
     """The defaults describe a data-parallel plug-in whose ranks each own the whole model."""
 
-    #: The degrees (keys of ``parallel:``) that the strategy takes.
+    #: The degrees (keys of ``parallel:``) that the strategy supports.
     degrees: tuple[str, ...] = ()
-    #: The degrees that default to the remaining ranks: the first of these that the file does not give.
+    #: The degrees that default to the remaining ranks: the first of them that the file does not set.
     rest: tuple[str, ...] = ("replicate",)
     #: A degree that defaults to all ranks of a node.
     spans_node: str | None = None
-    #: A degree that defaults to the largest number of ranks that divides what a node has left.
+    #: A degree that defaults to the largest number of ranks that divides the remaining ranks of a node.
     divides_node: str | None = None
-    #: The strategy that also replicates what this one shards.
+    #: The strategy that additionally replicates the shards of this strategy.
     replicated_by: str | None = None
-    #: Boolean keys of ``parallel.args``; None: the strategy checks its arguments itself.
+    #: Boolean keys of ``parallel.args``; None: the strategy itself checks its arguments.
     arguments: tuple[str, ...] | None = None
     #: Whether parameters are DTensors that ``fully_shard`` placed.
     shards_parameters: bool = False
-    #: Whether the optimizer receives shards in place of whole parameters.
+    #: Whether the optimizer receives shards instead of whole parameters.
     shards_optimizer: bool = False
     #: Whether a rank owns parts of layers, or some of the layers only.
     is_model_parallel: bool = False
-    #: Whether the model is cut into stages, one after the other.
+    #: Whether the model is split into consecutive stages.
     has_stages: bool = False
     #: Whether stages work on several micro-batches at a time, by ``parallel.schedule``.
     has_schedule: bool = False
-    #: Whether a rank's micro-batches follow each other, so that two need as much memory as all.
+    #: Whether a rank runs its micro-batches one after the other, so that two need as much memory as all.
     runs_one_by_one: bool = False
     #: Whether a DeviceMesh is created, with process groups along its axes.
     has_mesh: bool = True
-    #: ``module:attr`` of a built-in strategy's class. A plug-in names it by an entry point instead.
+    #: ``module:attr`` of a built-in strategy's class. A plug-in has an entry point instead.
     implementation: str = ""
 
 
@@ -132,8 +132,8 @@ BUILT_IN = {
 def traits_of(strategy: str) -> StrategyTraits:
     """Return the traits of a strategy by its name in the file.
 
-    A strategy without a row, or an unknown one, has the defaults. Raises BadFileError where a plug-in's row
-    can't be imported or is not a ``StrategyTraits``.
+    An unknown strategy, or one without a row, has the defaults. Raises BadFileError if a plug-in's row can't
+    be imported or is not a ``StrategyTraits``.
     """
     if strategy in BUILT_IN:
         return BUILT_IN[strategy]
@@ -148,12 +148,12 @@ def traits_of(strategy: str) -> StrategyTraits:
     return row
 
 
-def problems_of_arguments(strategy: str, given: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what is wrong with ``parallel.args``. Validation calls it, and the strategies of this package."""
+def problems_of_arguments(strategy: str, arguments: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problems of ``parallel.args``. Called by validation and the strategies of this package."""
     taken = traits_of(strategy).arguments
     if taken is None:
         return
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         path = ("parallel", "args", argument)
         if argument not in taken:
             remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
@@ -164,5 +164,5 @@ def problems_of_arguments(strategy: str, given: Mapping[str, object]) -> Iterato
 
 
 def taking(degree: str) -> tuple[str, ...]:
-    """Return the strategies of this package that take a degree."""
+    """Return the strategies of this package that support a degree."""
     return tuple(name for name, traits in BUILT_IN.items() if degree in traits.degrees)

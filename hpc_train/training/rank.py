@@ -86,7 +86,7 @@ class Rank:
         ``parts``: see ``step_times.FirstStep``.
         """
         self.flag.act_at_once(None)
-        self.flag.has_nothing_to_lose = False
+        self.flag.may_exit_early = False
         self.watchdog.has_stepped()
         if self.events is not None:
             self.events.first_step = dict(parts)

@@ -52,7 +52,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         return ExitCode.INTERRUPTED
     if peer_lost(error) and not isinstance(cause, UserError):
         _say(f"rank {facts.rank}: a peer is gone: {error}")
-        if flag and flag.has_nothing_to_lose:  # asked to stop like this one, the peer was only quicker
+        if flag and flag.may_exit_early:  # asked to stop like this one, the peer was only quicker
             return ExitCode.TRY_AGAIN
         if words := nccl_words(error):
             _tell(paths.attempt(attempt), facts.rank, words)
@@ -61,7 +61,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError) or (flag and compile_error(error) is not None):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
-    if not isinstance(cause, HpcTrainError) and flag.has_nothing_to_lose and (limited := refusal(error)):
+    if not isinstance(cause, HpcTrainError) and flag.may_exit_early and (limited := refusal(error)):
         cause = EnvironmentRefusesError(limited)
         if "`ulimit -u`" in limited:  # counts the user's other processes on the node, which may end
             cause.exit_code = ExitCode.FAILED
@@ -129,7 +129,7 @@ def _micro_batch_error(
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"
     # In the driver's own words, not the allocator's, others may have filled the device before.
-    is_sure = flag.has_nothing_to_lose and not committed(paths) and "CUDA error: out of memory" not in words
+    is_sure = flag.may_exit_early and not committed(paths) and "CUDA error: out of memory" not in words
     found = (BadFileError if is_sure else MicroBatchError)(
         f"optimization.micro_batch_size: {size} does not fit {place}; write {smaller}, "
         f"activation_checkpointing: blocks, or a parallel.strategy that shards ({words})"

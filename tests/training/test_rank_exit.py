@@ -37,7 +37,7 @@ def end(
     paths: RunPaths, error: BaseException, *, has_stepped: bool = False, signals: int = 0
 ) -> tuple[ExitCode, str | None]:
     """Return the exit code of rank 0, and what it leaves as its error."""
-    flag = StopFlag(count=signals, has_nothing_to_lose=not has_stepped)
+    flag = StopFlag(count=signals, may_exit_early=not has_stepped)
     try:
         raise error
     except BaseException as caught:
