@@ -5,7 +5,7 @@
 PART: ``path`` trains examples/digits.yaml by the real command with a profile. ``probes`` shows whether Python
 sees a device error before NCCL ends the process, and whether a full queue of launches stops other threads.
 ``cifar`` trains examples/cifar10-94.yaml and splits its time. ``memory`` compares the memory that ``plan``
-predicts with the allocator's peak, for five recipes. A part that the results file has with this device and
+predicts with the allocator's peak, for four recipes. A part that the results file has with this device and
 these versions is not repeated. Writes benchmarks/results/gpu_parts.json. ``--quick``: a trial of seconds.
 """
 
@@ -50,7 +50,6 @@ RECIPES = (
     (GPT, "fsdp", "bf16"),
     ("ViT-B, 4 blocks", "ddp", "bf16"),
     ("ResNet-50", "ddp", "fp32"),
-    ("Faster R-CNN", "ddp", "fp32"),
 )
 _NUM_SAMPLES = 10**6
 Rows = dict[str, dict[str, Any]]

@@ -3,12 +3,12 @@
     python -m benchmarks.memory_prediction [--quick]
 
 Two gloo ranks on the CPU train two steps in fp32 under AdamW, two micro-batches per rank (four in a
-pipeline): ResNet-50 on 64 × 64 pixels, a ViT-B with four of its blocks, the package's GPT with four blocks
-of width 384, and a Faster R-CNN, for which the prediction assumes how many proposals are sampled. In the
-second step torch's profiler records each allocation and each release of torch's CPU allocator with its
-address; the prediction observes operators instead, so they share no code. From the record follows the moment
-of the peak and which gradients were there; parameters, optimizer state and buffers, which exist before the
-step, are counted as storages. A gradient is what autograd leaves in ``grad``, from its allocation on.
+pipeline): ResNet-50 on 64 × 64 pixels, a ViT-B with four of its blocks, and the package's GPT with four
+blocks of width 384. In the second step torch's profiler records each allocation and each release of torch's
+CPU allocator with its address; the prediction observes operators instead, so they share no code. From the
+record follows the moment of the peak and which gradients were there; parameters, optimizer state and buffers,
+which exist before the step, are counted as storages. A gradient is what autograd leaves in ``grad``, from its
+allocation on.
 
 Under fsdp and tensor gloo reduces a copy, and it gathers into a buffer. Where gloo's thread is the last to
 release it, after its event, the profile lacks the release: the same address is allocated again, or it
@@ -43,7 +43,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.config.schema import Experiment
-from hpc_train.datasets.structures import Tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.strategies.base import RankContext
@@ -85,7 +84,6 @@ class Model:
     sample: Batch
     micro_batch_size: int
     strategies: tuple[str, ...] = STRATEGIES
-    checkpointing: tuple[str, ...] = CHECKPOINTING
 
 
 def _images(side: int) -> tuple[DataInfo, Batch]:
@@ -99,23 +97,8 @@ def _tokens(length: int, words: int) -> tuple[DataInfo, Batch]:
     return DataInfo(words, 0, (), (), sequence_length=length), _sample(tokens, tokens.clone())
 
 
-def _sample(inputs: Tensor, targets: Tensors) -> Batch:
+def _sample(inputs: Tensor, targets: Tensor) -> Batch:
     return Batch(0, 0, 1.0, inputs, targets, torch.ones(1, dtype=torch.bool))
-
-
-def _boxes(height: int, width: int, classes: int = 80) -> tuple[DataInfo, Batch]:
-    """Return an image of noise with seven boxes."""
-    noise = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (1, 3, height, width), dtype=torch.uint8, generator=noise)
-    corners = torch.rand(7, 2, generator=noise) * torch.tensor([width, height]) * 0.6
-    sizes = 8 + torch.rand(7, 2, generator=noise) * torch.tensor([width, height]) * 0.3
-    targets = {
-        "boxes": [torch.cat([corners, corners + sizes], dim=1)],
-        "labels": [torch.randint(1, classes + 1, (7,), generator=noise)],
-        "iscrowd": [torch.zeros(7, dtype=torch.int64)],
-    }
-    half = (0.5,) * 3
-    return DataInfo(classes, 3, half, half), _sample(images, targets)
 
 
 _GPT = {"num_layers": 4, "dim": 384, "num_heads": 6, "tie_embeddings": False}
@@ -125,15 +108,6 @@ MODELS = {
     "ViT-B, 4 blocks": Model("timm/vit_base_patch16_224", {"depth": 4}, "classification", *_images(224), 4),
     "ResNet-50": Model(
         "torchvision/resnet50", {}, "classification", *_images(64), 16, ("ddp", "fsdp", "zero1", "pipeline")
-    ),
-    "Faster R-CNN": Model(
-        "torchvision/fasterrcnn_mobilenet_v3_large_320_fpn",
-        {},
-        "detection",
-        *_boxes(256, 320),
-        2,
-        ("ddp", "fsdp", "zero1"),
-        ("off",),  # it has no repeated blocks
     ),
 }
 
@@ -375,7 +349,7 @@ def run(name: str, strategies: Iterable[str]) -> dict[str, dict[str, float]]:
     cases, titles = [], []
     model = MODELS[name]
     for strategy in (each for each in strategies if each in model.strategies):
-        for checkpointing in model.checkpointing:
+        for checkpointing in CHECKPOINTING:
             cases.append((model, experiment_of(model, strategy, checkpointing)))
             titles.append(strategy + (", checkpointing" if checkpointing != "off" else ""))
     by_rank = measure(cases)

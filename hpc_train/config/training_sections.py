@@ -317,7 +317,7 @@ class OptimizationConfig(Section):
     """G: samples per optimizer step, over all ranks."""
     micro_batch_size: Annotated[PositiveInt | Literal["auto"], Field(examples=[64])]
     """Samples per forward pass of one rank; must divide the global batch size. ``auto``: the largest size
-    that fits into memory. Gradients are accumulated over the micro-batches of a step."""
+    that fits into the GPUs' memory. Gradients are accumulated over the micro-batches of a step."""
     optimizer: Annotated[OptimizerConfig, Field(examples=[{"name": "adamw", "lr": 0.001}])]
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -191,7 +191,10 @@ def _reported(message: str) -> list[str]:
 
 def _cgroup_words() -> Iterator[str]:
     """Yield a clause that names the lowest limit of processes of the cgroups around this one, if any."""
-    limits = list(_pids_limits())
+    limits = []
+    for folder in cgroup_folders("pids"):
+        with suppress(OSError, ValueError):  # ``max``
+            limits.append((int((folder / "pids.max").read_text(encoding="ascii")), folder / "pids.max"))
     if limits:
         number, file = min(limits)
         yield (
@@ -200,17 +203,15 @@ def _cgroup_words() -> Iterator[str]:
         )
 
 
-def _pids_limits() -> Iterator[tuple[int, Path]]:
+def cgroup_folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of the cgroups around this process, of version 1 or 2, that have the controller."""
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        if number != "0" and controllers != "pids":
-            continue
-        root = _CGROUPS if number == "0" else _CGROUPS / "pids"
-        own = PurePosixPath(path.lstrip("/"))
-        # In a container the path may be the host's; then only the root is there.
-        for folder in {root / own, *(root / parent for parent in own.parents), root}:
-            with suppress(OSError, ValueError):  # ``max``
-                yield int((folder / "pids.max").read_text(encoding="ascii")), folder / "pids.max"
+        if number == "0" or controllers == controller:
+            root = _CGROUPS if number == "0" else _CGROUPS / controller
+            own = PurePosixPath(path.lstrip("/"))
+            # In a container the path may be the host's; then only the root is there.
+            yield from {root / own, *(root / parent for parent in own.parents), root}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from hpc_train.topology.batch_arithmetic import too_few_micro_batches
 from hpc_train.topology.degrees import find_degrees
 from hpc_train.topology.micro_batch_sizes import scheduled_candidates
 from hpc_train.training.rank import Rank
+from hpc_train.validate.compatibility import auto_on_cpu
 from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
 _KEY = "optimization.micro_batch_size"
@@ -52,8 +52,8 @@ class TrialError(HpcTrainError):
 def resolved(rank: Rank) -> Rank:
     """Return the rank with a number where the file says ``auto``. Collective.
 
-    Raises BadFileError where nothing fits, the model has BatchNorm, or there are more ranks now than the
-    run's size has micro-batches for; what a step itself raises is raised here.
+    Raises BadFileError where the ranks have no GPUs, nothing fits, the model has BatchNorm, or there are more
+    ranks now than the run's size has micro-batches for; what a step itself raises is raised here.
     """
     if rank.experiment.optimization.micro_batch_size != "auto":
         return rank
@@ -89,6 +89,8 @@ def _check_ranks(rank: Rank, size: int) -> None:
 
 def _search(rank: Rank, control: ControlGroup) -> Found:
     """Return the largest size that fits on all ranks. Collective."""
+    if rank.device.type != "cuda":
+        raise auto_on_cpu().as_error()
     sizes = _candidates(rank)
     fitted, too_large, left = 0, None, doubling(sizes)
     while left:
@@ -154,7 +156,7 @@ def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
 
     Raises what a trial raised, on every rank.
     """
-    torch.cuda.empty_cache()  # nothing where CUDA is not used
+    torch.cuda.empty_cache()
     trial = _Trial(rank, sizes)
     try:
         return _followed(rank, control, trial, len(sizes))
@@ -209,7 +211,10 @@ class _Trial:
             try:
                 what, self.words, self._code = self._receiver.recv()
             except EOFError:
-                what, self.words = _died(self._process.wait())
+                code, what = self._process.wait(), FAILED
+                self.words = (
+                    f"{_KEY}: a trial ended with exit code {code} and said nothing; see the rank's log"
+                )
             if what == "fitted":
                 self.num_fitted += 1
             else:
@@ -226,13 +231,6 @@ class _Trial:
         self._process.kill()
         self._process.wait()
         self._receiver.close()
-
-
-def _died(code: int) -> tuple[str, str]:
-    """Return what the end of a trial means that said nothing."""
-    if code == -signal.SIGKILL:
-        return OUT_OF_MEMORY, "killed by SIGKILL, as the kernel does where memory runs out"
-    return FAILED, f"{_KEY}: a trial ended with exit code {code} and said nothing; see the rank's log"
 
 
 def _environment(sizes: Sequence[int]) -> dict[str, str]:

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
@@ -42,7 +41,6 @@ from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.weight_source import with_source
 from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.pieces import local_part
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
@@ -51,7 +49,6 @@ from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.training.batch_size_search import DONE, FAILED, OUT_OF_MEMORY, PEER
 from hpc_train.training.compiling import compile_error
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.free_memory import limit_memory
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.step import train_step
@@ -60,6 +57,8 @@ from hpc_train.validate.compatibility import auto_batchnorm
 
 #: The optimizer's state is there from the second step on.
 _STEPS = 2
+#: Of the GPU's free memory; the rest is for what no trial sees, and for fragmentation. Assumed.
+_PART = 0.9
 #: What CUDA says in a second process of a GPU that takes one alone (nvidia-smi --compute-mode).
 _TAKEN = "busy or unavailable"
 
@@ -100,7 +99,8 @@ def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection
     assert not isinstance(degrees, Problem), "the rank has found it to fit"
     meeting, token = paths.attempt(attempt).trial_rendezvous, os.environ["HPC_TRAIN_TOKEN"]
     group = join(facts, device, meeting, token)
-    limit_memory(device, facts.local_world_size)
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(free * _PART / total, device)
     source = build_source(experiment.data)
     sample = one_sample(source, experiment, degrees, facts.rank, _Unnoted(paths, attempt, facts.rank))
     place = _Place(experiment, facts, degrees, device, precision, source, sample)
@@ -166,8 +166,6 @@ def _try(place: _Place, size: int) -> None:
     train_state.wrapped.train()
     for step in range(_STEPS):
         train_step(train_state, step, batches, forward, guard, config.clip_grad_norm)
-    if place.device.type == "cpu":
-        _reserve_for_saves(train_state)
     _evaluate(train_state, forward, batches[0])
 
 
@@ -183,15 +181,6 @@ def _evaluate(train_state: TrainState, forward: TrainingForward, batch: Batch) -
     train_state.wrapped.eval()
     with torch.no_grad(), nullcontext() if train_state.ema is None else train_state.ema.swapped():
         forward.sums(train_state.wrapped, batch, step=_STEPS)
-
-
-def _reserve_for_saves(train_state: TrainState) -> None:
-    """Take for a moment what a copy of the rank's checkpoint takes."""
-    states = train_state.optimization.optimizer.state.values()
-    held: list[Tensor] = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    held += [*train_state.model.parameters(), *train_state.model.buffers()]
-    held += [] if train_state.ema is None else train_state.ema.averages.values()
-    torch.empty(sum(local_part(tensor).nbytes for tensor in held), dtype=torch.uint8)
 
 
 def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:

@@ -3,8 +3,8 @@
 ``training.predicted_runs`` calls it in a child of ``plan``. The model is built on the meta device, then
 placed, trained and optimized by the code of every rank under torch's FakeTensorMode, in a process group of
 which the other ranks don't exist (torch's ``fake`` backend). Only what reads data is replaced: DDP's reducer
-(``BucketedGradients``), what detectors read (``AssumedValues``), the guard against NaN, the pipeline's first
-forward, which learns shapes from other ranks.
+(``BucketedGradients``), the guard against NaN, the pipeline's first forward, which learns shapes from other
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing_extensions import override
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
-from hpc_train.data_facts.by_name import task_facts
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import Precision, choose_precision
@@ -42,7 +41,6 @@ from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.training.assumed_values import AssumedValues
 from hpc_train.training.cuda_rules import as_on_cuda, choose_kernels_of_cuda
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory
@@ -128,15 +126,10 @@ class PredictedStep:
             stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(unpacked_sequences())
-            stack.enter_context(AssumedValues() if self._selects_by_values else nullcontext())
             stack.enter_context(as_on_cuda() if self.is_on_gpu else nullcontext())
             block_bytes = _CUDA_BLOCK_BYTES if self.is_on_gpu else 1
             memory = stack.enter_context(LiveMemory(block_bytes, copies_communicated=not self.is_on_gpu))
             yield _materialized(model, self._precision.param_dtype), memory
-
-    @property
-    def _selects_by_values(self) -> bool:
-        return "boxes" in task_facts(self.experiment.task).targets
 
     @property
     def _arithmetic(self) -> BatchArithmetic:

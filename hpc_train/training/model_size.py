@@ -1,8 +1,16 @@
-"""How much memory a model's weights take, found without allocating them, for ``prepare`` on a login node."""
+"""How much memory a model's weights take, found without allocating them, and how much is free.
+
+For ``prepare``: on a login node the kernel grants more memory than there is, and kills later, not always the
+process that asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -11,14 +19,59 @@ from torch import Tensor, nn
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.models.building import build_model
+from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.training.forked_call import ForkedCall
-from hpc_train.training.free_memory import free_bytes, limit_memory
 
 #: Why a model can't be built or run where its size was not known before.
 MEMORY_RAN_OUT = "the memory that is free here does not suffice"
 #: A model of the user's own may read its weights meanwhile. Assumed.
 _LIMIT_S = 120.0
 _GB = 1e9
+#: A cgroup's limit, its use, and the line of memory.stat with what the kernel can reclaim; by version.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_bytes() -> int:
+    """Return what memory the machine, or the tightest cgroup around this process, has left."""
+    machine = _number(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB") or 0
+    return max(0, min([machine * 1024, *_free_in_cgroups()]))
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    for folder in cgroup_folders("memory"):
+        for limit_name, use_name, reclaimed in _CGROUP_FILES:
+            limit, use = _number(folder / limit_name, r"^(\d+)$"), _number(folder / use_name, r"^(\d+)$")
+            if limit is not None and use is not None:
+                yield limit - use + (_number(folder / "memory.stat", rf"^{reclaimed} (\d+)$") or 0)
+
+
+def _number(file: Path, pattern: str) -> int | None:
+    try:
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if match is None else int(match[1])
+
+
+@contextmanager
+def limited_to_free_memory() -> Iterator[None]:
+    """Let this process allocate what is free now and no more, within this context."""
+    before, hard = of_process(resource.RLIMIT_DATA)
+    in_use = (_number(Path("/proc/self/status"), r"^VmData:\s+(\d+) kB") or 0) * 1024
+    limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
+    _set_data_limit(min([in_use + free_bytes(), *limits]), hard)
+    try:
+        yield
+    finally:
+        _set_data_limit(before, hard)
+
+
+def _set_data_limit(soft: int, hard: int) -> None:
+    with suppress(OSError):  # a sandbox refuses it
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def lacking_memory(nbytes: int) -> str | None:
@@ -48,6 +101,5 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 
 
 def _measure(config: ModelConfig, info: DataInfo) -> int:
-    limit_memory(torch.device("cpu"), num_sharing=1)
-    with torch.device("meta"):
+    with limited_to_free_memory(), torch.device("meta"):
         return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))

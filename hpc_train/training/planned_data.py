@@ -31,8 +31,8 @@ _LIMIT_S = 10.0
 #: Where the file does not say it: ImageNet's classes and usual size, GPT-2's vocabulary and window.
 _CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
 _VOCABULARY, _TOKENS = 50257, 1024
-#: Of detectors: COCO's, and its mean per image.
-_OBJECT_CLASSES, _BOXES = 80, 7
+#: Of detectors: COCO's.
+_OBJECT_CLASSES = 80
 #: Samples of a prediction's run: more than any global batch.
 _MANY = 2**40
 
@@ -92,8 +92,7 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
         sample = _batch(tokens, tokens.clone())
         return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {words}")
     targets = task_facts(experiment.task).targets
-    has_boxes = "boxes" in targets
-    usual = 1 if targets == ("number",) else _OBJECT_CLASSES if has_boxes else _CLASSES
+    usual = 1 if targets == ("number",) else _OBJECT_CLASSES if "boxes" in targets else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
     channels = facts.channels(data) or _CHANNELS
     side = facts.image_size(data) or _number(args.get("img_size"), _SIDE)  # as timm's models call it
@@ -101,8 +100,7 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
     info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
     images = torch.zeros(1, channels, height, width, dtype=torch.uint8)
     sample = _batch(images, _target(experiment, info, height, width))
-    boxes = f", {_BOXES} boxes in each" if has_boxes else ""
-    words = f"assumed {classes} classes, images {channels}×{height}×{width}{boxes}"
+    words = f"assumed {classes} classes, images {channels}×{height}×{width}"
     return PlannedData(info, sample, _MANY, f"{why}; {words}")
 
 
@@ -118,7 +116,7 @@ def _target_of(spec: TargetSpec, height: int, width: int) -> Tensors:
         return torch.zeros(1, height, width, dtype=torch.uint8)
     dtype = torch.float32 if spec.kind == "float" else torch.int64
     if spec.is_ragged:
-        return [torch.zeros([_BOXES if size is None else size for size in spec.shape or ()], dtype=dtype)]
+        return [torch.zeros([size or 1 for size in spec.shape or ()], dtype=dtype)]
     return torch.zeros(1, *(size or 1 for size in spec.shape or ()), dtype=dtype)
 
 

@@ -179,8 +179,10 @@ def _normalized(experiment: Experiment) -> Experiment:
 def _problem(error: Exception) -> str:
     """Return what failed and, if it is the user's code that ranks run alike, where, and how to try it."""
     text = _in_a_line(error)
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return f"not predicted for a forward pass that reads its data, such as a detector's ({text})"
     where = users_frame(error)
-    if where is None or isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+    if where is None:
         return text
     return f"{where}: {text}; the ranks may fail alike: `hpc-train prepare` tries the model on samples"
 

@@ -37,10 +37,14 @@ from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import too_few_samples
 from hpc_train.training.forward_trial import try_forward
-from hpc_train.training.free_memory import limited_to_free_memory
 from hpc_train.training.initial_weights import load_initial_weights
 from hpc_train.training.model_selection import refuse_no_evaluations
-from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, planned_weight_bytes
+from hpc_train.training.model_size import (
+    MEMORY_RAN_OUT,
+    lacking_memory,
+    limited_to_free_memory,
+    planned_weight_bytes,
+)
 from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.validate.loading import load as load_file

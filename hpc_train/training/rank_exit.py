@@ -125,7 +125,7 @@ def _micro_batch_error(
         return None  # the host's memory, which is none of the micro-batch's
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
     size = effective_experiment(paths, attempt).optimization.micro_batch_size
-    smaller = "a smaller one or auto"
+    smaller = "a smaller one or auto" if on_gpu else "a smaller one"
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"
     # In the driver's own words, not the allocator's, others may have filled the device before.

@@ -146,6 +146,12 @@ def auto_batchnorm(model: str) -> Problem:
     return Problem(("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER)
 
 
+def auto_on_cpu() -> Problem:
+    """Return what is wrong with ``micro_batch_size: auto`` for ranks without GPUs."""
+    path = ("optimization", "micro_batch_size")
+    return Problem(path, "auto finds what fits into the memory of a GPU, and ranks use CPUs", _WRITE_A_NUMBER)
+
+
 def compiled_whole(strategy: str) -> Problem:
     """Return the problem with compiling the whole model if the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"

@@ -7,7 +7,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.topology.batch_arithmetic import too_few_micro_batches
 from hpc_train.topology.degrees import find_degrees
 from hpc_train.topology.pipeline_schedules import problem_of_schedule
-from hpc_train.validate.compatibility import uneven_sync_batchnorm
+from hpc_train.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
 from hpc_train.validate.layer_rules import problems_of_layers
 
 
@@ -24,6 +24,9 @@ def check_start(
     which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
     attempt; None before that.
     """
+    is_auto = experiment.optimization.micro_batch_size == "auto"
+    if is_auto and found is None and experiment.device == "cpu":
+        return [auto_on_cpu()]
     if ranks is None:
         return []
     per_node = ranks_per_node or ranks

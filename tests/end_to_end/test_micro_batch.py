@@ -1,4 +1,4 @@
-"""``micro_batch_size: auto`` on real ranks, one of which has less memory than the others."""
+"""``micro_batch_size: auto`` on ranks with the stand-in for GPUs, one of which has less memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.found_micro_batch import Found, kept
+from tests import fake_cuda
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
@@ -22,15 +23,15 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.fake_cuda.test_fake_cuda import with_stand_in
 from tests.waiting import HANG_LIMIT_S
-
-pytestmark = pytest.mark.slow
 
 EXPERIMENT = """\
 name: hungry
 seed: 3
 task: classification
-model: {name: "tests.training.hungry:hungry"}
+device: cuda
+model: {name: "tests.gpu.parts:hungry", args: {sample_bytes: 100663296, dropout: 0.2}}
 data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
 optimization:
   steps: 12
@@ -42,9 +43,16 @@ evaluation: {every_steps: 5}
 checkpoint: {every_steps: 4}
 logging: {every_steps: 1}
 """
-SCARCE = ("--local", "--launcher", "tests.training.hungry:ScarceLauncher")
+SCARCE = ("--local", "--launcher", "tests.gpu.scarce:ScarceLauncher")
 
 
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_cuda.environment(2).items():
+        monkeypatch.setenv(name, value)
+
+
+@with_stand_in
 def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
     """Stopped, and resumed where there is more memory, the run is bitwise that of the number."""
     folder = tmp_path / "auto"
@@ -68,9 +76,12 @@ def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
     assert_equal_to_the_bit(paths, written)
 
 
+@with_stand_in
 def test_where_nothing_fits_the_run_ends_with_an_explanation(tmp_path: Path) -> None:
     experiment, runs = write_experiment(tmp_path, EXPERIMENT), {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
-    done = hpc_train("submit", experiment, "model.args={sample_mb: 1500}", *SCARCE, "--devices", "1", **runs)
+    done = hpc_train(
+        "submit", experiment, "model.args.sample_bytes=1600000000", *SCARCE, "--devices", "1", **runs
+    )
     assert done.code == 65
     assert "optimization.micro_batch_size: auto finds nothing that fits, not even 1 at a time" in done.err
     assert "rank 0: " in done.err and "Traceback" not in done.err
@@ -86,10 +97,11 @@ def processes_of(paths: RunPaths) -> list[str]:
     return [line for line in found if str(paths.folder) in line]
 
 
+@with_stand_in
 def test_a_stop_while_sizes_are_tried_ends_ranks_and_trials(tmp_path: Path) -> None:
     experiment, runs = write_experiment(tmp_path, EXPERIMENT), {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     devices = ("--local", "--devices", "2")
-    process = start("submit", experiment, "model.args={pause_s: 5}", *devices, **runs)
+    process = start("submit", experiment, "model.args.pause_s=5", *devices, **runs)
     wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
     paths = only_run(tmp_path)
     wait_for(lambda: paths.attempt(1).trial_rendezvous.exists() or process.poll() is not None, "a trial")

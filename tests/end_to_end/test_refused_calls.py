@@ -26,9 +26,8 @@ pytestmark = [
 ]
 
 SHORT = ("optimization.schedule={name: constant}", "optimization.steps=5", "data.workers=1")
-#: The size is claimed by a hard link. Without loader processes: their semaphores are links in /dev/shm, which
-#: has them.
-AUTO = ("optimization.micro_batch_size=auto", "model={name: tests.training.hungry:hungry}", "data.workers=0")
+#: Their semaphores are links in /dev/shm, which has them.
+NO_LOADER_PROCESSES = "data.workers=0"
 #: Error → calls that file systems (vfat, CIFS, FUSE, object stores) and containers refuse with it.
 GROUPS = {
     "permissions": ("EPERM", "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utimensat"),
@@ -53,7 +52,7 @@ CASES = (
 def test_a_run_does_without_calls_that_may_be_refused(
     name: str, error: str, calls: list[str], quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    overrides = (*SHORT, *AUTO) if name == "links" else SHORT
+    overrides = (*SHORT, NO_LOADER_PROCESSES) if name == "links" else SHORT
     quiet = quiet_runs.of(*overrides, ranks=1)
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), FRESH: "1"}
     local = ("--local", "--devices", "1")

@@ -14,8 +14,8 @@ from tests.end_to_end.parts import Net
 class Hungry(Net):
     """Takes N bytes of the device's memory per sample, for as long as a forward of training lasts."""
 
-    def __init__(self, num_classes: int, sample_bytes: int) -> None:
-        super().__init__(num_classes, norm=False, dropout=0.0)
+    def __init__(self, num_classes: int, sample_bytes: int, dropout: float, pause_s: float) -> None:
+        super().__init__(num_classes, norm=False, dropout=dropout, pause_s=pause_s)
         self.sample_bytes = sample_bytes
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ class Hungry(Net):
         return out
 
 
-def hungry(num_classes: int, sample_bytes: int) -> nn.Module:
-    return Hungry(num_classes, sample_bytes)
+def hungry(num_classes: int, sample_bytes: int, dropout: float = 0.0, pause_s: float = 0.0) -> nn.Module:
+    return Hungry(num_classes, sample_bytes, dropout, pause_s)
 
 
 class OutOfRange(Net):

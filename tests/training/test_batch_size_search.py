@@ -13,7 +13,6 @@ from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.found_micro_batch import Found, keep, kept, kept_size
 from hpc_train.run.run_status import RunStatus, write_status
 from hpc_train.topology.micro_batch_sizes import candidates
-from hpc_train.training import free_memory
 from hpc_train.training.batch_size_search import FAILED, OUT_OF_MEMORY, PEER, doubling
 from hpc_train.training.batch_size_trial import last_words
 from hpc_train.validate import model_facts
@@ -21,6 +20,7 @@ from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
 from tests.cli.commands import hpc_train
 from tests.config.files import GOOD, problems_of
+from tests.refused_calls import IS_POSSIBLE, prefix
 from tests.run.runs import small_run
 from tests.waiting import HANG_LIMIT_S
 
@@ -105,44 +105,23 @@ def test_a_gpu_that_takes_one_process_alone_is_told_what_to_write() -> None:
     assert words.endswith("write a number, like 64") and "\n" not in words
 
 
-def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_machine = free_memory.free_bytes()
-    assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    own = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
-    root = tmp_path if own[0] == "0" else tmp_path / "memory"
-    if own[0] != "0" and own[1] != "memory":
-        pytest.skip("the last cgroup is not the one of memory")
-    names_of = free_memory._V2 if own[0] == "0" else free_memory._V1
-    root.mkdir(exist_ok=True)
-    for name, text in zip(names_of, ("5000000\n", "4000000\n"), strict=False):
-        (root / name).write_text(text)
-    (root / "memory.stat").write_text(f"anon 1\n{names_of[2]} 250000\n")
-    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path)
-    assert free_memory.free_bytes() == 1_250_000
-
-
-_LIMITED = """
-import torch
-from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.training import free_memory
-free_memory.free_bytes = lambda: 400 << 20
-free_memory.limit_memory(torch.device("cpu"), num_sharing=2)
-torch.empty(100 << 20, dtype=torch.uint8)
-try:
-    torch.empty(200 << 20, dtype=torch.uint8)
-except RuntimeError as error:
-    print(error)
+_KEEPS = """
+import sys
+from pathlib import Path
+from hpc_train.paths import RunPaths
+from hpc_train.run.found_micro_batch import Found, keep
+for size in (16, 8):
+    print(keep(RunPaths(Path(sys.argv[1])), Found(size, too_large=32, ranks=2, attempt=1)).size)
 """
 
 
-@pytest.mark.slow
-def test_a_limited_process_is_refused_more_than_its_share() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True
-    )
-    assert "can't allocate memory" in done.stdout
+@pytest.mark.skipif(not IS_POSSIBLE, reason="system calls are refused by number, on Linux on x86-64")
+def test_the_first_result_counts_without_hard_links(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    command = [*prefix(["link", "linkat"], "EPERM"), sys.executable, "-c", _KEEPS, str(paths.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True)
+    assert done.stdout.split() == ["16", "16"]
+    assert kept(paths) == FOUND
 
 
 def test_auto_is_refused_for_a_model_with_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +145,9 @@ def test_auto_starts_on_as_many_ranks_as_the_batch_has_samples(tmp_path: Path) -
     assert [check_start(experiment, ranks) for ranks in (None, 1, 3, 64)] == [[], [], [], []]
     (problem,) = check_start(experiment, 65)
     assert problem.message == "auto needs at most 64 ranks, one per micro-batch, got 65"
+    (problem,) = check_start(experiment.model_copy(update={"device": "cpu"}), None)
+    assert problem.message.startswith("auto finds what fits into the memory of a GPU")
+    assert check_start(experiment.model_copy(update={"device": "cpu"}), 4, found=16) == []
     assert check_start(experiment, 4, found=16) == []
     (problem,) = check_start(experiment, 5, found=16)
     assert problem.message.startswith("auto found 16 in the run's first attempt")

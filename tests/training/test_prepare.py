@@ -21,8 +21,9 @@ from hpc_train.data_facts.facts import DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.run import resource_limits
 from hpc_train.tasks.classification import Classification
-from hpc_train.training import free_memory, model_size
+from hpc_train.training import model_size
 from hpc_train.training.prepare import main, prepare
 
 HERE = "tests.training.test_prepare"
@@ -318,7 +319,7 @@ def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
 def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(free_memory, "free_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(model_size, "free_bytes", lambda: 64 << 20)
     prepare([experiment("images", {}, model={"name": f"{HERE}:ReadsItsWeights"})])
     assert "ReadsItsWeights: 51 parameters" in capsys.readouterr().err
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -327,6 +328,22 @@ def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     said = capsys.readouterr().err
     assert "ReadsItsWeights: not built: the memory that is free here does not suffice; unchecked" in said
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_machine = model_size.free_bytes()
+    assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
+    for folder, (limit, use, reclaimed) in zip(
+        (tmp_path, tmp_path / "memory"), model_size._CGROUP_FILES, strict=True
+    ):
+        folder.mkdir(exist_ok=True)
+        for name, text in ((limit, "5000000\n"), (use, "4000000\n")):
+            (folder / name).write_text(text)
+        (folder / "memory.stat").write_text(f"anon 1\n{reclaimed} 250000\n")
+    assert model_size.free_bytes() == 1_250_000
 
 
 def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(

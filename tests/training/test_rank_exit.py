@@ -52,7 +52,7 @@ def test_memory_that_is_full_before_the_first_step_must_be_fixed_in_the_file(
     code, text = end(paths, FULL)
     assert code == ExitCode.BAD_FILE
     assert text is not None and text.startswith(
-        "optimization.micro_batch_size: 4 does not fit this node's memory; write a smaller one or auto, "
+        "optimization.micro_batch_size: 4 does not fit this node's memory; write a smaller one, "
         "activation_checkpointing: blocks, or a parallel.strategy that shards ("
     )
     assert "Traceback" not in text and "Traceback" in capsys.readouterr().err, "the log says where"

@@ -274,6 +274,12 @@ SHARED = {
     "training.batch_size_search._check_ranks: too_few_micro_batches": Shared(
         {"optimization.micro_batch_size": "auto"}, find_found(32, ranks=3), ranks=3, found=32
     ),
+    "training.batch_size_search._search: auto_on_cpu": Shared(
+        {"optimization.micro_batch_size": "auto", "device": "cpu"},
+        lambda experiment: batch_size_search._search(
+            cast(Any, SimpleNamespace(experiment=experiment, device=CPU)), cast(Any, None)
+        ),
+    ),
     "training.batch_size_trial._refuse_batchnorm: auto_batchnorm": Shared(
         {"optimization.micro_batch_size": "auto", "model.name": BATCHNORM},
         lambda experiment: batch_size_trial._refuse_batchnorm(
