@@ -40,7 +40,7 @@ def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
 
 
 def _resolved(paths: RunPaths) -> ResolvedLimits | None:
-    """Return the limits that ``resolved.json`` has; None if it can't be read as such, or is of 0.1."""
+    """Return the limits that ``resolved.json`` has; None if it can't be read as such."""
     section = (read_json(paths.resolved) or {}).get("recovery")
     return ResolvedLimits.of(section) if isinstance(section, dict) else None
 
