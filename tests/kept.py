@@ -1,8 +1,9 @@
-"""Run folders that an earlier version wrote, kept as an archive: what was trained then must stay usable.
+"""Run folders that 0.2 wrote, kept as an archive: what was trained then must stay usable.
 
-``end_to_end/kept_0_1.tar.xz`` holds what hpc-train 0.1.0 left after ``submit --local --devices 1``: an
+``end_to_end/kept_0_2.tar.xz`` has what hpc-train 0.2.0 left after ``submit --local --devices 1``: an
 experiment with its model, a completed run, a run that SIGINT interrupted in its second epoch, and the
-snapshot of the code, 0.1's own included. Both runs train the same experiment under two names.
+snapshot of the code, with the modules of 0.2 that ranks use. Both runs train the same experiment under two
+names. Host, boot id and PID namespace were replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from hpc_train.paths import RunPaths
 
-_ARCHIVE = Path(__file__).parent / "end_to_end" / "kept_0_1.tar.xz"
+_ARCHIVE = Path(__file__).parent / "end_to_end" / "kept_0_2.tar.xz"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Kept:
     folder: Path
     run_id: str = "fbc8bc7b3c"
     total_steps: int = 60
-    interrupted_at: int = 33
+    interrupted_at: int = 34
 
     @property
     def runs(self) -> Path:

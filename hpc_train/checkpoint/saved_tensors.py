@@ -146,7 +146,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
         skipped = _shape(position.get("skipped"))
         if list(skipped) != sorted(set(skipped)):
             raise ValueError("extra.position.skipped is not sorted, or not unique")
-    if extra.keys() & _RANKS and not extra.keys() >= _RANKS - {"degrees"}:  # older checkpoints lack degrees
+    if extra.keys() & _RANKS and not extra.keys() >= _RANKS:
         raise ValueError("extra says only in part which ranks saved it")
     degrees = extra.get("degrees")
     if degrees is not None and (degrees.keys() != set(AXES) or min(degrees.values()) < 1):

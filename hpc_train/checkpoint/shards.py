@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import xxhash
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
-from hpc_train.run.checkpoints import FileEntry, new_hash
+from hpc_train.run.checkpoints import FileEntry
 from hpc_train.run.files import UnreadableFileError, open_regular, sync_file
 
 #: safetensors' names of the dtypes.
@@ -84,7 +85,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
     """Write the file and sync it to disk; return its size and hash."""
     # Widest dtypes first, so that every tensor is aligned in a memory map.
     names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
-    digest = new_hash()
+    digest = xxhash.xxh3_128()
     with path.open("wb") as file:
         flush = _Flush(file)
         header = _header({name: entries[name] for name in names}, metadata)

@@ -266,7 +266,7 @@ def checked_values(values: dict[str, Any]) -> dict[str, Any]:
 def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's values, with tensors restored."""
     values = checked_values(group["values"])
-    dtypes = group.get("tensors", {})  # older checkpoints have none
+    dtypes = group["tensors"]
     tensors = {
         key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu") for key, name in dtypes.items()
     }

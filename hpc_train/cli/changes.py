@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -119,16 +119,10 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def swept_values(
-    paths: RunPaths, data: Mapping[str, Any], grid: Callable[[], Iterable[str]]
-) -> dict[str, Any]:
-    """Return the values in ``data`` of the keys that the run's sweep varied.
-
-    ``grid``: the keys of a run of 0.1, which did not record them. What is recorded may be damaged.
-    """
-    recorded = recorded_values(paths)
+def swept_values(paths: RunPaths, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in ``data`` of the keys that the run's sweep varied; these may be damaged."""
     found = {}
-    for key in grid() if recorded is None else recorded:
+    for key in recorded_values(paths):
         with suppress(BadKeyError, KeyError, TypeError):
             found[key] = value_at(data, split_key(key))
     return found

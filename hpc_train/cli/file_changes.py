@@ -90,7 +90,7 @@ class _File:
 def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
     """Return what the file says for a run that has the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
-    values = swept_values(paths, data, lambda: loaded.experiment.sweep.grid)
+    values = swept_values(paths, data)
     return loaded.variant(values) if values else loaded.experiment
 
 

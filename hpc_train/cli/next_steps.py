@@ -16,12 +16,11 @@ from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.checkpoints import committed, is_left_over
-from hpc_train.run.create import Origin, effective_experiment, origin_of, refused_changes
+from hpc_train.run.create import effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus
-from hpc_train.validate.loading import load
 
 #: A traceback frame in one of the user's files in the snapshot.
 _OWN_FRAME = re.compile(
@@ -90,7 +89,7 @@ def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
     origin = origin_of(paths)
     file = Path(origin.file if origin else paths.experiment)
     words = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
-    swept = _swept(paths, origin) if origin else []
+    swept = _swept(paths) if origin else []
     latest = {_key(word): word for word in [*words, *swept, *changes]}
     return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
 
@@ -99,15 +98,13 @@ def _key(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _swept(paths: RunPaths, origin: Origin) -> list[str]:
+def _swept(paths: RunPaths) -> list[str]:
     """Return the values that a sweep gave the run, and the argument that disables the sweep."""
     try:
         data = frozen_experiment.read(paths).model_dump(mode="json")
-        file, words = Path(origin.file), origin.overrides
-        swept = swept_values(paths, data, lambda: load(file, words, check_names=False).experiment.sweep.grid)
     except BadFileError:
         return []
-    values = [as_override(key, value) for key, value in swept.items()]
+    values = [as_override(key, value) for key, value in swept_values(paths, data).items()]
     return ["sweep={}", *values] if values else []
 
 

@@ -31,7 +31,7 @@ def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
 
     ``key``: a column, or a swept key, whose last part will do (``lr``). Raises UsageError for any other.
     """
-    names = short_names(list(dict.fromkeys(name for row in rows for name in row.values or {})))
+    names = short_names(list(dict.fromkeys(name for row in rows for name in row.values)))
     swept = {short: name for name, short in names.items()} | {name: name for name in names}
     value_of = _COLUMNS.get(key.lower())
     if value_of is None and key in swept:
@@ -52,4 +52,4 @@ def _comparable(value: Any) -> tuple[int, float, str]:
 
 
 def _swept_value(name: str, row: RunRow) -> Any:
-    return (row.values or {}).get(name)
+    return row.values.get(name)

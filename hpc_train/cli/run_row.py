@@ -57,8 +57,8 @@ class RunRow:
     micro_batch_size: int | None = None
     #: By node, why the run's next attempt excludes it.
     excluded_nodes: dict[str, str] = field(default_factory=dict)
-    #: The swept keys and their values; None if the run is of 0.1, which did not record them.
-    values: dict[str, Any] | None = None
+    #: The swept keys and their values.
+    values: dict[str, Any] = field(default_factory=dict)
     #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None if unknown.
     code: dict[str, Any] | None = None
     #: Of the newest attempt; before the first, as planned.
@@ -126,7 +126,7 @@ class RunRow:
             job=jobs[-1] if jobs else None,
             budget=recovery.budget,
             excluded_nodes=recovery.excluded_nodes,
-            values=values if isinstance(values, dict) else None,
+            values=values if isinstance(values, dict) else {},
             elapsed_s=None if elapsed is None else round(elapsed, 1),
             eta_s=None if remaining is None else round(remaining, 1),
             last_metric=last_metric(rows),
@@ -168,7 +168,7 @@ class RunRow:
             self.progress,
             self.job or "",
             *times,
-            in_words(self.values or {}),
+            in_words(self.values),
             self.reason or self.metric,
         ]
 
@@ -185,7 +185,7 @@ class RunRow:
             ),
             ("first step", first_step_words(self.first_step or {})),
             *(Usage(**self.usage).details() if self.usage else ()),
-            ("values", in_words(self.values or {})),
+            ("values", in_words(self.values)),
             ("code", self._code_words()),
             ("folder", self.path),
         ]

@@ -234,7 +234,6 @@ def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]
     by_part = {"images": hashlib.sha256()}
     splits: dict[str, str] = dict.fromkeys(_SPLITS, "images")
     if not os.path.isdir(os.path.join(root, _SPLITS[1])) and os.path.isdir(os.path.join(root, _TEST)):  # noqa: PTH112, PTH118
-        # A part of its own, which older runs, that did not look there, don't have.
         by_part["test"], splits[_TEST] = hashlib.sha256(), "test"
     for split, inner, names in _walk(root, splits):
         if time.monotonic() > deadline:

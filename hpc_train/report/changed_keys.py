@@ -39,7 +39,7 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
     settings = _read(runs, _written)
     differing = _differing(settings)
     if any(key not in flat for section, key in differing for flat in _variants(settings, section)):
-        # Written by different versions, or by 0.1: the defaults of the schema decide.
+        # Written by different versions: the defaults of the schema decide.
         settings = _read(runs, _settings)
         differing = _differing(settings)
     return {

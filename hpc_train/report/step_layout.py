@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | None:
     """Return the ranks of the newest attempt; before the first the planned ranks, None if unknown.
 
-    ``facts``: of ``run.json``; 0.1 did not record the planned ranks.
+    ``facts``: of ``run.json``.
     """
     if record is not None and record.ranks is not None:
         return record.ranks

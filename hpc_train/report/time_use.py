@@ -108,6 +108,4 @@ def attempt_cause(record: AttemptRecord, *, is_running: bool) -> str:
     """Return why the attempt ended, one of ``CAUSES``, or ``running`` or ``unknown``."""
     if is_running:
         return "running"
-    if record.cause is None and record.exit_codes and not any(record.exit_codes):  # of 0.1
-        return "completed"
     return record.cause if record.cause in CAUSES else "unknown"

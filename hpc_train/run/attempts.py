@@ -29,7 +29,7 @@ EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed",
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
 _MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
-#: The key of ``job`` in the file: its name since 0.1.
+#: The key of ``job`` in the file.
 _JOB_KEY = "slurm_job"
 
 
@@ -82,7 +82,7 @@ class AttemptRecord:
     saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``attempt.json``, in which ``job`` has its key of 0.1, ``slurm_job``."""
+        """Return the content of ``attempt.json``, in which ``job`` has the key ``slurm_job``."""
         data = {"version": 1} | asdict(self)
         data[_JOB_KEY] = data.pop("job")
         return data

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,7 @@ from hpc_train.run.best import BEST, Best
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.storage_errors import TRANSIENT, retried
 
-#: Version 1 had only SHA-256, which is slower than many disks.
 FORMAT_VERSION = 2
-_READABLE_VERSIONS = (1, 2)
 #: With fewer than two there would be no fallback when the newest is damaged.
 MIN_KEEP = 2
 
@@ -36,13 +33,9 @@ MIN_KEEP = 2
 _SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-#: Hash algorithms by the name in the manifest → constructor, length in hexadecimal.
-_ALGORITHMS: dict[str, tuple[Callable[[], Any], int]] = {
-    "xxh3_128": (xxhash.xxh3_128, 32),
-    "sha256": (hashlib.sha256, 64),
-}
-ALGORITHM = "xxh3_128"
-_HEXADECIMAL = frozenset("0123456789abcdef")
+#: The key of a file's hash in the manifest.
+_HASH = "xxh3_128"
+_HEXADECIMAL = re.compile("[0-9a-f]{32}")
 #: In a folder that was set aside.
 _WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
@@ -55,26 +48,22 @@ class NewerVersionError(BadFileError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The expected size and hash (hexadecimal) of one file of a checkpoint."""
+    """The expected size and XXH3-128 hash (hexadecimal) of one file of a checkpoint."""
 
     size: int
     digest: str
-    algorithm: str = ALGORITHM
 
     def to_json(self) -> dict[str, Any]:
-        """Return its entry in ``manifest.json``, where the hash has the algorithm's name as key."""
-        return {"size": self.size, self.algorithm: self.digest}
+        """Return its entry in ``manifest.json``."""
+        return {"size": self.size, _HASH: self.digest}
 
     @classmethod
     def from_json(cls, entry: object) -> FileEntry:
         """Raise ValueError if ``entry`` is invalid."""
-        size = entry.get("size") if isinstance(entry, dict) else None
-        if isinstance(entry, dict) and type(size) is int and size >= 0:
-            for algorithm, (_, length) in _ALGORITHMS.items():
-                digest = entry.get(algorithm)
-                if isinstance(digest, str) and len(digest) == length and not set(digest) - _HEXADECIMAL:
-                    return cls(size, digest, algorithm)
-        raise ValueError(f"must have a size and a hash ({' or '.join(_ALGORITHMS)})")
+        size, digest = (entry.get("size"), entry.get(_HASH)) if isinstance(entry, dict) else (None, None)
+        if type(size) is int and size >= 0 and isinstance(digest, str) and _HEXADECIMAL.fullmatch(digest):
+            return cls(size, digest)
+        raise ValueError(f"must have a size and a hash ({_HASH})")
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Manifest:
         version = data.get("version")
         if type(version) is int and version > FORMAT_VERSION:
             raise NewerVersionError(_newer(checkpoint.manifest, version, data.get("hpc_train")))
-        if version not in _READABLE_VERSIONS:
+        if version != FORMAT_VERSION:
             raise BadFileError(f"{checkpoint.manifest}: version is {version!r}; no hpc-train writes that")
         step, attempt, world_size = (
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
@@ -161,15 +150,10 @@ def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
         raise BadFileError(f"{manifest}: {name!r} {error}") from error
 
 
-def new_hash(algorithm: str = ALGORITHM) -> Any:
-    """Return an object like hashlib's: ``update``, then ``hexdigest``."""
-    return _ALGORITHMS[algorithm][0]()
-
-
-def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:
+def hash_file(path: Path) -> str:
     """Return the file's hash in hexadecimal, read in pieces."""
     with path.open("rb") as file:
-        return str(hashlib.file_digest(file, lambda: new_hash(algorithm)).hexdigest())
+        return str(hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
 def newest_attempt(paths: RunPaths) -> int:
@@ -318,7 +302,7 @@ def _try_file(path: Path, entry: FileEntry) -> str | None:
             return "is not a plain file"
         if facts.st_size != entry.size:
             return f"has {facts.st_size} bytes, the manifest says {entry.size}"
-        if hash_file(path, entry.algorithm) != entry.digest:
+        if hash_file(path) != entry.digest:
             return "is damaged: its hash is not the manifest's"
         if path.suffix == ".json":
             read_object(path)

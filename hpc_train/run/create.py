@@ -172,16 +172,10 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
 
 
 def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
-    """Record in ``run.json`` the data of the next attempt; what was trained on so far is kept.
-
-    Nothing is recorded for a run of 0.1 that has saved a checkpoint: what it was trained on is unknown.
-    """
+    """Record in ``run.json`` the data of the next attempt; what was trained on so far is kept."""
     run = _run_to_change(paths)
-    noted = run.get("inputs")
-    if has_saved and not isinstance(noted, dict):
-        return
-    if has_saved and isinstance(noted, dict):
-        facts: dict[str, Any] = {"inputs": fingerprints(experiment) | noted}
+    if has_saved:
+        facts: dict[str, Any] = {"inputs": fingerprints(experiment) | (run.get("inputs") or {})}
     else:
         facts = _input_facts(experiment)
     if any(run.get(key) != value for key, value in facts.items()):

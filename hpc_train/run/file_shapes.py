@@ -42,6 +42,7 @@ _RUN = {
     "slurm_job_ids": list[str] | None,
     "slurm_clusters": list[str | None] | None,
     "wandb_id": str,
+    "inputs": dict[str, dict[str, str]] | None,
     "changes": dict[Number, list[str]] | None,
 }
 _ATTEMPT = {

@@ -2,7 +2,7 @@
 
 ``resolved.json`` contains every key with its default written out, so that a later version's default never
 changes an existing run; attempts read this file. ``experiment.yaml`` is the same for people, without
-defaults. Run folders of 0.1 have only the latter.
+defaults.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read(paths: RunPaths) -> Experiment:
     """Return what the run was created with. Raises BadFileError; names are not looked up again."""
     try:
         return Experiment.model_validate(json.loads(read_text(paths.resolved)))
-    except (OSError, ValueError, RecursionError, ValidationError):  # none (0.1), or damaged: reported below
+    except (OSError, ValueError, RecursionError, ValidationError):  # reported below
         return load_changed(paths, ()).experiment
 
 
@@ -81,10 +81,9 @@ def load_changed(paths: RunPaths, overrides: Sequence[str], *, check_names: bool
 
 
 def _frozen(paths: RunPaths) -> Path:
-    path = paths.resolved if paths.resolved.exists() else paths.experiment
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise BadFileError(f"{path}: is not a plain file")
-    return path
+    if paths.resolved.exists() and not paths.resolved.is_file():  # a pipe would be waited for
+        raise BadFileError(f"{paths.resolved}: is not a plain file")
+    return paths.resolved
 
 
 def _lists(value: Any) -> Any:

@@ -117,13 +117,12 @@ class Process:
 
         Launchers put attempt and run folder into a rank's environment, which no other user can write.
         """
-        environment = dict(each.partition(b"=")[::2] for each in _proc_strings(self.pid, "environ"))
+        environment = _environment(self.pid)
         if environment.get(ATTEMPT_VARIABLE.encode()) != str(attempt).encode():
             return False
-        # 0.1 named the folder only on the command line.
-        place = environment.get(FOLDER_VARIABLE.encode()) or _proc_strings(self.pid, "cmdline")[-1]
+        place = environment.get(FOLDER_VARIABLE.encode())
         try:
-            return Path(os.fsdecode(place)).samefile(run)
+            return place is not None and Path(os.fsdecode(place)).samefile(run)
         except OSError:
             return False
 
@@ -173,12 +172,13 @@ def _start_ticks(pid: int) -> int | None:
     return None if fields[0] in {"Z", "X"} else int(fields[19])
 
 
-def _proc_strings(pid: int, name: str) -> list[bytes]:
-    """Return the NUL-separated strings of /proc/PID/``name``; one empty string if it can't be read."""
+def _environment(pid: int) -> dict[bytes, bytes]:
+    """Return the process's environment; empty if it can't be read."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes().removesuffix(b"\0").split(b"\0")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return [b""]
+        return {}
+    return dict(each.partition(b"=")[::2] for each in entries)
 
 
 @cache

@@ -28,10 +28,10 @@ def run_facts(paths: RunPaths) -> Mapping[str, Any]:
     return _read(str(paths.run), seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
 
 
-def recorded_values(paths: RunPaths) -> Mapping[str, Any] | None:
-    """Return the keys that the sweep varied and the run's values; None if they were not recorded (0.1)."""
+def recorded_values(paths: RunPaths) -> Mapping[str, Any]:
+    """Return the keys that the sweep varied and the run's values; empty if they can't be read."""
     values = run_facts(paths).get("values")
-    return values if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 @lru_cache(_MAX_RUNS)

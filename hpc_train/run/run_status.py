@@ -95,8 +95,6 @@ def read_status(paths: RunPaths) -> RunStatus:
     status: dict[str, Any] = {key: data.get(key) for key in ("state", *_KINDS, *_OPTIONAL)}
     if not _is_valid(status):
         return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
-    if (status["state"], status["reason"]) == ("failed", INTERRUPTED):  # as written by hpc-train 0.1
-        status |= {"state": INTERRUPTED, "reason": None}
     return RunStatus(**status)
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from hpc_train import __version__
 
-#: They decode images.
-_RECORDED_LATER = ("pillow", "simplejpeg")
-_PACKAGES = ("torch", "torchvision", "timm", "numpy", *_RECORDED_LATER)
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
 _TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 #: Package → its version then and now; None: not installed.
@@ -50,11 +48,8 @@ def _torch_version(distribution: metadata.Distribution) -> str | None:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> Differences:
-    """Return the differences, in the order of ``then``, new packages last.
-
-    What earlier versions of hpc-train did not record is no difference.
-    """
-    keys = dict.fromkeys([*then, *(key for key in now if key not in _RECORDED_LATER)])
+    """Return the differences, in the order of ``then``, new packages last."""
+    keys = dict.fromkeys([*then, *now])
     return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
 
 

@@ -64,7 +64,7 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
     """Yield the run's id and values, if the file makes it of values of the parameters."""
     try:
         data = frozen_experiment.read(paths).model_dump(mode="json")
-        recorded = recorded_values(paths) or {}
+        recorded = recorded_values(paths)
     except (BadFileError, OSError, TypeError):
         return
     values = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -87,47 +86,8 @@ class DrawsPictures(Protocol):
         """
 
 
-class WholeTask:
-    """Adapts a task that was written for 0.1, whose ``loss`` and ``evaluation_sums`` call the model."""
-
-    def __init__(self, task: Any) -> None:
-        self._task = task
-        self.target_spec = getattr(task, "target_spec", None)
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model itself: the 0.1 task calls it in ``loss`` and ``evaluation_sums``."""
-        return model
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Call the task's ``loss`` with the model or, in a pipeline, with a module returning ``outputs``."""
-        return self._task.loss(_as_model(outputs), batch)
-
-    def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Call the task's ``evaluation_sums``, with the same model as in ``loss``."""
-        return self._task.evaluation_sums(_as_model(outputs), batch)
-
-    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
-        """Call the task's ``metrics``, which is the same in 0.1."""
-        return self._task.metrics(sums)
-
-
-class _Outputs(nn.Module):
-    """A module that returns outputs that were computed before."""
-
-    def __init__(self, outputs: Any) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def forward(self, *inputs: Any) -> Any:
-        return self._outputs
-
-
-def _as_model(outputs: Any) -> nn.Module:
-    return outputs if isinstance(outputs, nn.Module) else _Outputs(outputs)
-
-
 def make_task(experiment: Experiment, info: DataInfo) -> Task:
-    """Return the experiment's task; a task written for 0.1 is adapted, with a DeprecationWarning.
+    """Return the experiment's task.
 
     Raises BadFileError if the name is not that of a class, a method is missing or ``target_spec`` is invalid.
     """
@@ -137,14 +97,6 @@ def make_task(experiment: Experiment, info: DataInfo) -> Task:
         raise BadFileError(f"task: {experiment.task} is {type(make).__name__}; name a class")
     task = make(experiment, info)
     name = type(task).__name__
-    if hasattr(task, "evaluation_sums"):
-        warnings.warn(
-            f"task {name} has the methods of hpc-train 0.1 (evaluation_sums); write forward(model, batch), "
-            "loss(outputs, batch) and sums(outputs, batch)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        task = WholeTask(task)
     missing = [method for method in _METHODS if not hasattr(task, method)]
     if missing:
         raise BadFileError(f"task: {name} has no method {missing[0]}; write it, as tasks.base.Task describes")

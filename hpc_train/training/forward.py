@@ -21,7 +21,7 @@ from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.seeds import seed_forward
-from hpc_train.tasks.base import Task, WholeTask, mean_loss, total_weight, weighs_batches
+from hpc_train.tasks.base import Task, mean_loss, total_weight, weighs_batches
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.mixing import Mixing
 from hpc_train.training.train_state import TrainState
@@ -131,8 +131,6 @@ class TrainingForward:
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the loss of the last stage's outputs, as ``loss`` does."""
         with self.context():
-            if isinstance(self.task, WholeTask):  # may read the inputs
-                return mean_loss(self.task, outputs, self.to_input(batch))
             moved = self._only_targets(batch)
             loss = mean_loss(self.task, outputs, moved)
             self.training_sums.add(outputs, moved)

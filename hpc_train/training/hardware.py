@@ -43,7 +43,7 @@ def take_over(
 ) -> Hardware:
     """Compute with as many threads as the ranks of checkpoint ``step`` did; return what is used from now on.
 
-    Collective. ``then``: what ``to_json`` returned at the save; older checkpoints have None. ``say`` receives
+    Collective. ``then``: what ``to_json`` returned at the save; None without a checkpoint. ``say`` receives
     what may change the numbers. A number of threads that the user set (OMP_NUM_THREADS) stays.
     """
     known = then if isinstance(then, Mapping) else {}

@@ -29,8 +29,8 @@ def difference(
 ) -> str | None:
     """Return what continuing from checkpoint ``step`` means; None where the same ranks continue.
 
-    ``then`` and ``now`` are the ``conditions`` at the save and here; older checkpoints lack ``degrees``.
-    ``is_synced``: ``parallel.sync_batchnorm``.
+    ``then`` and ``now`` are the ``conditions`` at the save and here; ``is_synced``:
+    ``parallel.sync_batchnorm``.
     """
     differing = {key for key in now if key in then and then[key] != now[key]}
     if not differing:
@@ -46,7 +46,7 @@ def difference(
 
 
 def _data_ranks(ranks: Mapping[str, Any]) -> int:
-    return Degrees(**ranks["degrees"]).data_ranks if "degrees" in ranks else int(ranks["world_size"])
+    return Degrees(**ranks["degrees"]).data_ranks
 
 
 def _ranks(ranks: Mapping[str, Any], with_degrees: bool) -> str:

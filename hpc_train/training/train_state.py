@@ -41,7 +41,7 @@ from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.schedules import make_schedule
 
-#: What a plug-in's strategy written for an earlier version lacks.
+#: What a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
 
 
@@ -240,7 +240,7 @@ def _check_data(loaded: Loaded, source: DataSource) -> None:
     """Refuse data that would give samples other numbers, or classes, than those that were trained on."""
     then, now = loaded.extra.get("data"), _data_facts(source)
     if then is None or all(then[key] == now[key] for key in ("num_samples", "classes")):
-        return  # older checkpoints do not say
+        return
     what = "training samples" if then["num_samples"] != now["num_samples"] else "classes"
     counts = f": {then['num_samples']} then, {now['num_samples']} now" if what == "training samples" else ""
     raise BadFileError(
@@ -261,7 +261,7 @@ def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
 
 def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
     """Return the experiment with the mean and standard deviation that the checkpoint's weights know: those
-    of the data they were trained on, where the file gives none. Older checkpoints do not say.
+    of the data they were trained on, where the file gives none.
     """
     then = loaded.extra.get("data") or {}
     if experiment.data.normalize is not None or not then.get("mean"):

@@ -59,7 +59,6 @@ def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *smp_rules.RULES)
     rules += (*compatibility.RULES, *tracking_uris.RULES, *argument_rules.RULES)
     if check_names:
-        rules += FILE_RULES
         rules += (
             *part_rules.NAME_RULES,
             *smp_rules.NAME_RULES,
@@ -362,8 +361,6 @@ def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator
         )
 
 
-#: Checked when a file is submitted, not for a run's frozen file: earlier versions accepted it.
-FILE_RULES: tuple[Rule, ...] = (compiled_code_is_the_same_after_a_resume,)
 RULES: tuple[Rule, ...] = (
     length_is_given_once,
     micro_batches_divide_the_batch,
@@ -386,4 +383,5 @@ RULES: tuple[Rule, ...] = (
     followed_metrics_are_the_tasks,
     searched_metric_is_the_tasks,
     weights_come_from_one_place,
+    compiled_code_is_the_same_after_a_resume,
 )

@@ -288,18 +288,6 @@ def test_a_forged_counter_of_a_group_is_a_clear_error(
         saved.checkpointer(run).load_newest(saved.state)
 
 
-def test_a_checkpoint_from_before_groups_noted_their_tensors_still_loads(
-    run: RunPaths, saved: Trainee
-) -> None:
-    state = json.loads(run.checkpoint(2).state.read_text())
-    for group in state["optimizer"]["groups"]:
-        del group["tensors"]
-    forge(run.checkpoint(2), optimizer=state["optimizer"])
-    other = Trainee(seed=2)
-    assert other.checkpointer(run).load_newest(other.state) is not None
-    assert differences(saved.everything(), other.everything()) == []
-
-
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
 def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
     is_fused: bool, place: str
@@ -317,7 +305,7 @@ def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
         for i, name in enumerate(names)
     }
     described = {
-        "groups": [{"params": names, "values": {}}],
+        "groups": [{"params": names, "values": {}, "tensors": {}}],
         "state": {name: {"tensors": list(keys), "values": {}} for name in names},
     }
     saved = SavedState(tensors, {}, described, {}, {})

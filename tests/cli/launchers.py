@@ -80,9 +80,9 @@ class Picky:
 
 
 class Interrupted(Completing):
-    """Somebody presses Ctrl-C; a plug-in that writes the state as hpc-train 0.1 did."""
+    """Somebody presses Ctrl-C."""
 
-    name, state, reason, exit_code = INTERRUPTED, "failed", "interrupted", ExitCode.INTERRUPTED
+    name, state, reason, exit_code = INTERRUPTED, "interrupted", None, ExitCode.INTERRUPTED
 
 
 class Saving(Interrupted):

@@ -58,7 +58,7 @@ def _finish(paths: RunPaths, accuracy: float) -> None:
 
 
 def _run(seed: int) -> RunPaths:
-    (found,) = [paths for paths in find_runs([]) if (recorded_values(paths) or {}).get("seed") == seed]
+    (found,) = [paths for paths in find_runs([]) if recorded_values(paths).get("seed") == seed]
     return found
 
 
@@ -195,7 +195,7 @@ def _search(file: Path, launcher: str, *options: str) -> Done:
 
 
 def _ids() -> dict[int, str]:
-    values = {paths.folder.name: recorded_values(paths) or {} for paths in find_runs([])}
+    values = {paths.folder.name: recorded_values(paths) for paths in find_runs([])}
     return {each["seed"]: name for name, each in values.items()}
 
 

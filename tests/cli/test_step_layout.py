@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.attempts import claim_attempt
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, SIZED_QUEUE
@@ -72,12 +72,10 @@ def test_a_sweeps_values_and_the_code_are_noted(file: Path) -> None:
         assert run["code"]["snapshot"] == (paths.folder / "code").resolve().name
 
 
-def test_a_run_of_0_1_is_shown_by_what_it_noted(tmp_path: Path) -> None:
+def test_an_attempts_ranks_count_where_none_were_planned(tmp_path: Path) -> None:
     paths = small_run(tmp_path / "runs")
-    facts = read_json(paths.run) or {}
-    write_json(paths.run, {key: facts[key] for key in facts.keys() - {"values", "ranks", "step"}})
     (found,) = _runs()
-    assert (found["values"], found["ranks"], found["accumulation"]) == (None, None, None)
+    assert (found["values"], found["ranks"], found["accumulation"]) == ({}, None, None)
     claim_attempt(paths, ranks=2)
     (found,) = _runs()
     assert (found["ranks"], found["micro_batches"], found["accumulation"]) == (2, 2, 1)

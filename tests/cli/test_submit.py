@@ -599,15 +599,3 @@ def test_other_data_under_the_same_id_are_not_completed_already(
     again = submit(two)
     assert again.code == 0 and f"completed already, in {beside.folder}" in again.err
     assert find_runs([]) == [paths, beside]
-
-
-def test_a_run_of_a_version_that_noted_no_inputs_is_found_by_its_id(file: Path, tmp_path: Path) -> None:
-    data = f"data={{name: imagefolder, root: {write_images(tmp_path / 'one')}, image_size: 8}}"
-    assert hpc_train("submit", file, data, "--local", "--launcher", COMPLETING).code == 0
-    (paths,) = find_runs([])
-    facts = json.loads(paths.run.read_text())
-    del facts["inputs"]
-    paths.run.write_text(json.dumps(facts))
-    write_status(paths, RunStatus("completed", 9, 9))
-    assert "completed already" in hpc_train("submit", file, data, "--local", "--launcher", COMPLETING).err
-    assert find_runs([]) == [paths]

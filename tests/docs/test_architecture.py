@@ -39,7 +39,7 @@ def test_every_package_has_a_row_and_a_layer() -> None:
     )
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     modules = packages | {path.stem for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
-    assert rows | {"runtime"} == modules
+    assert rows == modules
     contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]

@@ -37,7 +37,7 @@ def test_a_search_trains_its_trials_round_by_round(tmp_path: Path, monkeypatch: 
     assert "digits: 2 of 4 trials; best accuracy 0." in done.err
     assert "digits: 4 of 4 trials; best accuracy 0." in done.err and "the search is complete" in done.err
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
-    rates = {(recorded_values(paths) or {})["optimization.optimizer.lr"] for paths in find_runs([])}
+    rates = {recorded_values(paths)["optimization.optimizer.lr"] for paths in find_runs([])}
     assert len(rates) == 4 and all(1e-4 <= rate <= 1e-2 for rate in rates)
     again = hpc_train("submit", file, *options, **found)
     assert again.code == 0 and "the search is complete" in again.err

@@ -31,7 +31,7 @@ def _run(folder: Path, launcher: str, run_id: str = "abc") -> RunPaths:
 
 @pytest.mark.parametrize("name", [*sorted(parts("launchers")), COMPLETING, QUEUE])
 def test_every_launcher_has_the_whole_protocol(name: str) -> None:
-    """``Completing`` and the local launcher are of 0.1's protocol: a ``launch`` alone."""
+    """``Completing`` and the local launcher have a ``launch`` alone."""
     assert isinstance(load_launcher(name), Launcher)
 
 
@@ -86,7 +86,7 @@ def test_what_a_refused_start_had_changed_is_undone(tmp_path: Path) -> None:
     assert (read_status(paths).reason, paths.cancelled.exists()) == ("before", True)
 
 
-def test_a_job_has_the_key_of_0_1_in_the_record(tmp_path: Path) -> None:
+def test_a_job_has_its_own_key_in_the_record(tmp_path: Path) -> None:
     paths = _run(tmp_path, "slurm")
     attempt = paths.attempt(claim_attempt(paths, "slurm", job="12_3"))
     written = json.loads(attempt.record.read_text())

@@ -101,7 +101,7 @@ def test_a_withdrawal_of_sent_rows_begins_another_run(run: RunPaths) -> None:
 
 @pytest.mark.parametrize("has_record", [True, False])
 def test_rows_that_a_server_has_from_elsewhere_are_not_continued(has_record: bool, run: RunPaths) -> None:
-    """0.1 sent rows without a record, and some of them twice."""
+    """The record is lost, or somebody else logged to the run."""
     write(run, 1, range(1, 6))
     if has_record:
         sent(history_of(run), 3)

@@ -105,7 +105,7 @@ def test_nothing_saved_at_all_is_reported() -> None:
         attempt("preemption", events={}),
         attempt("lost", events={}),
         attempt("crash"),
-        attempt("time limit", saved=None),  # of an earlier version: nobody looked
+        attempt("time limit", saved=None),  # nobody looked
     ],
 )
 def test_what_had_no_chance_counts_neither_way(neutral: AttemptRecord) -> None:

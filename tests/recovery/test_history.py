@@ -142,11 +142,6 @@ def test_limits_that_hpc_train_did_not_write_are_an_error(run: RunPaths, wrong: 
         effective_recovery(run, 1)
 
 
-def test_a_run_of_0_1_has_the_limits_of_its_file(run: RunPaths) -> None:
-    run.resolved.unlink()
-    assert _limits(run)["max_crashes"] == 3
-
-
 def test_a_lost_attempt_ended_when_its_last_file_was_written(run: RunPaths) -> None:
     begin_attempt(run, dead())
     attempt = run.attempt(1)

@@ -101,9 +101,7 @@ def test_a_frozen_experiment_is_read_back_equal(tmp_path: Path, data: dict[str, 
     paths = RunPaths(tmp_path)
     write(paths, experiment)
     assert read(paths) == load_changed(paths, ()).experiment == experiment
-    paths.resolved.unlink()  # as in run folders of 0.1
-    assert read(paths) == experiment
-    assert dump(read(paths)) == dump(experiment)
+    assert load(paths.experiment, check_names=False).experiment == experiment
 
 
 def test_every_default_is_written_so_that_a_later_version_can_change_it(

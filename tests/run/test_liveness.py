@@ -132,18 +132,6 @@ def test_a_process_that_is_not_a_rank_of_the_attempt_is_left_alone(
     assert child.poll() is None
 
 
-def test_a_rank_of_0_1_is_known_by_its_command_line(run: RunPaths) -> None:
-    command = [sys.executable, "-c", _RANK, str(run.folder)]
-    environment = {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUN_FOLDER"}
-    rank = _started(command, environment | {"HPC_TRAIN_ATTEMPT": "1"})
-    try:
-        assert identity(rank).send(signal.SIGKILL, run.folder, 1)
-        assert rank.wait(HANG_LIMIT_S) == -9
-    finally:
-        rank.kill()
-        rank.communicate()
-
-
 def test_a_launcher_that_can_not_be_judged_counts_as_living(run: RunPaths) -> None:
     elsewhere = replace(Process.current(), host="elsewhere", boot_id="another")
     write_record(run.attempt(claim_attempt(run)), record_of(elsewhere, []))

@@ -39,11 +39,6 @@ def test_an_invalid_status_is_unknown(run: RunPaths, text: str) -> None:
     assert read_status(run).state == "unknown"
 
 
-def test_an_interrupted_run_of_0_1_is_interrupted_not_failed(run: RunPaths) -> None:
-    run.status.write_text(json.dumps(RUNNING.to_json() | {"state": "failed", "reason": "interrupted"}))
-    assert read_status(run) == replace(RUNNING, state="interrupted", reason=None)
-
-
 def test_a_run_that_compiles_says_so_until_it_trains_or_ends(run: RunPaths) -> None:
     since = (datetime.now(UTC) - timedelta(seconds=40)).isoformat(timespec="seconds")
     compiling = replace(RUNNING, compiling={"graph": 3, "since": since})

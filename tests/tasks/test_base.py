@@ -1,4 +1,4 @@
-"""Tasks of plug-ins: those written for 0.1 are adapted, those that lack a method are refused."""
+"""Tasks of plug-ins; those that lack a method are refused."""
 
 from __future__ import annotations
 
@@ -15,32 +15,13 @@ from torch.nn import functional
 from hpc_train import registry
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.base import Task, class_table, make_task, target_spec
+from hpc_train.tasks.base import Task, class_table, make_task
 from hpc_train.training.forward import TrainingForward
 
 INFO = DataInfo(3, 1, (0.5,), (0.25,))
 CPU = torch.device("cpu")
-
-
-class OldMargin:
-    """A task as plug-ins of 0.1 have it."""
-
-    target_spec = TargetSpec("a class number", kind="integer", shape=())
-
-    def __init__(self, experiment: Experiment, info: DataInfo) -> None:
-        self.scale = info.std[0]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return functional.multi_margin_loss(model(batch.inputs), batch.targets) + batch.inputs.mean()
-
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        hits = model(batch.inputs).argmax(1) == batch.targets
-        return {"count": batch.valid.sum().double(), "correct": (hits & batch.valid).sum().double()}
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"accuracy": sums["correct"] / sums["count"]}
 
 
 class NoSums:
@@ -89,21 +70,6 @@ def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randint(256, (4, 3), dtype=torch.uint8, generator=generator)
     return Batch(0, 0, 1.0, inputs, torch.tensor([0, 1, 2, 0]), torch.tensor([True, True, True, False]))
-
-
-def test_a_task_of_0_1_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(DeprecationWarning, match=r"OldMargin has the methods of hpc-train 0\.1"):
-        task = made("OldMargin", monkeypatch)
-    assert target_spec(task) is OldMargin.target_spec
-    old, forward = OldMargin(cast(Experiment, None), INFO), forward_of(task, normalised)
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    expected = old.loss(model, normalised(batch()))
-    assert torch.equal(forward.loss(model, batch()), expected)
-    outputs = model(normalised(batch()).inputs)
-    assert torch.equal(forward.loss_of(outputs, batch()), expected), "also at the end of a pipeline"
-    sums = {name: value.item() for name, value in forward.sums(model, batch(), step=0).items()}
-    assert sums["count"] == 3 and task.metrics(sums) == {"accuracy": sums["correct"] / 3}
 
 
 def test_the_end_of_a_pipeline_moves_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_another_processor_is_reported() -> None:
 @pytest.mark.parametrize(
     "then", [None, [], {}, saved(threads=[2, 2]), saved(threads=["3"]), saved(threads=[0], processor=3)]
 )
-def test_older_checkpoints_and_other_numbers_of_ranks_change_nothing(then: object) -> None:
+def test_no_or_forged_facts_and_other_numbers_of_ranks_change_nothing(then: object) -> None:
     assert taken_over(then) == (Hardware(processor(CPU), [2]), [])
 
 

@@ -60,12 +60,3 @@ def test_other_stages_draw_other_numbers() -> None:
     said = words(TWO, conditions(2, "pipeline", Degrees(pipeline=2)))
     assert said is not None and "dropout behind a pipeline's first stage" in said
     assert "dropout" not in (words(TWO, ONE) or "")
-
-
-def test_a_checkpoint_without_degrees_is_known_by_the_rest() -> None:
-    older = {key: value for key, value in TWO.items() if key != "degrees"}
-    assert words(older, TWO) is None
-    said = words(older, ONE, has_batchnorm=True)
-    assert said is not None and "of 2 ranks under ddp" in said
-    synced = words(older, ONE, has_batchnorm=True, is_synced=True)
-    assert synced is not None and "parallel.sync_batchnorm" in synced
