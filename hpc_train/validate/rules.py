@@ -63,7 +63,6 @@ def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
             *part_rules.NAME_RULES,
             *smp_rules.NAME_RULES,
             *argument_rules.MODEL_RULES,
-            *argument_rules.MODEL_RULES,
             *layer_rules.MODEL_RULES,
             *compatibility.MODEL_RULES,
             *image_rules.MODEL_RULES,
