@@ -11,10 +11,10 @@ from hpc_train.validate.loading import load
 from tests.plan.files import EXPERIMENT
 
 
-def load_with(folder: Path, *overrides: str, is_new: bool = True) -> None:
+def load_with(folder: Path, *overrides: str) -> None:
     file = folder / "exp.yaml"
     file.write_text(EXPERIMENT)
-    load(file, ["compile={dynamic: null}", *overrides], check_names=is_new)
+    load(file, ["compile={dynamic: null}", *overrides])
 
 
 @pytest.mark.parametrize("overrides", [["device=cpu"], ["device=auto", "deterministic=true"]])
@@ -33,7 +33,3 @@ def test_shapes_that_torch_chooses_are_refused_where_a_run_is_deterministic(
 )
 def test_elsewhere_they_are_not(overrides: list[str], tmp_path: Path) -> None:
     load_with(tmp_path, *overrides)
-
-
-def test_a_run_of_an_earlier_version_keeps_them(tmp_path: Path) -> None:
-    load_with(tmp_path, "deterministic=true", is_new=False)
