@@ -1,7 +1,7 @@
-"""``activation_checkpointing:`` of the file: blocks whose inside is computed again in backward, not kept.
+"""``activation_checkpointing:`` of the file: recomputes the activations of blocks in backward.
 
-``training.train_state`` calls it before compiling and placing, so that the strategies' hooks and the
-compiled code wrap it.
+``training.train_state`` calls it before compiling and placing the model, so that the strategies' hooks and
+the compiled code wrap the checkpointed forward.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _KEPT_NAMES = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-#: What ``selective`` keeps; not every version of torch has all of them.
+#: Operators whose results ``selective`` keeps; not every version of torch has all of them.
 _KEPT = frozenset(
     getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)
 )
 
-#: The block whose forward is about to begin: torch calls for its contexts without saying whose.
+#: The block whose forward is about to begin: torch calls ``context_fn`` without passing the block.
 _beginning: nn.Module | None = None
 
 
 def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
-    """Let ``blocks``, or every n-th of them, compute again in backward what they do not keep, in place.
+    """Make ``blocks``, or every n-th of them, recompute their activations in backward, in place.
 
-    Only in training and with gradients. Modules, their names and hooks stay. Raises BadFileError where there
-    are no blocks.
+    Applies only in training and with gradients. Modules, their names and hooks do not change. Raises
+    BadFileError if there are no blocks.
     """
     if setting == "off":
         return
@@ -62,7 +62,7 @@ def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
         )
     every = int(setting.removeprefix("every ")) if setting.startswith("every ") else 1
     for block in blocks[every - 1 :: every]:
-        # An attribute of the instance, so that torch calls hooks and compiled code around it.
+        # An attribute of the instance, so that torch runs hooks and compiled code around it.
         block.forward = _Recomputed(block, block.forward, is_selective=setting == "selective")
 
 
@@ -75,7 +75,7 @@ class _Recomputed:
         self.is_selective = is_selective
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
-        """Let a copy of the block be computed with its own weights."""
+        """Bind the copy to the copied block, so that it uses that block's weights."""
         block, plain = copy.deepcopy((self.block, self.plain), memo)
         return _Recomputed(block, plain, is_selective=self.is_selective)
 
@@ -98,15 +98,15 @@ class _Recomputed:
 
 
 def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
-    """Return how often each tensor given was changed in place. Compiled code may do so: it makes copies."""
+    """Return each tensor's count of in-place changes. Compiled code may make them: it copies."""
     return [value._version for value in (*args, *keys.values()) if isinstance(value, Tensor)]
 
 
-# What torch calls before each forward of a block, or while it compiles one. Functions of this module without
-# arguments, because torch pickles them into the key of its cache, and compiles again where they differ.
+# torch calls these before each forward of a block, or while it compiles one. They are module functions
+# without arguments because torch pickles them into the key of its cache, and recompiles if they differ.
 def _contexts_keeping_nothing() -> Contexts:
     if TracingContext.try_get() is not None:
-        # Compiled code changes buffers and draws random numbers in the forward alone.
+        # Compiled code changes buffers and draws random numbers only in the forward.
         return create_selective_checkpoint_contexts(_keep_nothing)
     return nullcontext(), _as_in_forward(_begun())
 
@@ -118,7 +118,7 @@ def _contexts_selective() -> Contexts:
     return keeping, _both(_as_in_forward(_begun()), kept)
 
 
-# Let torch find in its cache what it compiled; to be changed with the policy.
+# Stable keys for torch's compilation cache; change them with the policy.
 _contexts_keeping_nothing.cache_hash = "hpc_train.keep_nothing.1"  # type: ignore[attr-defined]
 _contexts_selective.cache_hash = "hpc_train.selective.1"  # type: ignore[attr-defined]
 
@@ -129,12 +129,12 @@ def _begun() -> nn.Module:
 
 
 def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
-    """Return what a second forward runs in: random streams and buffers as they are now, both put back.
+    """Return the context of the recomputation: random streams and buffers as they are now, restored on exit.
 
     Called before the first forward changes anything.
 
-    torch's own are left to ``checkpoint``. BatchNorm's statistics are not read in training, so that they
-    need no copy from now.
+    ``checkpoint`` restores torch's own generators. BatchNorm's statistics are not read in training, so they
+    need no copy.
     """
     streams = random.getstate(), np.random.get_state()
     # By place: a forward may put another tensor there.
@@ -167,10 +167,10 @@ def _set_streams(python: Any, numpy: Any) -> None:
 def _replace_buffers(
     block: nn.Module, read: dict[tuple[nn.Module, str], Tensor]
 ) -> list[tuple[nn.Module, str, Tensor]]:
-    """Give the block copies of its persistent buffers: what was read, else what is there now.
+    """Give the block copies of its persistent buffers, from ``read`` or else from their current values.
 
     Copies, because autograd may hold the originals for a forward whose backward is still to come.
-    Returns what was there.
+    Returns the original buffers.
     """
     originals = list(persistent_places(block))
     copies: dict[int, Tensor] = {}
@@ -202,7 +202,7 @@ def _selective(context: Any, operation: Any, *args: Any, **keys: Any) -> Checkpo
 
 
 def _draws(operation: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> bool:
-    """Tell whether an attention drops: without recomputing it, what follows would draw other numbers."""
+    """Return True for attention with dropout: if it is not recomputed, later draws differ."""
     names = [argument.name for argument in operation._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **keys}.get("dropout_p", 0.0))
 

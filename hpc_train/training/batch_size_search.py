@@ -1,9 +1,8 @@
-"""``micro_batch_size: auto``: the largest that fits, found by trial, agreed by all ranks, kept in the run.
+"""``micro_batch_size: auto``: finds by trial the largest size that fits on all ranks; stored in the run.
 
-Each rank starts one process beside it (``training.batch_size_trial``); these form a group of their own and
-train whole steps, the smallest size first, until memory runs out on one. So a rank that runs out leaves
-nobody in a collective but processes that are ended then, and the run itself begins as if nothing had been
-tried.
+Each rank starts a trial process (``training.batch_size_trial``). The trials form their own process group and
+train whole steps, smallest size first, until one of them runs out of memory. Only trials can then hang in a
+collective; they are killed, and the run itself starts as if nothing had been tried.
 
 Legend: G global batch, m micro-batch, R data-parallel ranks.
 """
@@ -36,29 +35,29 @@ from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
 _KEY = "optimization.micro_batch_size"
 _TRIAL_MODULE = "hpc_train.training.batch_size_trial"
-#: Between looks at the trials (assumed); a step of most models takes longer.
+#: Interval between polls of the trials (assumed); a step of most models takes longer.
 _POLL_S = 0.1
-#: What a trial says last, unless it dies. ``peer``: another one is gone, which says nothing of this one.
+#: Outcomes that a trial sends last, unless it dies. ``peer``: another trial is gone; this one did not fail.
 DONE, OUT_OF_MEMORY, FAILED, PEER = "done", "out of memory", "failed", "peer"
-#: Which end counts where ranks have different ones: others fail because one ran out of memory.
+#: Precedence of the outcomes if ranks differ: other trials fail because one ran out of memory.
 _WEIGHT = {OUT_OF_MEMORY: 2, FAILED: 1}
 _log = logging.getLogger(__name__)
 
 
 class TrialError(HpcTrainError):
-    """A trial failed in another way than by memory; the text is that of its own error."""
+    """A trial failed for a reason other than memory; the text is the trial's error."""
 
 
 def resolved(rank: Rank) -> Rank:
-    """Return the rank with a number where the file says ``auto``. Collective.
+    """Return the rank with ``auto`` replaced by a number. Collective.
 
-    Raises BadFileError where the ranks have no GPUs, nothing fits, the model has BatchNorm, or there are more
-    ranks now than the run's size has micro-batches for; what a step itself raises is raised here.
+    Raises BadFileError if the ranks have no GPUs, nothing fits, the model has BatchNorm, or there are more
+    ranks now than micro-batches of the run's size. Errors of a trial's step are raised here.
     """
     if rank.experiment.optimization.micro_batch_size != "auto":
         return rank
     control = ControlGroup(rank.facts.rank, rank.facts.world_size, rank.group.control)
-    # Rank 0's word: on a network disk the others may not see the file yet.
+    # Rank 0 decides: on a network disk the others may not see the file yet.
     first = control.together(lambda: kept(rank.paths) if rank.is_first else None)
     (size,) = control.broadcast([0 if first is None else first.size])
     if size == 0:
@@ -72,7 +71,7 @@ def resolved(rank: Rank) -> Rank:
 
 
 def doubling(sizes: Sequence[int]) -> list[int]:
-    """Return some of the sizes: the smallest, then each at least twice the previous one, to the largest."""
+    """Return a subset from the smallest to the largest size, each at least twice the previous one."""
     chosen: list[int] = []
     for size in reversed(sizes):
         if not chosen or 2 * size <= chosen[-1]:
@@ -101,7 +100,7 @@ def _search(rank: Rank, control: ControlGroup) -> Found:
             _tell(rank, too_large, tried.reason)
         if fitted == 0:
             raise _nothing_fits(left[0], tried.reason)
-        # Where G is a power of two there is nothing in between.
+        # If G is a power of two there is nothing in between.
         left = [size for size in sizes if too_large is not None and fitted < size < too_large]
     return Found(fitted, too_large, rank.facts.world_size, rank.attempt)
 
@@ -120,7 +119,7 @@ def _candidates(rank: Rank) -> list[int]:
 
 
 def _most_data_ranks(rank: Rank) -> int:
-    """Return R; of a job with a range of nodes the largest that an attempt may have."""
+    """Return R; for a job with a range of nodes, the maximum R of an attempt."""
     here, slurm = rank.degrees.data_ranks, rank.experiment.slurm
     if slurm is None or not is_started_by_slurm(os.environ):
         return here
@@ -143,18 +142,18 @@ def _tell(rank: Rank, size: int, reason: str) -> None:
 
 @dataclass(frozen=True)
 class _Tried:
-    """The same on all ranks."""
+    """Result of a series of trials; the same on all ranks."""
 
-    #: How many of the sizes fit on every rank.
+    #: Number of sizes that fit on every rank.
     num_fitted: int
-    #: Which rank ran out of memory at the next one, and its words; None: all fit.
+    #: The rank that ran out of memory at the next size, and its error; None: all fit.
     reason: str | None
 
 
 def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
-    """Let the trials go through the sizes until one does not fit. Collective.
+    """Run the trials through the sizes until one does not fit. Collective.
 
-    Raises what a trial raised, on every rank.
+    Raises a trial's error on every rank.
     """
     torch.cuda.empty_cache()
     trial = _Trial(rank, sizes)
@@ -165,7 +164,7 @@ def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
 
 
 def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) -> _Tried:
-    """Look at all trials, again and again, until it is known how they ended."""
+    """Poll all trials until their outcome is known."""
     has_failed = False
     while True:
         trial.look()
@@ -176,7 +175,7 @@ def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) 
             first = control.first_text(trial.words if trial.outcome == OUT_OF_MEMORY else None)
             assert first is not None, "one rank at least ran out"
             return _Tried(fitted, f"rank {first[0]}: {first[1]}")
-        # Once more: the memory that another one ran out of may be the reason, and be reported a moment later.
+        # Poll once more: the cause may be another trial out of memory, which is reported a moment later.
         if weightiest == -_WEIGHT[FAILED] and has_failed:
             control.together(trial.raise_failure)
         has_failed = weightiest == -_WEIGHT[FAILED]
@@ -188,7 +187,7 @@ def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) 
 
 
 class _Trial:
-    """This rank's trial, and what it has said so far."""
+    """This rank's trial process and its messages so far."""
 
     def __init__(self, rank: Rank, sizes: Sequence[int]) -> None:
         self.num_fitted = 0
@@ -198,7 +197,7 @@ class _Trial:
         self._code = int(ExitCode.FAILED)
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         arguments = [rank.paths.folder, rank.attempt, sender.fileno(), os.getpid(), torch.get_num_threads()]
-        with sender, signals.blocked():  # a trial ends with its rank, not by itself
+        with sender, signals.blocked():  # the trial ends with its rank, not by signals
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _TRIAL_MODULE, *map(str, [*arguments, *sizes])],
                 env=_environment(sizes),
@@ -206,7 +205,7 @@ class _Trial:
             )
 
     def look(self) -> None:
-        """Take in what the trial has said since the last look."""
+        """Read the trial's messages since the last call."""
         while not self.outcome and self._receiver.poll():
             try:
                 what, self.words, self._code = self._receiver.recv()
@@ -221,21 +220,21 @@ class _Trial:
                 self.outcome = what
 
     def raise_failure(self) -> None:
-        """Raise what the trial raised, if it did: a user's mistake as such. Not collective."""
+        """Raise the trial's error, if any; a user's mistake as BadFileError. Not collective."""
         if self.outcome == FAILED:
             kind = BadFileError if self._code == ExitCode.BAD_FILE else TrialError
             raise kind(self.words)
 
     def end(self) -> None:
-        """Return once the process is gone, and its memory free."""
+        """Kill the process; return once it is gone and its memory is free."""
         self._process.kill()
         self._process.wait()
         self._receiver.close()
 
 
 def _environment(sizes: Sequence[int]) -> dict[str, str]:
-    """Return the rank's own, but for the meeting place: the trials meet at another."""
+    """Return the rank's environment without its rendezvous address: the trials have their own rendezvous."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    # Tells a second trial's meeting place from the first one's.
+    # Distinguishes the rendezvous of a second series of trials from the first.
     token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
     return own | {"HPC_TRAIN_TOKEN": token}

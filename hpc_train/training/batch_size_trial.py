@@ -1,7 +1,7 @@
-"""One rank's trial of micro-batch sizes, in a process of its own.
+"""One rank's trial of micro-batch sizes, in a separate process.
 
-``training.batch_size_search`` starts it on every rank, reads what it says, and ends it. It writes nothing
-that stays but what is compiled, in the run's cache.
+``training.batch_size_search`` starts it on every rank, reads its messages and ends it. It leaves no files
+except compiled code in the run's cache.
 
 Legend: m micro-batch, M micro-batches of a step, R data-parallel ranks, S = ⌈M/R⌉ slots of a rank.
 """
@@ -55,17 +55,17 @@ from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState, build
 from hpc_train.validate.compatibility import auto_batchnorm
 
-#: The optimizer's state is there from the second step on.
+#: The optimizer's state exists from the second step on.
 _STEPS = 2
-#: Of the GPU's free memory; the rest is for what no trial sees, and for fragmentation. Assumed.
+#: Share of the GPU's free memory; the rest is for fragmentation and allocations outside trials. Assumed.
 _PART = 0.9
-#: What CUDA says in a second process of a GPU that takes one alone (nvidia-smi --compute-mode).
+#: CUDA's error in a second process on a GPU in exclusive-process mode (nvidia-smi --compute-mode).
 _TAKEN = "busy or unavailable"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What is the same for all sizes."""
+    """Objects that are the same for all sizes."""
 
     experiment: Experiment
     facts: RankFacts
@@ -73,7 +73,7 @@ class _Place:
     device: torch.device
     precision: Precision
     source: DataSource
-    #: One sample of training, as a loader makes it.
+    #: One training sample, as a loader yields it.
     sample: Batch
 
     @property
@@ -89,7 +89,7 @@ class _Place:
 
 
 def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection) -> None:
-    """Try the sizes in their order, saying which fit, until one does not. Collective; raises what it met."""
+    """Try the sizes in order, reporting each that fits. Raises the error of the first failure. Collective."""
     experiment = with_preprocessing(effective_experiment(paths, attempt))
     facts = RankFacts.from_environment(os.environ)
     device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
@@ -112,16 +112,16 @@ def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection
 
 
 class _Unnoted(BadSamples):
-    """Replaces a bad sample without reporting it: training will."""
+    """Replaces a bad sample without reporting it; training reports it."""
 
     def note(self, samples: Iterable[BadSample]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def one_sample(
     source: DataSource, experiment: Experiment, degrees: Degrees, rank: int, bad_samples: BadSamples | None
 ) -> Batch:
-    """Read one sample of training, as a loader makes it. ``bad_samples``: for ``on_bad_sample: skip``."""
+    """Read one training sample, as a loader yields it. ``bad_samples``: for ``on_bad_sample: skip``."""
     optimization = experiment.optimization.model_copy(
         update={"global_batch_size": degrees.data_ranks, "micro_batch_size": 1}
     )
@@ -144,22 +144,22 @@ def one_sample(
 
 
 def _try(place: _Place, size: int) -> None:
-    """Train and evaluate as much as needs the most memory, with micro-batches of ``size``. Collective."""
+    """Train and evaluate enough to reach peak memory, with micro-batches of ``size``. Collective."""
     experiment = place.experiment.with_micro_batch_size(size)
     arithmetic = BatchArithmetic.of(
         experiment.optimization, len(place.source.train), place.degrees.data_ranks
     )
-    # Anew for each size: a pipeline or a compiled model keeps the shapes that it saw first.
+    # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
     train_state = build(with_source(experiment, None), place.source.info, arithmetic, place.context)
     _refuse_batchnorm(experiment, train_state)
     task = make_task(experiment, place.source.info)
-    if train_state.optimization.scaler is not None:  # one that overflows takes no step
+    if train_state.optimization.scaler is not None:  # an overflow would skip the step
         train_state.optimization.scaler.load_state_dict(
             train_state.optimization.scaler.state_dict() | {"scale": 1.0}
         )
     to_input = make_to_input(experiment, place.source.info, place.device, place.precision)
     forward = TrainingForward.of(experiment, train_state, task, place.precision, place.device, to_input)
-    # Takes each step, whatever the loss: what the optimizer allocates is to be seen.
+    # Take every step whatever the loss, so that the optimizer allocates its state.
     config = experiment.optimization.model_copy(update={"on_non_finite": "stop"})
     guard = Guard(config, train_state.model, norm_counts=False)
     batches = _batches(place, size, arithmetic)
@@ -170,7 +170,7 @@ def _try(place: _Place, size: int) -> None:
 
 
 def _batches(place: _Place, size: int, arithmetic: BatchArithmetic) -> list[Batch]:
-    """Return slots of a step, the same sample in all of them."""
+    """Return the slots of a step (two are enough if they run one by one), all with the same sample."""
     strategy, slots = place.experiment.parallel.strategy, arithmetic.accumulation
     whole = replace(place.sample.repeated(size), weight=1 / arithmetic.micro_batches)
     count = min(slots, 2) if traits_of(strategy).runs_one_by_one else slots
@@ -184,21 +184,21 @@ def _evaluate(train_state: TrainState, forward: TrainingForward, batch: Batch) -
 
 
 def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:
-    """Refuse models of the user's own that no list knows of; the others were refused with the file."""
+    """Refuse the user's own models with BatchNorm; known models were refused when the file was checked."""
     if has_batchnorm(train_state.model):
         raise auto_batchnorm(experiment.model.name).as_error()
 
 
 def _clear(experiment: Experiment) -> None:
-    """Let go of what a size took: modules under FSDP refer to themselves."""
+    """Free a size's memory; modules under FSDP are in reference cycles."""
     if experiment.compile.enabled:
-        torch.compiler.reset()  # else a second shape is compiled as any shape, which no run does
+        torch.compiler.reset()  # else the second shape is compiled as dynamic, unlike in a run
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def last_words(error: BaseException) -> tuple[str, str, int]:
-    """Return how the trial ended, in what words, and with which exit code a rank would end of it."""
+    """Return the trial's outcome, its error text, and the exit code that a rank would have for it."""
     cause = compile_error(error) or _taken(error) or error
     code = int(cause.exit_code) if isinstance(cause, HpcTrainError) else int(ExitCode.FAILED)
     if out_of_memory(error) is not None:
@@ -223,7 +223,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(words: list[str]) -> None:
-    """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; what is said goes to the descriptor."""
+    """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; messages go to the descriptor."""
     folder, (attempt, descriptor, rank, threads, *sizes) = words[0], map(int, words[1:])
     parent_process.die_with(rank)
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""From the file to a ``Trainer`` that runs: what is rebuilt after a rollback, and what outlives it."""
+"""Builds a ``Trainer`` from the file and runs it; rebuilds everything but ``_Run`` after a rollback."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ _CONTINUES = "training continues, metrics.jsonl has every row"
 
 @dataclass
 class _Run:
-    """What one rank keeps over rollbacks."""
+    """The objects that one rank keeps across rollbacks."""
 
     rank: Rank
     source: DataSource
     batches: BatchArithmetic
-    #: None where the first one ends the run.
+    #: None if the first bad sample ends the run.
     bad_samples: BadSamples | None
-    #: On rank 0 alone, once training begins.
+    #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
-    #: Windows that rollbacks of this attempt leave out; a checkpoint has those from before it.
+    #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
     skipped: frozenset[int] = frozenset()
-    #: On rank 0 alone, where the model's FLOPs can be counted.
+    #: On rank 0 only, if the model's FLOPs can be counted.
     flops: FlopRates | None = None
 
 
 def train(rank: Rank) -> ExitCode:
-    """Train to the end, or until asked to stop; go back where the file wants that."""
+    """Train to the end or until a stop request; roll back if the file allows it."""
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = verified(rank, build_source(staged(rank)))
@@ -106,10 +106,9 @@ def train(rank: Rank) -> ExitCode:
 
 
 def _train_once(run: _Run) -> bool | None:
-    """Build everything and train on from the newest checkpoint.
+    """Build everything and continue training from the newest checkpoint.
 
-    Returns True when done, False where it was asked to stop, None where it must go back; then ``run`` knows
-    what it skips.
+    Returns True if done, False after a stop request, None for a rollback; then ``run.skipped`` is updated.
     """
     rank = run.rank
     train_state = build(_to_build(rank), run.source.info, run.batches, context(rank))
@@ -145,7 +144,7 @@ def _to_build(rank: Rank) -> Experiment:
 
 
 def _free_memory() -> None:
-    """Free a train state that nothing refers to any more: modules under FSDP refer to themselves."""
+    """Free a train state without references; modules under FSDP are in reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -263,9 +262,9 @@ def _meters(run: _Run) -> Meters:
 def _count_flops(
     run: _Run, train_state: TrainState, task: Task, step: int, stack: ExitStack
 ) -> Callable[[Batch], None]:
-    """Return what begins to count the FLOPs of the first micro-batch, once per attempt and on rank 0 alone.
+    """Return a callback that starts counting the first micro-batch's FLOPs, once per attempt, on rank 0 only.
 
-    ``step``: where training continues. A row has rates only if the attempt has written one before it.
+    ``step``: the step that training continues from. A row has rates only if the attempt has an earlier row.
     """
     rank, every = run.rank, run.rank.experiment.logging.every_steps
     has_rates = run.batches.total_steps // every - step // every > 1
@@ -280,7 +279,7 @@ def _count_flops(
 
 
 def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
-    """Return what profiles steps on rank 0 if the file asks for it; at the end it writes what it has."""
+    """Return the profiler on rank 0 if the file has ``profile``; closing ``stack`` writes the profile."""
     rank, config = run.rank, run.rank.experiment.profile
     if config is None or not rank.is_first:
         return None
@@ -303,7 +302,7 @@ def _on_compilation(rank: Rank, status: StatusWriter | None) -> Callable[[int, f
 def _run_ahead(rank: Rank) -> RunAhead | None:
     if rank.device.type != "cuda":
         return None
-    flags = rank.group.shared_flags  # across nodes a lost peer is the launcher's and the watchdog's to find
+    flags = rank.group.shared_flags  # across nodes the launcher and the watchdog detect a lost peer
     return RunAhead(rank.progress, flags.check_alive if flags is not None else lambda: None)
 
 
@@ -336,7 +335,7 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
     if bad is None:
         return BadSampleCount(lambda: 0, lambda total: None)
-    # Rank 0's word: on a network disk ranks may see different files at the same time.
+    # Rank 0 decides: on a network disk ranks may see different files at the same time.
     earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
 
     def check(total: int) -> None:
@@ -344,7 +343,7 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
         if total == looked_at or earlier + total <= most:
             return
         looked_at = total
-        # Two ranks may have met the same one: only then fewer are known than were counted.
+        # Two ranks may have counted the same sample: compare the number of distinct ones.
         is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
         if is_over:
             raise too_many(run.rank.paths, most)
@@ -397,7 +396,7 @@ def start_logger(name: str, context: LoggerContext) -> LoggerThread | None:
 
 
 def make_logger(name: str, context: LoggerContext) -> Logger | None:
-    """Return the logger of this name; None, with a warning, where it can't be imported or constructed."""
+    """Return the logger of this name; None, with a warning, if it can't be imported or constructed."""
     try:
         return cast(Logger, part("loggers", name)(context))
     except LoggerOffError as off:

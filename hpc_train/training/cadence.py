@@ -10,7 +10,7 @@ from hpc_train.topology.batch_arithmetic import evaluation_interval, minutes_bet
 
 @dataclass(frozen=True)
 class Cadence:
-    """Which steps are evaluated and saved. ``save_every_s`` is None where steps decide."""
+    """The steps that are evaluated and saved. ``save_every_s`` is None if saves are due by steps."""
 
     total_steps: int
     evaluate_every: int
@@ -35,9 +35,9 @@ class Cadence:
         )
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether an evaluation follows ``step``; one always follows the last."""
+        """Return True if an evaluation follows ``step``; one always follows the last step."""
         return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:
-        """Tell whether ``step`` is saved, whatever the time; the last always is."""
+        """Return True if ``step`` is saved regardless of time; the last step always is."""
         return step == self.total_steps or (self.save_every is not None and step % self.save_every == 0)

@@ -1,8 +1,8 @@
 """``hpc-train evaluate`` and ``predict`` on the ranks: one checkpoint of a run, evaluated as training does.
 
-The ranks belong to a run folder of their own, which contains ``evaluation.json``: the run and the step of
-the checkpoint. The row that they find is the only one of that folder's ``metrics.jsonl``; the evaluated run
-is only read.
+The ranks belong to a separate run folder, which contains ``evaluation.json``: the run and the step of the
+checkpoint. They write one row, the only one in that folder's ``metrics.jsonl``; the evaluated run is only
+read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataS
     checkpointer = Checkpointer(run, newest_attempt(run), state.strategy, *ranks)
     loaded = checkpointer.load(step, state.state)
     refuse_other_classes(loaded, source)
-    # As a resume: the number of threads changes the last bit.
+    # As in a resume: the number of threads changes the last bit.
     hardware.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
     return loaded
 
@@ -89,7 +89,7 @@ def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> di
 
 
 def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> Row:
-    """Return the row as training writes it; ``attempt``: the one that saved the checkpoint."""
+    """Return the row as training writes it, with the ``attempt`` that saved the checkpoint."""
     attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
     head = row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
     return without_non_finite(head | metrics)

@@ -1,7 +1,7 @@
 """``compile:`` of the file: torch.compile in place, before the strategy places the model.
 
-Compiled code is in the run folder's ``cache/``: the launchers say so in the environment. All ranks and the
-next attempts execute what is there.
+Compiled code is in the run folder's ``cache/``; the launchers set the environment variables for it. All ranks
+and later attempts execute that code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hpc_train.run.trust import check_own
 #: Recompilations that one block may cause beyond its first: training and evaluation, with and without
 #: gradients. Assumed.
 _VARIANTS = 4
-#: Modes in which forward and backward are CUDA graphs, whose results lie where the next replay puts its own.
+#: Modes in which forward and backward are CUDA graphs, whose results the next replay overwrites.
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
-#: What Triton says, as a plain RuntimeError, at the compilation or at a kernel's first launch.
+#: Message of a plain RuntimeError that Triton raises at compilation or at a kernel's first launch.
 _NO_C_COMPILER = "Failed to find C compiler"
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def compile_model(
     model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, device: torch.device
 ) -> None:
-    """Compile ``blocks``, or the whole model, in place; the work is done at the first forward.
+    """Compile ``blocks``, or the whole model, in place; torch compiles at the first forward.
 
     In place, because a wrapper would change names and hide the hooks of ``fully_shard``.
     """
@@ -67,7 +67,7 @@ def compile_model(
 def _check_caches() -> None:
     """Raise UntrustedError if another user could have written the code that torch reads from its caches.
 
-    That of the run folder is checked with it, before ranks start (``run.trust``).
+    The run folder's cache is checked before ranks start (``run.trust``).
     """
     own = os.environ.get(FOLDER_VARIABLE)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -85,7 +85,7 @@ def _check_caches() -> None:
 def first_step(config: CompileConfig) -> Iterator[None]:
     """Run the step in which torch compiles, or reads its caches, without garbage collection.
 
-    Both make many objects that stay, which each collection would look through again.
+    Both allocate many long-lived objects, which each collection would traverse again.
     """
     is_paused = config.enabled and gc.isenabled()
     if is_paused:
@@ -102,18 +102,18 @@ class Compilation:
     """Counts the graphs that torch has compiled in this process, or read from its caches."""
 
     on_change: Callable[[int, float], None]
-    #: Compilations that torch has begun: a graph's backward may be one of its own.
+    #: Compilations that torch has begun; a graph's backward may be a separate one.
     begun: int = 0
     seconds: float = 0.0
     _began: float = 0.0
 
     def begin(self, *args: object) -> None:
-        """Called by torch before a graph is compiled, from the thread that does it."""
+        """Called by torch before it compiles a graph, in the compiling thread."""
         self.begun, self._began = self.begun + 1, time.monotonic()
         self.on_change(self.begun, self.seconds)
 
     def end(self, *args: object) -> None:
-        """Called by torch after it."""
+        """Called by torch after it has compiled a graph."""
         self.seconds += time.monotonic() - self._began
         self.on_change(0, self.seconds)
 
@@ -128,8 +128,8 @@ class Compilation:
 
 @contextmanager
 def watched(config: CompileConfig, on_change: Callable[[int, float], None]) -> Iterator[Compilation]:
-    """Call ``on_change`` with the number of each graph that torch compiles, from 1, and with 0 after it; and
-    with the seconds that all before have taken.
+    """Call ``on_change`` with the number of each graph that torch compiles, from 1, and with 0 after it. The
+    second argument is the total seconds of earlier compilations.
     """
     compilation = Compilation(on_change)
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def _without(calls: list[Any], call: Callable[..., None]) -> None:
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:
-    """Called before each forward pass: what the one before it computed may be overwritten."""
+    """Called before each forward pass: allow CUDA graphs to overwrite the previous results."""
     if _replays_graphs(config, device):
         torch.compiler.cudagraph_mark_step_begin()
 
@@ -170,17 +170,17 @@ def _own_gradients(module: nn.Module) -> None:
 
 
 def _go_on_without() -> None:
-    """Let each piece of code that the compiler fails at run as it is.
+    """Run each piece of code that fails to compile in eager mode.
 
-    Every rank decides for itself, with no agreement: collectives are issued by hooks outside of compiled
-    code, or from within by the same operations, so that ranks of either kind meet. They differ in the
-    rounding of their own micro-batches alone, since gradients are summed before weights change. Piece by
-    piece, because when a later one fails an earlier one has changed buffers and drawn random numbers.
+    Every rank falls back independently, without agreement: collectives are issued by hooks outside compiled
+    code, or inside it by the same operations, so compiled and eager ranks match. They differ only in the
+    rounding of their own micro-batches, since gradients are reduced before weights change. The fallback is
+    per piece because when a later one fails, an earlier one has changed buffers and drawn random numbers.
     """
     torch._dynamo.config.suppress_errors = True
     functorch = torch._functorch.config
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
-        # Compiled at the first backward, its failure could not be undone any more.
+        # If backward were compiled lazily, its failure could not be undone.
         functorch.force_non_lazy_backward_lowering = True
     log = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(each, _Failures) for each in log.filters):
@@ -188,7 +188,7 @@ def _go_on_without() -> None:
 
 
 class _Failures(logging.Filter):
-    """Says the first failure in one line of ours instead of torch's hundred; the others are alike."""
+    """Logs the first failure in one line instead of torch's hundred; drops the others, which are alike."""
 
     _is_said = False
 
@@ -206,9 +206,9 @@ class _Failures(logging.Filter):
 
 
 def _allow_recompiles(num_modules: int) -> None:
-    """Let blocks that differ (in shape, stride, drop rate) each have their code.
+    """Raise dynamo's recompile limit for blocks that differ in shape, stride or drop rate.
 
-    All blocks share one code object, and dynamo gives up on that after 8 versions.
+    All blocks share one code object, and dynamo gives up after 8 versions of it.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS * num_modules + 8)
@@ -216,7 +216,7 @@ def _allow_recompiles(num_modules: int) -> None:
 
 
 def compile_error(error: BaseException) -> UserError | None:
-    """Return what to tell the user if ``error`` comes from torch.compile, else None."""
+    """Return the error to show the user if ``error`` comes from torch.compile, else None."""
     for cause in _causes(error):
         if not _is_compilers(cause):
             continue
@@ -226,7 +226,7 @@ def compile_error(error: BaseException) -> UserError | None:
 
 def _in_words(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    # "backend='inductor' raised:" has what was raised in the line after it.
+    # After "backend='inductor' raised:" the error is in the next line.
     words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return f"{type(error).__name__}: {words}"
 
@@ -238,7 +238,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_compilers(error: BaseException) -> bool:
-    """Tell whether dynamo, inductor or Triton raised it; who never compiled has not imported them."""
+    """Return True if dynamo, inductor or Triton raised it. They are imported only if code was compiled."""
     if isinstance(error, RuntimeError) and _NO_C_COMPILER in str(error):
         return True
     families = (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "CppCompileError"))

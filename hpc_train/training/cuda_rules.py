@@ -1,9 +1,9 @@
-"""Makes a step on the (fake) CPU allocate what it would allocate on a GPU, where torch's rules differ.
+"""Makes a step on the (fake) CPU allocate as on a GPU, for operations whose rules in torch differ.
 
-``training.memory_prediction`` runs under it. Three rules matter: under autocast CUDA computes norms, softmax
-and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op Reference"); CUDA's fused
-attention kernels drop weights without storing them, where the CPU falls back to a kernel that stores all of
-them. And optimizers update all parameters at once, with temporary results of all of them.
+``training.memory_prediction`` runs under it. Three rules matter. Under autocast CUDA computes norms, softmax
+and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op Reference"). CUDA's fused attention
+kernels drop weights without storing them, while the CPU falls back to a kernel that stores all of them. And
+optimizers on CUDA update all parameters at once, with temporary results for all of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-#: Functions of the list "autocast to float32" that models use, and where they are found. A
-#: TorchFunctionMode would not be active in backward, where checkpointed blocks run again.
+#: Functions of the list "autocast to float32" that models use, with their modules. A TorchFunctionMode would
+#: not be active in backward, when checkpointed blocks are recomputed.
 _IN_FLOAT32 = (
     (functional, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss"),
     (functional, "smooth_l1_loss binary_cross_entropy_with_logits kl_div"),
@@ -46,7 +46,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def choose_kernels_of_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let groups for which the file chooses no kernel update all parameters at once, as torch does on CUDA.
+    """Use ``foreach`` in groups for which the file chooses no kernel, as torch does on CUDA.
 
     On the CPU torch would update them one by one (``torch.optim.optimizer._default_to_fused_or_foreach``).
     """
@@ -57,7 +57,7 @@ def choose_kernels_of_cuda(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _in_float32(function: _Function) -> _Function:
-    """Return a function that computes in float32 what autocast has made smaller."""
+    """Return a function that computes tensors cast down by autocast in float32."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
@@ -68,7 +68,7 @@ def _in_float32(function: _Function) -> _Function:
 
 
 def _without_dropout(attention: _Function) -> _Function:
-    """Return an attention that keeps all weights: it needs the memory of one that drops some."""
+    """Return an attention without dropout; it needs as much memory as CUDA's with dropout."""
 
     def computed(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **kwargs: Any

@@ -1,8 +1,8 @@
-"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``,
-and compares files with their hashes, if the data set has any (``DataSource.verify``).
+"""Before a rank reads data: copies the pack of ``data.cache`` to the node's local disk if ``data.stage`` is
+set, and compares files with their hashes, if the data set has any (``DataSource.verify``).
 
-The first rank of a node does both and writes the outcome into the attempt's folder; the others wait for that.
-All ranks report the work in the same hundred parts, so that the watchdog sees progress, and who hangs.
+The first rank of a node does both and writes the outcome into the attempt's folder; the others wait for it.
+All ranks report progress in the same hundred parts, so that the watchdog can name a rank that hangs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_train.paths import expanded
 from hpc_train.run.files import read_json, write_json
 from hpc_train.training.rank import Rank
 
-#: The folders of ``data.stage: true``: of the job, else of the node.
+#: The folders of ``data.stage: true``: the job's, else the node's.
 _VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 _POLL_S = 0.2
 _PHASE, _PARTS = "staging data", 100
@@ -31,9 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 def staged(rank: Rank) -> DataConfig:
-    """Return the ``data`` section with the copy in place of ``data.cache``, where the file requests one.
+    """Return the ``data`` section with the copy in place of ``data.cache``, if the file requests one.
 
-    Returns it unchanged, after one warning per node, if there can be no copy: the run is the same, slower.
+    Returns it unchanged, after one warning per node, if no copy is possible: the run is the same, only
+    slower.
     """
     data = rank.experiment.data
     if data.cache is None or data.stage is False:
@@ -107,7 +108,7 @@ def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
 
 
 def _wait(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
-    """Return whether the first rank of the node has a copy, once it says so."""
+    """Wait for the first rank of the node; return True if it has a copy."""
     file = rank.paths.attempt(rank.attempt).staging(rank.node)
     while (outcome := read_json(file)) is None:
         progress.at(copy.copied)
@@ -122,7 +123,7 @@ def _warn(rank: Rank, error: NoCopyError) -> bool:
 
 
 class _Parts:
-    """Reports a fraction as parts of a phase: all of them, one by one, on every rank."""
+    """Reports a fraction as parts of a phase: every part in order, on every rank."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, placed and sharded as the model's own are.
+"""An exponential moving average (EMA) of the weights, placed and sharded like the model's.
 
 ``train_state.assemble`` makes one after the optimizer; ``step`` updates it, and ``evaluator`` evaluates it.
 """
@@ -19,18 +19,18 @@ from hpc_train.strategies.pieces import local_part
 
 
 class Ema:
-    """Averages of the model's parameters and floating-point buffers; of other buffers the newest value.
+    """Averages of the model's parameters and floating-point buffers; other buffers have their newest value.
 
-    ``averages``: name → tensor, shaped, placed and named as the model's. Each rank averages what it holds,
-    so nothing here but ``share_buffers`` is collective.
+    ``averages``: name → tensor, shaped, placed and named like the model's. Each rank averages the tensors it
+    owns, so only ``share_buffers`` is collective.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """``model``: placed, and as training begins."""
+        """``model``: already placed, with its initial weights."""
         self._model = model
         self._decay = decay
         self._places = Buffers(model)
-        # FSDP keeps these very objects for its shards, whatever it shows while it computes.
+        # FSDP keeps these tensor objects for its shards, although the module shows others during a forward.
         self._values = NamedTensors.of(model).tensors
         self.averages = {name: value.detach().clone() for name, value in self._values.items()}
         self._averaged = [name for name, value in self._values.items() if _has_fractions(value)]
@@ -39,7 +39,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the averages follow the weights; after each optimizer step."""
+        """Update the averages from the weights; called after each optimizer step."""
         self._places.write_back()
         averages, values = self._locals(self._averaged)
         if averages:
@@ -57,8 +57,8 @@ class Ema:
             self._exchange(self._values)
 
     def share_buffers(self, strategy: Strategy) -> None:
-        """Give every rank rank 0's averages of buffers: before an evaluation or a save. Collective."""
-        # By the strategy's own way, which knows the ranks that hold the same.
+        """Broadcast rank 0's averages of buffers, before an evaluation or a save. Collective."""
+        # Through the strategy, which knows the ranks that own the same buffers.
         self._exchange(self._buffers)
         try:
             strategy.share_buffers(all_persistent=True)
@@ -85,7 +85,7 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 def _drop_gathered(model: nn.Module) -> None:
-    """Let go of what an evaluation's forward left gathered: the next one would compute with that."""
+    """Free parameters that an evaluation's forward left gathered: the next forward would use them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

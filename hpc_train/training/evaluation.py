@@ -1,10 +1,11 @@
 """Exact evaluation: each sample counts once, and the result is the same on any number of ranks.
 
-Integer sums (counts, a confusion matrix) are exact in any order, and each rank adds up its own.
+Integer sums (counts, a confusion matrix) are exact in any order, so each rank accumulates its own.
 Floating-point sums have a row per micro-batch in one table; ranks fill in their rows, the table is summed
-over ranks (to zeros, so exactly) and then over rows, in an order that does not depend on the number of ranks.
-Records (a list of tensors, one per sample) are kept on the CPU. At the end ranks send theirs to all others,
-one rank after the other, each record once, and all have them in the order of the samples.
+over ranks (other ranks' rows are zeros, so exactly) and then over rows, in an order that does not depend on
+the number of ranks.
+Records (a list of tensors, one per sample) are kept on the CPU. At the end each rank in turn broadcasts its
+records, and all ranks have them in the order of the samples.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
 
-#: A batch → name → sum over its valid samples; shapes and dtypes are the same for every batch. A list of B
-#: tensors in place of a sum: a record of each sample.
+#: A batch → name → sum over its valid samples, or a list of B tensors with one record per sample. Shapes and
+#: dtypes of sums are the same for every batch.
 SumsOf = Callable[[Batch], dict[str, Any]]
 
 
@@ -33,7 +34,7 @@ class _Records:
     #: The index of the batch in the whole evaluation.
     batch: int
     shapes: list[torch.Size]
-    #: The values of all of them, flat, on the CPU.
+    #: The values of all records, flattened, on the CPU.
     values: Tensor
 
     @classmethod
@@ -48,13 +49,13 @@ class _Records:
         return cls(batch.number, [record.shape for record in kept], values.cpu())
 
     def tensors(self) -> list[Tensor]:
-        """Return a tensor per valid sample."""
+        """Return one tensor per valid sample."""
         parts = self.values.split([math.prod(shape) for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class _Totals:
-    """A rank's part: a row per batch of floating-point sums, one row of integers, and records."""
+    """A rank's part: one row of floating-point sums per batch, one row of integers, and records."""
 
     def __init__(self, like: dict[str, Any], num_batches: int, device: torch.device) -> None:
         self._names = list(like)
@@ -79,12 +80,12 @@ class _Totals:
             self._table[batch.number] = torch.cat(values)
 
     def result(self) -> dict[str, Any]:
-        """Return name → the sum over all ranks (a number where its shape is ()) or records. Collective."""
+        """Return name → the sum over all ranks (a number if its shape is ()) or records. Collective."""
         totals: dict[str, Any] = self._all_records() if self._records else {}
         for names, table in ((self._exact, self._counts), (self._rounded, self._table)):
             if names:
                 dist.all_reduce(table)
-                # On the CPU: there the order of the addition is the same whatever computed the rows.
+                # On the CPU the order of additions does not depend on the device that computed the rows.
                 total = table.cpu() if table is self._counts else table.cpu().sum(0)
                 totals |= self._split(names, total)
         return {name: totals[name] for name in self._names}
@@ -114,7 +115,7 @@ class _Totals:
 
 
 def without_dimensions(summed: Any) -> Any:
-    """Return what ``metrics`` receives of one sum: a number for shape (); tensors and records as they are."""
+    """Return a sum as ``metrics`` receives it: a number for shape (); tensors and records unchanged."""
     return summed.item() if isinstance(summed, Tensor) and summed.dim() == 0 else summed
 
 
@@ -128,14 +129,14 @@ def evaluate(
     *,
     owns_loss: bool = True,
 ) -> dict[str, Any] | None:
-    """Return sums and records of the whole validation set, or None where ``must_stop`` ended it early.
+    """Return sums and records of the whole validation set, or None if ``must_stop`` ended it early.
 
-    Collective: every rank passes equally many batches of its own. ``begin`` receives a batch's place and
-    starts to ask all ranks, ``must_stop`` says the same on all of them; the batch before is computed
-    meanwhile. So a forward that is collective begins on all ranks or on none. None in place of a batch: it
-    did not come before the rank was asked to stop. ``num_batches`` counts those of all ranks together; a
-    batch numbered past it only fills up. ``owns_loss``: one does of the ranks that share a model, and so have
-    the same batches.
+    Collective: every rank passes the same number of its own batches. ``begin`` receives a batch's place and
+    starts the agreement on stopping; ``must_stop`` returns its result, the same on all ranks. The previous
+    batch is computed in between. So a collective forward begins on all ranks or on none. None in place of a
+    batch: it did not arrive before the stop request. ``num_batches``: the number of batches of all ranks; a
+    batch numbered past it is padding. ``owns_loss``: True on a single one of the ranks that share a model,
+    and so have the same batches.
     """
     totals: _Totals | None = None
 

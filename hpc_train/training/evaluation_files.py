@@ -1,4 +1,4 @@
-"""The files that an evaluation leaves in the run folder besides its ``val`` row. Rank 0 only.
+"""The files that an evaluation writes to the run folder besides its ``val`` row. Rank 0 only.
 
 A step's files are complete once its row is in ``metrics.jsonl``, and are withdrawn together with the row.
 """
@@ -18,14 +18,14 @@ from hpc_train.run.storage_errors import named_errors, retried
 
 @runtime_checkable
 class KeepsFiles(Protocol):
-    """A task that has more to say of an evaluation than numbers."""
+    """A task that also writes files for an evaluation."""
 
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return file name → content, from the same sums as ``metrics``."""
 
 
 def files_of(task: object, sums: dict[str, Any], prefix: str = "") -> dict[str, bytes]:
-    """Return the files that the task keeps of an evaluation, their names with ``prefix``."""
+    """Return the task's files for an evaluation, their names with ``prefix``."""
     found = task.files(sums) if isinstance(task, KeepsFiles) else {}
     return {f"{prefix}{name}": content for name, content in found.items()}
 
@@ -37,7 +37,7 @@ class EvaluationFiles:
     paths: RunPaths
 
     def write(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Put the files of the evaluation at ``step`` on the disk, each atomically."""
+        """Write the files of the evaluation at ``step``, each atomically."""
         for name, content in files.items():
             path = self.paths.evaluation(step) / name
             with named_errors(path):

@@ -27,7 +27,7 @@ Sums = dict[str, dict[str, Any]]
 
 @dataclass
 class Validation:
-    """The validation data of this rank, afresh at each call, and how many batches all ranks have together."""
+    """This rank's validation data, a new iterable per call, and the number of batches of all ranks."""
 
     batches: Callable[[], Iterable[Batch | None]]
     num_batches: int
@@ -55,7 +55,7 @@ def make_validation(
 
 
 def share_all_buffers(state: TrainState) -> None:
-    """Give every rank what a save or an evaluation takes from any of them: rank 0's buffers. Collective."""
+    """Broadcast rank 0's buffers, since a save or an evaluation reads them from any rank. Collective."""
     state.strategy.share_buffers(all_persistent=True)
     if state.ema is not None:
         state.ema.share_buffers(state.strategy)
@@ -63,7 +63,7 @@ def share_all_buffers(state: TrainState) -> None:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """What an evaluation needs besides the data."""
+    """The objects that an evaluation needs besides the data."""
 
     state: TrainState
     task: Task
@@ -71,7 +71,7 @@ class Evaluator:
     device: torch.device
     agreement: Agreement
     progress: Progress
-    #: What draws predictions, with the prefixes of the metrics' names.
+    #: Draws predictions, under the prefixes of the metrics' names.
     pictures: Pictures | None = None
 
     def metrics(self, validation: Validation, step: int) -> dict[str, float] | None:
@@ -80,9 +80,10 @@ class Evaluator:
         return None if sums is None else metrics_of(self.task, sums)
 
     def sums(self, validation: Validation, step: int) -> Sums | None:
-        """Return the sums of the weights as they are after ``step`` and, under ``ema_``, those of the EMA.
+        """Return the sums for the weights after ``step`` and, under ``ema_``, for the EMA weights.
 
-        Collective. None if a rank was asked to stop before the end. Leaves the model in training mode.
+        Collective. Returns None if a rank received a stop request before the end. Leaves the model in
+        training mode.
         """
         share_all_buffers(self.state)
         sums = self._sums(validation, step, "")

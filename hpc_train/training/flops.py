@@ -1,8 +1,8 @@
 """The floating-point operations (FLOPs) of a training step: ``tflops_per_s`` and ``mfu`` in rows of metrics.
 
-Rank 0 counts them once per attempt, of the whole model before it is split, wrapped or compiled, so that the
-count does not depend on the strategy and excludes what activation checkpointing computes again. The count
-runs on the meta device, where tensors have shapes and no values, in a child process.
+Rank 0 counts them once per attempt, for the whole model before it is split, wrapped or compiled, so that the
+count does not depend on the strategy and excludes recomputation by activation checkpointing. The count runs
+on the meta device, whose tensors have shapes and no values, in a child process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hpc_train.tasks.base import Task, mean_loss
 from hpc_train.training.forked_call import ForkedCall
 from hpc_train.training.unpacked_sequences import unpacked_sequences
 
-#: Operators that torch's counter skips are elementwise, reductions, copies: nothing beside matrix products.
-#: Of these namespaces alone that is known, but for ``_PRODUCTS``.
+#: Namespaces in which operators that torch's counter skips, except ``_PRODUCTS``, are elementwise, reductions
+#: or copies: negligible next to matrix products.
 _NAMESPACES = ("aten", "prim", "prims", "profiler")
 #: Operators of torch that multiply matrices or vectors and that its counter has no formula for.
 _PRODUCTS = frozenset({
@@ -42,7 +42,7 @@ class UncountedError(Exception):
 
 
 class _KnownOperators(TorchDispatchMode):
-    """Raises UncountedError at an operator that torch's counter would count as 0 though it is not."""
+    """Raises UncountedError at an operator that torch's counter would wrongly count as 0."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,12 +76,12 @@ def count_flops(model: nn.Module, task: Task, batch: Batch) -> int:
 def without_weights(model: nn.Module) -> nn.Module | None:
     """Return a copy of the model on the meta device; None if it can't be copied.
 
-    Nothing is allocated, and code of the model runs only where it has a ``__deepcopy__``.
+    Allocates nothing and runs no code of the model except its ``__deepcopy__``, if any.
     """
     tensors = (*model.parameters(), *model.buffers())
     try:
         return copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
-    except Exception as error:  # whatever the model has among its attributes
+    except Exception as error:  # from any attribute of the model
         _log_uncounted(f"the model can't be copied: {error}")
         return None
 
@@ -103,11 +103,11 @@ class FlopCount:
         self._per_sample: float | None = None
 
     def start(self, batch: Batch) -> None:
-        """Count those of a micro-batch, as the loader made it. Before this process's first backward pass."""
+        """Count a micro-batch, as the loader yields it. Call before this process's first backward pass."""
         self._call = ForkedCall(lambda: self._count(batch))
 
     def per_sample(self, within_s: float = 0.0) -> float | None:
-        """Return them; None if they are unknown, or not known within this time."""
+        """Return the FLOPs per sample; None if they are unknown, or not known within this time."""
         if self._call is not None and self._call.has_ended(within_s):
             found, self._call = self._call.result(), None
             if isinstance(found, float):
@@ -117,7 +117,7 @@ class FlopCount:
         return self._per_sample
 
     def close(self) -> None:
-        """End the child process if it still counts."""
+        """End the child process if it is still counting."""
         if self._call is not None:
             self._call.close()
             self._call = None
@@ -127,7 +127,7 @@ class FlopCount:
         torch.set_deterministic_debug_mode("default")
         try:
             return count_flops(self._model, self._task, self._to_input(batch)) / len(batch.valid)
-        except Exception as error:  # whatever the code of the model and the task raises
+        except Exception as error:  # from the code of the model or the task
             first_line = f"{error}".partition("\n")[0]
             return (
                 first_line if isinstance(error, UncountedError) else f"{type(error).__name__}: {first_line}"
@@ -140,7 +140,7 @@ def _log_uncounted(why: str) -> None:
 
 @dataclass(frozen=True)
 class FlopRates:
-    """What rows say of the FLOPs: achieved per device, and as a fraction of the device's peak."""
+    """Columns of a row about FLOPs: achieved per device, and as a fraction of the device's peak."""
 
     count: FlopCount
     num_devices: int
@@ -148,7 +148,7 @@ class FlopRates:
     peak_tflops: float | None = None
 
     def row(self, samples_per_s: float) -> Row:
-        """Return ``tflops_per_s`` and ``mfu`` at the rate of all ranks together; those that are known."""
+        """Return ``tflops_per_s`` and ``mfu``, as far as known, at the sample rate of all ranks."""
         per_sample = self.count.per_sample()
         if per_sample is None:
             return {}

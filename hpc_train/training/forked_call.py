@@ -1,7 +1,7 @@
-"""Runs a function in a forked child, so that nothing that it changes stays, and receives its result.
+"""Runs a function in a forked child and receives its result; its side effects end with the child.
 
-``training.model_size`` and ``training.flops`` run code of the user's on the meta device: what that code keeps
-for the next time would stay there.
+``training.model_size`` and ``training.flops`` run the user's code on the meta device; in this process,
+tensors that the code caches would stay on that device.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class ForkedCall:
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(function, sender, os.getpid()), daemon=True)
         with sender, warnings.catch_warnings():
-            # Python 3.12 warns of threads: the child has none, and calls nothing that waits for one.
+            # Python 3.12 warns about threads; the child has none, and calls nothing that waits for one.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
 
     def has_ended(self, within_s: float = 0.0) -> bool:
-        """Tell whether the result is here, or the child died, or either happens within this time."""
+        """Return True if the result has arrived or the child has died, or either happens within this time."""
         return self._receiver.poll(within_s)
 
     def result(self) -> Any:
-        """Wait for what the function returned; None if it raised or the child died. Call it once."""
+        """Wait for the function's result; None if it raised or the child died. Call it once."""
         try:
             return self._receiver.recv()
         except EOFError:
@@ -48,7 +48,7 @@ class ForkedCall:
             self.close()
 
     def close(self) -> None:
-        """End the child if it still runs. May be called again."""
+        """End the child if it is still running. May be called again."""
         if not self._receiver.closed:
             self._receiver.close()
             self._process.kill()
@@ -61,7 +61,7 @@ def _run(function: Callable[[], Any], sender: Connection, parent: int) -> None:
     for stream in (1, 2):  # the model may print, and will again when it is used
         os.dup2(nowhere, stream)
     try:
-        torch.set_num_threads(1)  # OpenMP's threads of the parent are not here
+        torch.set_num_threads(1)  # the parent's OpenMP threads are not forked
         sender.send(function())
     finally:
         os._exit(0)

@@ -1,7 +1,7 @@
-"""What is computed of one micro-batch, in training (``strategies.base.Forward``) and in evaluation.
+"""The computation for one micro-batch, in training (``strategies.base.Forward``) and in evaluation.
 
-The loop and the batch-size search make one and pass it to the strategy, which calls it whole or, where ranks
-own some of the layers, piece by piece.
+The loop and the batch-size search create one and pass it to the strategy, which calls it whole or, if ranks
+own only some of the layers, piece by piece.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class TrainingForward:
     task: Task
     device: torch.device
     compile: CompileConfig
-    #: What a forward runs in: autocast, unless the strategy handles mixed precision.
+    #: Context of a forward: autocast, unless the strategy handles mixed precision.
     context: Callable[[], AbstractContextManager[object]]
-    #: Moves a loader's batch to the device, with its inputs as the model takes them.
+    #: Moves a loader's batch to the device and prepares its inputs for the model.
     to_device: Callable[[Batch], Batch]
     #: ``Optimization.scale``.
     scale: Callable[[Tensor], Tensor]
-    #: Called with each batch that runs whole: stages of a pipeline begin theirs in orders of their own, by
-    #: which the watchdog can't compare them.
+    #: Called with each batch that runs whole. Not in pipelines: their stages run batches in different orders,
+    #: so the watchdog could not compare them.
     on_begin: Callable[[Batch], None] = lambda batch: None
-    #: Called after its forward.
+    #: Called after that batch's forward.
     on_end: Callable[[], None] = lambda: None
     mixing: Mixing | None = None
     training_sums: TrainingSums = field(default_factory=TrainingSums)
@@ -62,7 +62,7 @@ class TrainingForward:
         on_begin: Callable[[Batch], None] = lambda batch: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> TrainingForward:
-        """Return the forward of the file's parts, with autocast where the strategy needs it."""
+        """Return the forward for the file, with autocast if the strategy needs it."""
 
         def context() -> AbstractContextManager[object]:
             return nullcontext() if state.strategy.handles_mixed_precision else precision.autocast(device)
@@ -82,15 +82,15 @@ class TrainingForward:
         )
 
     def to_input(self, batch: Batch) -> Batch:
-        """Return the batch on the device, its inputs as the model takes them, mixed by mixup or CutMix."""
+        """Return the batch on the device, its inputs prepared for the model and mixed by mixup or CutMix."""
         moved = self.to_device(batch)
         return moved if self.mixing is None else self.mixing.whole(moved)
 
     def with_loss_factors(self, batches: Sequence[Batch], *, owns_loss: bool) -> Sequence[Batch]:
         """Return this rank's micro-batches with their ``loss_factor``, if the task has a ``weight``.
 
-        The mean loss of a micro-batch counts by its share of the weight of the step. Collective over all
-        ranks, of which those that own a loss count; does not wait for the device. Factors are 0 if the
+        The mean loss of a micro-batch is weighted by its share of the step's weight. Collective over all
+        ranks, but only ranks that own a loss contribute; does not wait for the device. Factors are 0 if the
         step's weight is 0.
         """
         if not weighs_batches(self.task):
@@ -113,17 +113,17 @@ class TrainingForward:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Run the whole forward within ``begin``; return the mean loss times ``loss_factor``, shape ()."""
         self.on_begin(batch)
-        # Moved one by one: a step may have more micro-batches than the device has room for.
+        # Moved one by one: a step's micro-batches may not all fit on the device.
         with self.begin(batch):
             moved = self.to_input(batch)
             outputs = self.task.forward(model, moved)
-            loss = mean_loss(self.task, outputs, moved)  # which checks the outputs
+            loss = mean_loss(self.task, outputs, moved)  # also checks the outputs
             self.training_sums.add(outputs, moved)
             self.on_end()
             return _weighted(loss, batch)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
-        """Seed the batch's random streams, of each stage its own; return what a forward runs in."""
+        """Seed the batch's random streams, separate for each stage; return the forward's context."""
         seed_forward(self.seed, batch.step, batch.number, self.device, stage)
         begin_forward(self.compile, self.device)
         return self.context()
@@ -142,7 +142,7 @@ class TrainingForward:
         return moved if self.mixing is None else self.mixing.only_targets(moved, batch.inputs)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        """Run a forward that reads no random numbers; generators stay as they are."""
+        """Run a forward that draws no random numbers; generators are unchanged."""
         begin_forward(self.compile, self.device)
         with self.context():
             return self.task.forward(model, self.to_device(batch))
@@ -176,7 +176,7 @@ def _weighted(loss: Tensor, batch: Batch) -> Tensor:
 def make_to_input(
     config: Experiment, info: DataInfo, device: torch.device, precision: Precision
 ) -> Callable[[Batch], Batch]:
-    """Return what moves a batch to ``device`` and normalises it there."""
+    """Return a function that moves a batch to ``device`` and normalizes it there."""
     normalize = Normalize(info, config.data, precision.param_dtype, channels_last=config.model.channels_last)
 
     def to_input(batch: Batch) -> Batch:

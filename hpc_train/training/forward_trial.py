@@ -1,5 +1,5 @@
-"""Runs the file's model and task on a few samples on the CPU, so that ``prepare`` finds what only a forward
-pass shows: shapes, dtypes and mistakes in the user's own code.
+"""Runs the file's model and task on a few samples on the CPU, so that ``prepare`` finds errors that only a
+forward pass shows: shapes, dtypes and mistakes in the user's own code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_train.training.model_selection import check_metrics
 from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, weight_bytes
 from hpc_train.training.rank_exit import out_of_memory
 
-#: BatchNorm needs two.
+#: BatchNorm needs two samples.
 _SAMPLES = 2
 
 
@@ -32,8 +32,8 @@ def try_forward(
 ) -> str | None:
     """Compute the loss of training samples, then the sums of an evaluation, without gradients and in float32.
 
-    ``batches``: of training, and of validation if there is any. Returns why it was not done where the memory
-    of this machine does not suffice. Raises BadFileError, with the user's own frames if there are any.
+    ``batches``: a training batch and, if there is any, a validation batch. If this machine has too little
+    memory, returns the reason. Raises BadFileError, with the user's own frames if there are any.
     """
     # Assumed: without gradients, the activations of two samples need no more memory than the weights.
     if why := lacking_memory(weight_bytes(model)):
@@ -46,7 +46,7 @@ def try_forward(
             metrics = _forward(model, task, normalized, is_training=is_training)
         except UserError:
             raise
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # from the user's code
             if out_of_memory(error):
                 return MEMORY_RAN_OUT
             raise _refusal(experiment, few, is_training=is_training) from error
@@ -57,7 +57,7 @@ def try_forward(
 
 def _num_samples(experiment: Experiment) -> int:
     size = experiment.optimization.micro_batch_size
-    # BatchNorm that is synchronized counts the samples of all ranks.
+    # Synchronized BatchNorm counts the samples of all ranks.
     return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
 
 
@@ -75,7 +75,7 @@ def _forward(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -
 
 
 def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
-    """Return the error of the exception that is being handled."""
+    """Return the error for the exception that is being handled."""
     shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
     what = "loss of training" if is_training else "sums of validation"
     return BadFileError(

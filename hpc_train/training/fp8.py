@@ -1,9 +1,9 @@
-"""``precision: fp8``: the linear layers of the repeated blocks multiply in float8, by torchao.
+"""``precision: fp8``: runs the linear layers of the repeated blocks in float8, with torchao.
 
 ``training.train_state`` calls it before activation checkpointing, compiling and placing. Input, weight and
 incoming gradient are each scaled by their largest value and cast right before a product (e4m3 forward, e5m2
-for gradients; arXiv:2209.05433); all else is as under ``bf16``. The parameters themselves stay as they are,
-under their names, so that checkpoints are those of any precision.
+for gradients; arXiv:2209.05433); everything else is as under ``bf16``. The parameters and their names do not
+change, so checkpoints do not depend on the precision.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import nn
 from hpc_train.errors import BadFileError
 from hpc_train.registry import importing
 
-#: Float8 products on the GPU take sizes that this divides.
+#: Sizes of float8 products on the GPU are multiples of this.
 _MULTIPLE = 16
 
 
 def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Let the linear layers inside ``blocks`` multiply in float8, in place; on a CPU by emulation.
+    """Make the linear layers inside ``blocks`` multiply in float8, in place; emulated on a CPU.
 
-    Left as they are: the model's first and last layers, which are in no block; sizes that 16 does not divide;
-    subclasses of ``nn.Linear``, whose forward is their own. Raises BadFileError where none is left, or where
-    torchao is missing.
+    Not converted: the model's first and last layers, which are in no block; sizes that 16 does not divide;
+    subclasses of ``nn.Linear``, which have their own forward. Raises BadFileError if no layer can be
+    converted or torchao is missing.
     """
     with importing("torchao", "fp8", needed_by="precision: fp8", otherwise=", or write bf16"):
         from torchao import float8
-    # Micro-batches may have any number of rows, which is the inner size of the weight gradient's product.
+    # The number of rows of a micro-batch, the inner size of the weight gradient's product, is arbitrary.
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
     if not any(_fits(module) for block in blocks for module in _below(block)):
         raise BadFileError(
@@ -44,7 +44,7 @@ def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _below(block: nn.Module) -> list[nn.Module]:
-    """Return what can be replaced in place: the modules inside, without the block itself."""
+    """Return the modules that can be replaced in place: all inside the block, without the block itself."""
     return list(block.modules())[1:]
 
 

@@ -1,8 +1,8 @@
-"""The processor and the threads that a rank computes with, and what becomes of a run where they change.
+"""The processor and the threads that a rank computes with, and the effect on a run if they change.
 
-A CPU's threads each add up a part of a sum, so another number of them rounds otherwise, and so may another
-processor. ``training.train_state`` writes down what a checkpoint was computed with and asks at a load.
-Threads are taken over from the checkpoint; what can't be is said, never refused.
+Each CPU thread adds up a part of a sum, so a different number of threads rounds differently, and a different
+processor may as well. ``training.train_state`` records both in a checkpoint and compares them at a load. The
+number of threads is taken from the checkpoint; other differences are reported, never refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ROUNDING = "the weights may differ in the last bit from here on"
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the ranks of an attempt compute with; the same on all of them but for a mixed set of nodes."""
+    """Processor and threads of an attempt's ranks; the same on all of them unless nodes are mixed."""
 
-    #: Of this rank.
+    #: This rank's processor.
     processor: str
     #: Threads of one operation on the CPU, by rank.
     threads: list[int]
@@ -41,10 +41,11 @@ class Hardware:
 def take_over(
     then: object, step: int, device: torch.device, ranks: ControlGroup, say: Callable[[str], None]
 ) -> Hardware:
-    """Compute with as many threads as the ranks of checkpoint ``step`` did; return what is used from now on.
+    """Set the number of threads of checkpoint ``step``'s ranks; return the hardware used from now on.
 
-    Collective. ``then``: what ``to_json`` returned at the save; None without a checkpoint. ``say`` receives
-    what may change the numbers. A number of threads that the user set (OMP_NUM_THREADS) stays.
+    Collective. ``then``: the result of ``to_json`` at the save; None without a checkpoint. ``say`` receives a
+    message about each difference that may change results. A number of threads that the user set
+    (OMP_NUM_THREADS) is not changed.
     """
     known = then if isinstance(then, Mapping) else {}
     wanted = _threads(known.get("threads"), ranks.world_size)
@@ -85,18 +86,18 @@ def _cpu_model() -> str:
 
 
 def _threads(noted: object, world_size: int) -> list[int] | None:
-    """Return what was noted by rank; None where it is not known, or was of another number of ranks."""
+    """Return the recorded threads by rank; None if unknown or recorded for another number of ranks."""
     if not isinstance(noted, list) or len(noted) != world_size:
         return None
     return noted if all(type(count) is int and 1 <= count <= 4096 for count in noted) else None
 
 
 def _is_set_by_user(environ: Mapping[str, str]) -> bool:
-    """Tell whether OMP_NUM_THREADS is not merely the share that our launcher wrote there."""
+    """Return True if the user set OMP_NUM_THREADS, rather than our launcher to the rank's share."""
     count = environ.get("OMP_NUM_THREADS", "")
     return count.isdecimal() and int(count) > 0 and THREADS_BY_SHARE not in environ
 
 
 def _in_words(threads: list[int]) -> str:
-    """Return ``4``, or ``4, 4, 3`` where ranks differ."""
+    """Return ``4``, or ``4, 4, 3`` if ranks differ."""
     return ", ".join(map(str, threads if len(set(threads)) > 1 else threads[:1]))

@@ -1,4 +1,4 @@
-"""``model.init_from``: loads another run's or a file's weights into a model that was just built."""
+"""``model.init_from``: loads weights of another run or of a file into a newly built model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hpc_train.run.weight_source import KEY, described, find_source
 
 
 def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Load them by name, in place; ``models.weights.report_of`` says what was loaded.
+    """Load the weights by name, in place; ``models.weights.report_of`` returns the report.
 
-    Raises BadFileError if they can't be read, or do not fit the model.
+    Raises BadFileError if they can't be read or do not fit the model.
     """
     if config.init_from is None:
         return

@@ -1,8 +1,8 @@
 """Records which storages are live while a training step runs, and finds the moment of the peak.
 
-``training.memory_prediction`` runs a step of tensors without data (FakeTensorMode) under ``LiveMemory``.
-torch's own ``torch.distributed._tools.mem_tracker.MemTracker`` refuses a second micro-batch and knows
-neither averages nor buckets, so only its way to observe storages is used.
+``training.memory_prediction`` runs a step on tensors without data (FakeTensorMode) under ``LiveMemory``.
+torch's ``torch.distributed._tools.mem_tracker.MemTracker`` refuses a second micro-batch and handles neither
+averages nor buckets, so only its method of observing storages is used.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hpc_train.strategies.pieces import local_part
 
 #: Namespaces of operators whose arguments and results are communication buffers.
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
-#: Collectives of the group that shards → the argument with this rank's shards.
+#: Collectives of the sharding group → the argument with this rank's shards.
 _OF_SHARDS = {"_allgather_base_": 1, "_reduce_scatter_base_": 0, "all_gather_copy_in": 0}
-#: Copies whole gradients into what a reduce-scatter sends.
+#: Copies whole gradients into a reduce-scatter's input.
 _GRADIENT_COPY = "_chunk_cat"
-#: Operator → what it counts as. torch.distributed calls the first ones, DTensors ``all_reduce``.
+#: Operator → kind of collective. torch.distributed calls the first operators, DTensors ``all_reduce``.
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -38,15 +38,15 @@ _COLLECTIVES = {
 }
 
 
-#: Of which gloo makes a whole copy while it runs.
+#: Collectives for which gloo allocates a copy of the whole tensor.
 _COPIED_BY_GLOO = ("all_gather", "reduce_scatter")
 
 
 class LiveMemory(TorchDispatchMode):
-    """Every storage that an operator returns within this context, from its allocation until it is freed.
+    """Tracks the storages that operators return within this context, from allocation until they are freed.
 
-    ``block_bytes``: what the device's allocator rounds sizes up to. ``copies_communicated``: whether
-    the collectives are gloo's, which copy what is scattered or gathered (torch's ProcessGroupGloo).
+    ``block_bytes``: the device's allocator rounds sizes up to multiples of it. ``copies_communicated``:
+    whether the collectives are gloo's, which copy scattered and gathered tensors (torch's ProcessGroupGloo).
     """
 
     def __init__(self, block_bytes: int = 1, *, copies_communicated: bool = False) -> None:
@@ -54,7 +54,7 @@ class LiveMemory(TorchDispatchMode):
         self._copies_communicated = copies_communicated
         self._block_bytes = block_bytes
         self._fake_mode = active_fake_mode()
-        #: The size of what is sharded on a rank of all shards, relative to here, where no label says it.
+        #: Size of sharded storages without a label on a rank of the full group, relative to this group.
         self.shard_factor = 1.0
         #: Whether new storages are sharded.
         self.allocates_shards = False
@@ -65,9 +65,9 @@ class LiveMemory(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._labels: dict[int, str] = {}
-        #: Storages that are buffers where no label says otherwise.
+        #: Storages that are buffers unless labeled otherwise.
         self._likely_buffers: set[int] = set()
-        #: Number of a storage → offset of a tensor in it → the tensor's bytes here, and among all shards.
+        #: Number of a storage → offset of a tensor in it → the tensor's bytes here, and in the full group.
         self._scaled: dict[int, dict[int, tuple[int, float]]] = {}
         self._sharded: set[int] = set()
         self._first_event = 0
@@ -108,9 +108,9 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def label(self, tensors: Iterable[Tensor], part: str, factor: float = 1.0) -> None:
-        """Say which part these tensors are, since they were allocated; the first label counts.
+        """Label these tensors as ``part``, from their allocation on; the first label counts.
 
-        ``factor``: their size on a rank of all shards, relative to here.
+        ``factor``: their size on a rank of the full group, relative to here.
         """
         for tensor in map(local_part, tensors):
             number = self._take(tensor)
@@ -119,14 +119,14 @@ class LiveMemory(TorchDispatchMode):
                 sizes.setdefault(int(tensor.storage_offset()), (tensor.nbytes, tensor.nbytes * factor))
 
     def start(self) -> None:
-        """Look for the peak, and count what is communicated, from now on."""
+        """Start recording the peak and the bytes communicated."""
         self._first_event = len(self._events)
         self.communicated.clear()
 
     def peak(self) -> dict[str, int]:
         """Return the bytes of each part at the peak.
 
-        What the optimizer allocates in its first step counts from the start, since later steps have it.
+        Optimizer state allocated in the first step counts from the start, since later steps have it.
         """
         parts = [self._part(number) for number in range(len(self._sizes))]
         changes = self._changes()
@@ -144,7 +144,7 @@ class LiveMemory(TorchDispatchMode):
         return best
 
     def _changes(self) -> list[tuple[int, int]]:
-        """Return the changes of the storages' bytes, on a rank of all shards."""
+        """Return the changes of the storages' bytes, on a rank of the full group."""
         factors = [self._factor(number) for number in range(len(self._sizes))]
         sizes, changes = [0] * len(factors), []
         for number, nbytes in self._events:
@@ -167,7 +167,7 @@ class LiveMemory(TorchDispatchMode):
         """Return the number of a tensor's storage, and note its size; None for one without memory."""
         if tensor.device.type == "meta":
             return None
-        storage = tensor.untyped_storage()  # of a fake tensor it is on the meta device
+        storage = tensor.untyped_storage()  # for a fake tensor it is on the meta device
         address = storage._cdata
         number = self._numbers.get(address)
         if number is None:
@@ -195,7 +195,7 @@ class LiveMemory(TorchDispatchMode):
             self._sizes[number] = nbytes
 
     def _note_shards(self, func: Any, args: Any) -> None:
-        """Note which storages contain this rank's shards alone: not where they are a view of all shards."""
+        """Record storages of only this rank's shards, unless these are a view of the whole tensor."""
         place = _OF_SHARDS.get(func.overloadpacket.__name__)
         if place is None:
             return
@@ -206,7 +206,7 @@ class LiveMemory(TorchDispatchMode):
                 self._sharded.add(self._numbers[address])
 
     def _count(self, func: Any, args: Any) -> None:
-        """Add up what a collective communicates: its whole tensor, before or after."""
+        """Add the bytes of a collective: of its whole tensor, such as before a scatter or after a gather."""
         kind = _COLLECTIVES.get(func.overloadpacket.__name__)
         if kind is not None:
             whole = args[1] if kind == "reduce_scatter" else args[0]
@@ -218,7 +218,7 @@ class LiveMemory(TorchDispatchMode):
                 self._note_buffers(copies)
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Note a change by ``resize_``, which is how fully_shard frees gathered parameters."""
+        """Record a change by ``resize_``, with which fully_shard frees gathered parameters."""
         number = self._numbers.get(storage._cdata)
         if number is not None:
             self._change(number, storage.nbytes())

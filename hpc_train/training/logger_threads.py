@@ -1,7 +1,7 @@
-"""Loggers are called in threads of their own, so that one that hangs costs training seconds, not the node.
+"""Calls each logger in its own thread, so that a hanging logger delays training by seconds, not forever.
 
-A call waits until the logger has returned, as long as it does so in time; after that the logger is abandoned:
-its thread is a daemon, and nothing is asked of it any more.
+A call waits until the logger has returned, up to a time limit. After that the logger is abandoned: it is
+never called again, and its thread is a daemon.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 from hpc_train.loggers.base import LimitsItself, Logger
 
-#: How long all loggers together may take, for a row, a checkpoint or their end.
+#: Time limit of all loggers together for a row, a checkpoint or their end.
 LIMIT_S = 10.0
-#: The same for importing and constructing one, which may read from a slow disk. Assumed.
+#: Time limit for importing and constructing one, which may read from a slow disk. Assumed.
 START_LIMIT_S = 120.0
-#: The most that a logger's own limit counts at the end.
+#: Maximum of a logger's own limit at the end.
 _MAX_OWN_LIMIT_S = 90.0
 _Result = TypeVar("_Result")
 
 
 class HangingLoggerError(Exception):
-    """A logger that has not returned in time."""
+    """A logger has not returned in time."""
 
 
 class LoggerThread:
@@ -56,7 +56,7 @@ class LoggerThread:
         return self._logger is not None
 
     def begin(self, work: Callable[[Logger], None]) -> Future[None]:
-        """Call the logger, without waiting for it."""
+        """Start a call of the logger, without waiting for it."""
         logger = self._logger
         assert logger is not None, "it was constructed"
         return self._submit(lambda: work(logger))
@@ -67,7 +67,7 @@ class LoggerThread:
 
     @property
     def close_limit_s(self) -> float:
-        """How long the logger may take for ``close``."""
+        """Time limit of the logger's ``close``."""
         own = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
         return max(LIMIT_S, min(own, _MAX_OWN_LIMIT_S))
 
@@ -91,9 +91,9 @@ class LoggerThread:
 def call_all(
     threads: Sequence[LoggerThread], work: Callable[[Logger], None], *, is_last: bool = False
 ) -> list[tuple[LoggerThread, BaseException]]:
-    """Call all loggers at the same time; return those that failed or hang, and why.
+    """Call all loggers at the same time; return the loggers that failed or hang, and their errors.
 
-    ``is_last``: for ``close``, for which a logger may have a limit of its own.
+    ``is_last``: for ``close``, for which a logger may have its own limit.
     """
     begun_at, failed = monotonic(), list[tuple[LoggerThread, BaseException]]()
     calls: list[tuple[LoggerThread, Future[Any]]] = [(thread, thread.begin(work)) for thread in threads]

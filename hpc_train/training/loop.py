@@ -1,6 +1,6 @@
-"""The loop. Everything it uses is handed in by ``training.build``; it decides only the order of things.
+"""The training loop. ``training.build`` passes in everything it uses; the loop only determines the order.
 
-``step`` counts optimizer steps done: the first step trained is step 0, after it ``step`` is 1.
+``step`` counts completed optimizer steps: the first step trained is step 0, after it ``step`` is 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import TrainState
 
-#: How long a rank waits for its data before it asks the others whether all stop (assumed).
+#: How long a rank waits for its data before ranks check again whether to stop (assumed).
 _DATA_PAUSE_S = 0.05
 
 
@@ -48,15 +48,15 @@ class Profiler(Protocol):
 
 
 class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
-    """(step, this rank's micro-batches of it) for every step that is left."""
+    """(step, this rank's micro-batches of it) for every remaining step."""
 
     def is_ready(self, within_s: float = 0.0) -> bool:
-        """Tell whether the next step's data are here, or arrive within this number of seconds."""
+        """Return True if the next step's data are ready, or arrive within this number of seconds."""
 
 
 @dataclass
 class BadSampleCount:
-    """``here``: those of this rank in this attempt. ``check`` raises where the sum is too high."""
+    """``here``: this rank's count in this attempt. ``check`` raises if the sum is too high."""
 
     here: Callable[[], int]
     check: Callable[[int], None]
@@ -75,32 +75,32 @@ class Trainer:
     agreement: Agreement
     progress: Progress
     meters: Meters
-    #: On rank 0 alone, like ``profiler``.
+    #: On rank 0 only, like ``profiler``.
     status: StatusWriter | None
     cadence: Cadence
     training: Steps
     validation: Validation | None
     bad_samples: BadSampleCount
-    #: From a loader's batch to what the model takes.
+    #: Converts a loader's batch to the model's input.
     to_input: Callable[[Batch], Batch]
     saves: Saves
     on_first_step: Callable[[], None]
-    #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
+    #: Called with ``agreed`` once all ranks have agreed to stop, and ``saved`` once the state is on disk.
     on_event: Callable[[str], None]
     step: int
-    #: What follows from the evaluations; nothing if None.
+    #: Saves the best checkpoint and stops early, by the evaluations; None: neither.
     selection: ModelSelection | None = None
     profiler: Profiler | None = None
-    #: None on the CPU, where the host computes.
+    #: None on the CPU, since the host computes.
     run_ahead: RunAhead | None = None
-    #: On rank 0 alone.
+    #: On rank 0 only.
     evaluation_files: EvaluationFiles | None = None
     text_samples: TextSamples | None = None
     pictures: Pictures | None = None
-    #: Called with this rank's first micro-batch, before anything is computed of it.
+    #: Called with this rank's first micro-batch, before its forward.
     on_first_batch: Callable[[Batch], None] = lambda batch: None
     _has_stepped: bool = False
-    #: Counts the step's forward passes, as many on every rank, a rehearsal included.
+    #: Counts the step's forward passes, the same number on every rank, including a rehearsal.
     _slot: int = 0
     _save_began_at: float = field(default_factory=time.monotonic)
     _forward: TrainingForward = field(init=False)
@@ -122,10 +122,10 @@ class Trainer:
         )
 
     def train(self) -> bool:
-        """Train to the last step, or until ``early_stopping``. Returns False where it was asked to stop; then
-        it has saved.
+        """Train to the last step, or until ``early_stopping``. Returns False, after a save, on a stop
+        request.
 
-        Raises RollbackError on every rank where the run must go back.
+        Raises RollbackError on every rank if the run must roll back.
         """
         saved_step = self.step
         if self._evaluation_is_missing():
@@ -159,7 +159,7 @@ class Trainer:
         return True
 
     def _one_step(self, step: int, batches: list[Batch]) -> Consensus:
-        """Train one step beside the exchange of what all ranks must know."""
+        """Train one step while the ranks exchange their flags."""
         if not self._has_stepped:
             self.on_first_batch(batches[0])
         self._slot = 0
@@ -179,18 +179,18 @@ class Trainer:
 
     @contextmanager
     def _saves_finished(self) -> Iterator[None]:
-        """See the save under way committed before an error that all ranks raise, or none, propagates."""
+        """Commit the save in progress before propagating an error that either all ranks raise or none."""
         try:
             yield
         except RollbackError:
-            self.saves.close()  # what is looked at next is not to be removed meanwhile
+            self.saves.close()  # so that no checkpoint is removed while the rollback chooses one
             raise
         except HpcTrainError:
             self.saves.finish()
             raise
 
     def _raise_if_failed(self, step: int, is_allowed: bool, agreed: Consensus) -> None:
-        """Raise, on every rank alike, where training can't simply continue."""
+        """Raise the same error on every rank if training can't simply continue."""
         if agreed.is_non_finite:
             raise seen_error(self.step)
         if agreed.has_failed:
@@ -216,9 +216,9 @@ class Trainer:
         )
 
     def _train_step(self, step: int, batches: list[Batch]) -> bool:
-        """Return whether the weights were allowed to change."""
+        """Return True if the weights were allowed to change."""
         max_norm = self.experiment.optimization.clip_grad_norm
-        # A save that still copies the weights is waited for before they change.
+        # Wait for a save that is still copying the weights before they change.
         self._forward.training_sums.begin(is_due=self.meters.train_row_is_due(step + 1))
         done = train_step(
             self.state, step, batches, self._forward, self.guard, max_norm, self.saves.wait_staged
@@ -251,7 +251,7 @@ class Trainer:
             self.meters.forward_time.end()
 
     def _evaluate(self) -> bool:
-        """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""
+        """Write the ``val`` row of this step. Returns False if a stop request cut the evaluation short."""
         if self.validation is None:
             return True
         with self.meters.times.paused():
@@ -262,7 +262,7 @@ class Trainer:
         if sums is None:
             return False
         files = self._text_sample() | (self.pictures.files() if self.pictures is not None else {})
-        if self.evaluation_files is not None:  # before the row: where it exists, they are complete
+        if self.evaluation_files is not None:  # before the row: once it exists, the files are complete
             self.evaluation_files.write(self.step, files)
             for prefix, each in sums.items():
                 self.evaluation_files.write(self.step, files_of(self.task, each, prefix))
@@ -279,12 +279,12 @@ class Trainer:
     def _select(self, selection: ModelSelection, metrics: Mapping[str, float]) -> None:
         try:
             selection.evaluated(self.step, metrics, optional_metrics(self.task))
-        except BadFileError:  # it names no metric of a task of the user's: to be corrected, and resumed
+        except BadFileError:  # not a metric of the user's task: save, so that the corrected run resumes here
             self._begin_save()
             raise
 
     def _text_sample(self) -> dict[str, bytes]:
-        """Return the files of the text that the model writes; collective."""
+        """Return the files with the model's sample text. Collective."""
         if self.text_samples is None:
             return {}
 
@@ -305,22 +305,22 @@ class Trainer:
         return self.selection is not None and self.selection.has_stopped
 
     def _evaluation_is_missing(self) -> bool:
-        """Tell whether the current step should have been evaluated but the evaluation was cut short."""
+        """Return True if the current step should have been evaluated but the evaluation was cut short."""
         if self.validation is None or not self.cadence.evaluates(self.step):
             return False
         return not self.agreement.rank_0_says(self.meters.has_val_row(self.step))
 
     def _wait_for_data(self) -> bool:
-        """Stay at this boundary until every rank has its next step's data. Returns False where it must stop.
+        """Wait at this boundary until every rank has its next step's data. Returns False on a stop request.
 
-        In the step itself a rank that waits would hold the others in a collective, out of any signal's reach.
+        Waiting within the step would block the other ranks in a collective, where they can't handle signals.
         """
         while True:
             is_waiting = not self.training.is_ready(_DATA_PAUSE_S)
             agreed = self.agreement.exchange(StepFlags(is_waiting=is_waiting))
             if agreed.stop or not agreed.is_waiting:
                 return not agreed.stop
-            if is_waiting:  # the others wait for this rank, which the watchdog is to name
+            if is_waiting:  # the others wait for this rank, so the watchdog should name it
                 self.progress.at("waiting for data")
 
     def _save_is_due_by_time(self) -> bool:
@@ -338,7 +338,7 @@ class Trainer:
             self.status.write("running", self.step)
 
     def _stop(self, saved_step: int) -> bool:
-        """Save, unless this step's save is on its way already, and see it committed."""
+        """Save, unless this step's save is already in progress, and wait until it is committed."""
         self.on_event("agreed")
         if saved_step != self.step:
             self._begin_save()

@@ -1,7 +1,7 @@
-"""One rank, from its start to its exit code: builds what the file names, trains, says how it ended.
+"""One rank, from its start to its exit code: joins the others, trains, and reports how it ended.
 
-Called by ``launchers.entry`` on every rank. Whatever goes wrong becomes an exit code and, unless another
-rank is the cause, a ``rank-<r>.error`` file that the launcher and ``status`` show.
+Called by ``launchers.entry`` on every rank. Every error becomes an exit code and, unless another rank is the
+cause, a ``rank-<r>.error`` file that the launcher and ``status`` show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpc_train.training.rank_exit import report
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
-    """Be one rank of one attempt, to its end. Returns what the process exits with; never raises."""
+    """Run one rank of one attempt to its end. Returns the process's exit code; never raises."""
     flag = signals.install(_earliest_warning(paths, attempt))
     facts = RankFacts()
     log_stream.install()
@@ -38,7 +38,7 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
 
 
 def _earliest_warning(paths: RunPaths, attempt: int) -> float:
-    """Return when the scheduler's warning fits the time limit that it has granted, in seconds since 1970."""
+    """Return the earliest time of the scheduler's warning about the time limit, in seconds since 1970."""
     record = read_record(paths.attempt(attempt), with_events=False)
     if record is None or record.time_limit_s is None or record.lead_s is None:
         return 0.0

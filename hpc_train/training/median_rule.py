@@ -1,7 +1,7 @@
-"""``early_stopping.median_after``: a run ends once half of the other runs had been better by the same step.
+"""``early_stopping.median_after``: ends a run once half of the other runs were better by the same step.
 
-A form of the median stopping rule of Golovin et al., "Google Vizier: A Service for Black-Box Optimization",
-KDD 2017, section 3.2.2: bests are compared with bests instead of with averages.
+A variant of the median stopping rule of Golovin et al., "Google Vizier: A Service for Black-Box
+Optimization", KDD 2017, section 3.2.2: the best value is compared with best values instead of averages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.metric_rows import evaluation_rows
 
-#: Fewer say little.
+#: With fewer runs the median means little.
 MIN_RUNS = 3
-#: More cost time at each evaluation and hardly change the median.
+#: More runs cost time at each evaluation and hardly change the median.
 MAX_RUNS = 100
 
 
@@ -31,13 +31,13 @@ class MedianRule:
     config: EarlyStoppingConfig
 
     def reason(self, so_far: BestSoFar, step: int) -> str | None:
-        """Return why the run ends after the evaluation of ``step``; None where it continues."""
+        """Return why the run ends after the evaluation of ``step``; None if it continues."""
         after = self.config.median_after
         if after is None or so_far.num_evaluations < after:
             return None
         try:
             others = list(self._others(step))
-        except OSError:  # the next evaluation asks again
+        except OSError:  # the next evaluation tries again
             return None
         if len(others) < MIN_RUNS:
             return None

@@ -1,7 +1,7 @@
-"""Tells ``LiveMemory`` what the tensors of a step are, and how large they are on a rank of all shards.
+"""Labels a step's tensors for ``LiveMemory``, with their sizes on a rank of the full group.
 
-``training.memory_prediction`` runs a group of few shards, since ``fully_shard`` makes a view per rank and
-parameter. Rows are sharded as ``torch.chunk`` does it: the first rank has the most.
+``training.memory_prediction`` runs a small group, since ``fully_shard`` creates a view per rank and
+parameter. Rows are sharded as by ``torch.chunk``: the first rank has the most.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _AXIS = "shard"
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """A group of ``few`` shards runs in place of one of ``all``."""
+    """A group of ``few`` shards runs in place of the full group of ``all`` shards."""
 
     few: int
     all: int
 
     def factor(self, value: Tensor) -> float:
-        """Return the size of the first rank's rows of a DTensor among all shards, relative to here."""
+        """Return the size of the first rank's rows of a DTensor in the full group, relative to here."""
         if not isinstance(value, DTensor) or self.few == self.all:
             return 1.0
         names = value.device_mesh.mesh_dim_names or ()
@@ -47,18 +47,18 @@ class ShardSizes:
 
 @dataclass
 class MemoryLabels:
-    """Labels the tensors of one step; its methods are called in their order."""
+    """Labels the tensors of one step; its methods are called in the order of their definition."""
 
     memory: LiveMemory
     state: TrainState
     sizes: ShardSizes
     #: False under zero1, whose slices are views of whole parameters.
     are_parameters_sharded: bool
-    #: Number of the optimizer's tensors that stand for a DTensor → the DTensor's factor.
+    #: ``id`` of an optimizer's tensor that replaces a DTensor → the DTensor's factor.
     _factors: dict[int, float] = field(default_factory=dict)
 
     def label_state(self) -> None:
-        """Label what is there before a step, and the gradients as autograd leaves them."""
+        """Label the state before a step, and the gradients as autograd accumulates them."""
         state = self.state
         trained = list(state.strategy.optimized().values())
         self._label([*state.model.parameters(), *trained], "parameters")
@@ -71,7 +71,7 @@ class MemoryLabels:
         self._label_when_accumulated(state.model)
 
     def _label_when_accumulated(self, model: nn.Module) -> None:
-        """Call what autograd adds up in ``grad`` gradients, though it be freed before the update."""
+        """Label tensors accumulated in ``grad`` as gradients, even if they are freed before the update."""
 
         def accumulated(parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -82,9 +82,9 @@ class MemoryLabels:
                 value.register_post_accumulate_grad_hook(accumulated)
 
     def before_update(self) -> None:
-        """Label the gradients, and let the optimizer update local tensors: DTensors take most of the time.
+        """Label the gradients, and make the optimizer update local tensors: DTensors would be much slower.
 
-        What the optimizer allocates from here to the end of its step is as large as its shards.
+        Storages allocated from here to the end of the optimizer step are sized like its shards.
         """
         state, optimizer = self.state, self.state.optimization.optimizer
         parameters = (*state.model.parameters(), *state.strategy.optimized().values())

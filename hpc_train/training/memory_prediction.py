@@ -1,10 +1,10 @@
-"""Predicts the peak memory of a rank: runs a real training step on tensors that have shapes and no data.
+"""Predicts a rank's peak memory by running a real training step on tensors that have shapes and no data.
 
-``training.predicted_runs`` calls it in a child of ``plan``. The model is built on the meta device, then
-placed, trained and optimized by the code of every rank under torch's FakeTensorMode, in a process group of
-which the other ranks don't exist (torch's ``fake`` backend). Only what reads data is replaced: DDP's reducer
-(``BucketedGradients``), the guard against NaN, the pipeline's first forward, which learns shapes from other
-ranks.
+``training.predicted_runs`` calls it in a child process of ``plan``. The model is built on the meta device,
+then placed and trained by the same code as on every rank under torch's FakeTensorMode, in a process group
+whose other ranks don't exist (torch's ``fake`` backend). Only code that reads data is replaced: DDP's reducer
+(``BucketedGradients``), the guard against NaN, and the pipeline's first forward, which receives shapes from
+other ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from hpc_train.training.unpacked_sequences import unpacked_sequences
 _CPU = torch.device("cpu")
 #: CUDA's allocator rounds sizes up to this (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 _CUDA_BLOCK_BYTES = 512
-#: Of the group that runs; more shards only make each smaller.
+#: Maximum shards of the simulated group; more shards only make each one smaller.
 _MAX_SHARDS = 4
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes on one rank."""
+    """The memory and communication of a step on one rank."""
 
     #: Bytes of each part (``plan.prediction.PARTS``) at the peak.
     parts: dict[str, int]
@@ -74,11 +74,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What is trained, and where: one rank of a run."""
+    """A training step of one rank of a run."""
 
     experiment: Experiment
     info: DataInfo
-    #: One sample, as a loader makes it; only its shapes and dtypes count.
+    #: One sample, as a loader yields it; only its shapes and dtypes matter.
     sample: Batch
     num_samples: int
     degrees: Degrees
@@ -86,20 +86,20 @@ class PredictedStep:
     is_on_gpu: bool
 
     def predict(self) -> Prediction:
-        """Run one step. Raises what the code of model and task raises where it needs data."""
+        """Run one step. Propagates the errors of model or task code that needs data."""
         if not self._is_long:
             return self._prediction(self._slots)
-        # Of a long pipeline every further micro-batch takes as much: its inputs, at least.
+        # In a long pipeline every further micro-batch adds the same amount, at minimum its inputs.
         short, longer = (self._prediction(count) for count in self._few_slots)
         return _extrapolated(short, longer, self._few_slots, self._slots)
 
     def on_meta(self, count: int) -> Batch:
-        """Return ``count`` samples as the model takes them, on the meta device."""
+        """Return ``count`` samples prepared for the model, on the meta device."""
         to_input = make_to_input(self.experiment, self.info, torch.device("meta"), self._precision)
         return to_input(self.sample.repeated(count).to(torch.device("meta")))
 
     def without_activations(self) -> Prediction:
-        """Return what does not depend on the forward pass, for models whose forward needs data."""
+        """Return the memory that does not depend on the forward pass, for models whose forward needs data."""
         with self._environment() as (model, memory):
             state = self._assemble(model)
             labels = self._labels(memory, state)
@@ -117,7 +117,7 @@ class PredictedStep:
 
     @contextmanager
     def _environment(self) -> Iterator[tuple[nn.Module, LiveMemory]]:
-        """Be the rank, of tensors without data; yield the model and what records its memory."""
+        """Simulate the rank with tensors without data; yield the model and its memory recorder."""
         config = self.experiment.model.model_copy(update={"pretrained": False, "init_from": None})
         with torch.device("meta"):
             model = build_model(config, self.info)
@@ -137,7 +137,7 @@ class PredictedStep:
 
     @property
     def _slots(self) -> int:
-        """Micro-batches of the rank that matter: of those that follow each other two are like all."""
+        """Number of the rank's micro-batches to run: two are enough if they run one after the other."""
         one_by_one = traits_of(self.experiment.parallel.strategy).runs_one_by_one
         return min(self._arithmetic.accumulation, 2) if one_by_one else self._arithmetic.accumulation
 
@@ -152,13 +152,13 @@ class PredictedStep:
 
     @property
     def _few(self) -> Degrees:
-        """The degrees of the group that runs: fully_shard makes a view per rank and parameter."""
+        """The degrees of the simulated group, reduced: fully_shard creates a view per rank and parameter."""
         shard, replicate = min(self.degrees.shard, _MAX_SHARDS), min(self.degrees.replicate, 2)
         return replace(self.degrees, shard=shard, replicate=replicate)
 
     @property
     def _few_rank(self) -> int:
-        """The first rank of the group that has this one's stage and its part of the layers."""
+        """The first rank of the simulated group with this rank's stage and part of the layers."""
         few, stage = self._few, self.degrees.stage_rank(self.rank)
         return stage * few.data_ranks * few.tensor + self.degrees.tensor_rank(self.rank)
 
@@ -168,16 +168,16 @@ class PredictedStep:
         return choose_precision("bf16" if name == "fp8" else name, _CPU)
 
     def _assemble(self, model: nn.Module) -> TrainState:
-        # SyncBatchNorm looks at the counts of other ranks; it stores what BatchNorm does.
+        # SyncBatchNorm reads the counts of other ranks; it stores as much as BatchNorm.
         parallel = self.experiment.parallel.model_copy(update={"sync_batchnorm": False})
         update = {"compile": CompileConfig(enabled=False), "precision": self._precision.name}
         config = self.experiment.model_copy(update=update | {"parallel": parallel})
         state = assemble(model, config, self._arithmetic, self._context)
-        state.optimization.scaler = None  # whether gradients overflow is data
+        state.optimization.scaler = None  # an overflow check would read data
         if self.is_on_gpu:
             choose_kernels_of_cuda(state.optimization.optimizer)
         if isinstance(state.strategy, ddp.DDPStrategy):
-            state.strategy.is_rehearsed = True  # it takes no more than the step
+            state.strategy.is_rehearsed = True  # the rehearsal needs no more memory than the step
         return state
 
     def _run(self, model: nn.Module, memory: LiveMemory, slots: int) -> Prediction:
@@ -197,11 +197,11 @@ class PredictedStep:
         max_norm = experiment.optimization.clip_grad_norm
         train_step(state, 0, batches, forward, guard, max_norm, labels.before_update)
         labels.label_optimizer()
-        # While the state lives.
+        # Read while the state is alive.
         return Prediction(memory.peak(), self._communicated(memory, state, slots))
 
     def _communicated(self, memory: LiveMemory, state: TrainState, slots: int) -> dict[str, int]:
-        """Return the bytes of a step of all slots."""
+        """Return the bytes communicated in a step of all slots."""
         found = dict(memory.communicated)
         if isinstance(state.wrapped, BucketedGradients):
             found["all_reduce"] = found.get("all_reduce", 0) + sum(
@@ -215,7 +215,7 @@ class PredictedStep:
         return {kind: round(size * more) if kind in repeated else size for kind, size in found.items()}
 
     def _labels(self, memory: LiveMemory, state: TrainState) -> MemoryLabels:
-        """Label what is there before the step; return what labels the rest."""
+        """Label the state before the step; return the object that labels the rest."""
         traits = traits_of(self.experiment.parallel.strategy)
         sizes = ShardSizes(self._few.shard, self.degrees.shard)
         labels = MemoryLabels(memory, state, sizes, are_parameters_sharded=traits.shards_parameters)
@@ -242,7 +242,7 @@ class PredictedStep:
         return [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
 
     def _stage_specs(self, model: nn.Module, inputs: Any) -> list[OutputSpecs]:
-        """Return what passes between the stages of a pipeline, as ``PipelineStrategy.stage_specs`` does."""
+        """Return the specs of tensors between stages of a pipeline, as ``PipelineStrategy.stage_specs``."""
         num_stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
         dtype = self._precision.compute_dtype
         specs, values = [OutputSpecs.of(inputs)], (inputs,)
@@ -260,7 +260,7 @@ class PredictedStep:
 
 
 def _extrapolated(short: Prediction, longer: Prediction, counts: tuple[int, int], slots: int) -> Prediction:
-    """Return the prediction for ``slots`` micro-batches from those for ``counts``."""
+    """Extrapolate the predictions for ``counts`` micro-batches to ``slots``."""
     steps = (slots - counts[0]) / (counts[1] - counts[0])
 
     def at(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -270,12 +270,11 @@ def _extrapolated(short: Prediction, longer: Prediction, counts: tuple[int, int]
 
 
 class BucketedGradients(nn.Module):
-    """Takes as much memory as DistributedDataParallel with ``gradient_as_bucket_view``, without
-    communication.
+    """Uses as much memory as DistributedDataParallel with ``gradient_as_bucket_view``, without communication.
 
-    DDP's reducer is C++ code that reads data. Its buckets have the size of the gradients and are there from
-    the start to the end. Under ``no_sync`` gradients are outside of them; in the last backward of a step
-    each is freed once it is in its bucket.
+    DDP's reducer is C++ code that reads data. Its buckets have the size of the gradients and exist from start
+    to end. Under ``no_sync`` gradients are outside the buckets; in the last backward of a step each gradient
+    is freed once it is in its bucket.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -304,24 +303,24 @@ class BucketedGradients(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context gradients are outside of the buckets."""
+        """Keep gradients outside the buckets within this context."""
         self._is_synchronised = False
         yield
         self._is_synchronised = True
 
 
 class _NoGuard(Guard):
-    """Lets every step through: there is no loss to look at."""
+    """Allows every step, since there is no loss to check."""
 
     def before_step(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
         return True
 
 
 def _with_data(make: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor whose tensors have data: a mesh finds its rank in them."""
+    """Return a constructor whose tensors have data, which a mesh reads to find its rank."""
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
@@ -332,7 +331,7 @@ def _with_data(make: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _process_group(world_size: int, rank: int) -> Iterator[None]:
-    """Be ``rank`` of a group whose collectives return at once and leave results as they are."""
+    """Simulate ``rank`` of a group whose collectives return immediately and do not change results."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -341,9 +340,9 @@ def _process_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _materialized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Give a model on the meta device tensors on the (fake) CPU, in place; what is shared stays shared.
+    """Move a model from the meta device to the (fake) CPU, in place; shared tensors stay shared.
 
-    ``dtype``: of floating-point numbers, so that ``strategies.data_parallel.move`` has nothing to do.
+    ``dtype``: for floating-point tensors, so that ``strategies.data_parallel.move`` has nothing to do.
     """
     made: dict[int, Tensor] = {}
 

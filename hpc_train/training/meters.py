@@ -1,4 +1,4 @@
-"""What training tells of itself: rows of metrics and ``status.json``, without ever waiting for the device.
+"""Reports on training: rows of metrics and ``status.json``, without ever waiting for the device.
 
 Every rank calls ``Meters``; only rank 0 writes.
 """
@@ -36,7 +36,7 @@ from hpc_train.training.stragglers import ForwardTime, Stragglers
 _log = logging.getLogger(__name__)
 _CONTINUES = "training continues, metrics.jsonl has every row"
 
-#: Assumed: often enough for a person who watches, rare enough to cost nothing.
+#: Assumed: frequent enough for a person watching, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
 
 
@@ -46,11 +46,11 @@ class SupersededError(UserError):
 
 @dataclass
 class _PendingRow:
-    """A row whose numbers are still on their way from the device."""
+    """A row whose numbers are still being copied from the device."""
 
     row: Row
     names: list[str]
-    #: After those of the names those of the single ranks.
+    #: The values of ``names``, then the per-rank times.
     values: Tensor
     copied: torch.cuda.Event | None
 
@@ -67,7 +67,7 @@ class _PendingRow:
 class MetricsWriter:
     """Writes rank 0's rows to metrics.jsonl, to the loggers and as plain lines to the rank's log.
 
-    ``images_at``: a step → name → file of the images of its evaluation, which the loggers receive.
+    ``images_at``: step → name → image file of its evaluation, for the loggers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MetricsWriter:
         self._images_at = images_at
 
     def write(self, row: Row) -> None:
-        """Write a row, numbers that are not finite as null."""
+        """Write a row, with null for numbers that are not finite."""
         row = without_non_finite(row)
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
@@ -103,7 +103,7 @@ class MetricsWriter:
         print(f"{row['split']} step {row['step']} {' '.join(values)}", file=self._log, flush=True)
 
     def begin(self, step: int) -> None:
-        """Tell the loggers that training continues from ``step``, with the rows that the file holds."""
+        """Notify the loggers that training continues from ``step``, with the file's rows."""
         if self.metrics.has_withdrawn:
             self._each_logger(
                 lambda logger: logger.rows_withdrawn(step) if isinstance(logger, WithdrawsRows) else None
@@ -111,13 +111,13 @@ class MetricsWriter:
         self.committed(step)
 
     def go_back(self, step: int) -> None:
-        """Drop the rows past ``step``, from which training continues."""
+        """Drop the rows after ``step``, from which training continues."""
         self.metrics.close()
         self.metrics = self.metrics.reopened(step)
         self.begin(step)
 
     def committed(self, step: int) -> None:
-        """Tell the loggers that no rollback and no resume withdraws the rows up to ``step`` any more."""
+        """Notify the loggers that no rollback or resume can withdraw the rows up to ``step`` any more."""
         self._each_logger(
             lambda logger: logger.rows_committed(step) if isinstance(logger, AwaitsCommit) else None
         )
@@ -130,7 +130,7 @@ class MetricsWriter:
             thread.end()
 
     def _each_logger(self, work: Callable[[Logger], None], *, is_last: bool = False) -> None:
-        """Do ``work`` with every logger; one that raises or hangs is reported once and then never called."""
+        """Call ``work`` with every logger; a logger that raises or hangs is reported once and dropped."""
         for thread, error in call_all(self._loggers, work, is_last=is_last):
             self._loggers.remove(thread)
             if isinstance(error, HangingLoggerError):
@@ -144,7 +144,7 @@ class MetricsWriter:
 
 
 class Meters:
-    """Collects what a step or an evaluation yields. ``metrics_writer`` is None on all ranks but 0."""
+    """Collects the results of steps and evaluations. ``metrics_writer`` is None on all ranks except 0."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Meters:
         self._pending: deque[_PendingRow] = deque()
 
     def train_row_is_due(self, step: int) -> bool:
-        """Tell whether the numbers of ``step`` become a row of metrics."""
+        """Return True if ``step`` has a row of metrics."""
         return step % self._every_steps == 0
 
     def train_row(
@@ -178,9 +178,8 @@ class Meters:
         grad_norm: Tensor | None,
         sums: dict[str, Tensor] | None = None,
     ) -> None:
-        """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks, and
-        ``sums`` over the rank's samples, of which the row has the means. The same sum gathers the ranks' own
-        times.
+        """Add one step's numbers. Collective: sums ``loss``, the rank's weighted part, and ``sums`` (over the
+        rank's samples; the row has the means) over the ranks. The same reduction gathers the ranks' times.
         """
         times = self.times.row(step)
         names = ["loss", *(sums or {})]
@@ -216,7 +215,7 @@ class Meters:
             self._metrics_writer.write(self._head("val", step) | metrics)
 
     def has_val_row(self, step: int) -> bool:
-        """Tell whether the evaluation at ``step`` is written down. On rank 0 only."""
+        """Return True if the evaluation at ``step`` has its row. On rank 0 only."""
         return self._metrics_writer is not None and self._metrics_writer.metrics.has("val", step)
 
     def drain(self, *, wait: bool) -> None:
@@ -230,7 +229,7 @@ class Meters:
                 self.stragglers.add(of_ranks[:middle], of_ranks[middle:], step_s)
 
     def sync(self) -> None:
-        """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
+        """Sync all written rows to the disk, since a checkpoint relies on them. Any thread."""
         if self._metrics_writer is not None:
             self._metrics_writer.metrics.sync()
 
@@ -239,7 +238,7 @@ class Meters:
 
 
 def row_head(attempt: int | None, split: str, step: int, steps_per_epoch: int | None) -> Row:
-    """Return what every row begins with. ``attempt`` and ``steps_per_epoch``: None where not known."""
+    """Return the first columns of every row. ``attempt`` and ``steps_per_epoch``: None if unknown."""
     return {
         "time": round(time.time(), 3),
         "attempt": attempt,
@@ -250,7 +249,7 @@ def row_head(attempt: int | None, split: str, step: int, steps_per_epoch: int | 
 
 
 def without_non_finite(row: Row) -> Row:
-    """Return the row with None, null in JSON, in place of infinite numbers and NaN, which JSON lacks."""
+    """Return the row with None (null in JSON) in place of infinite numbers and NaN, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
@@ -258,7 +257,7 @@ def without_non_finite(row: Row) -> Row:
 
 
 def peak_memory(device: torch.device) -> Row:
-    """Return the most memory that tensors of this process took on a GPU at once so far, in GiB."""
+    """Return the peak memory of this process's tensors on a GPU so far, in GiB."""
     if device.type != "cuda":
         return {}
     return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}
@@ -275,7 +274,7 @@ def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
 
 
 class StatusWriter:
-    """Keeps ``status.json`` at most half a second or one step behind. Rank 0 of the owning attempt only."""
+    """Writes ``status.json`` at most half a second or one step late. Rank 0 of the owning attempt only."""
 
     def __init__(
         self,
@@ -292,7 +291,7 @@ class StatusWriter:
         self._written_at = -math.inf
         self._step = 0
         self._compiling: dict[str, Any] | None = None
-        #: ``errno`` of the errors that the log has.
+        #: ``errno`` of the errors that were logged.
         self._logged: set[int | None] = set()
 
     def step_done(self, step: int) -> None:
@@ -301,20 +300,20 @@ class StatusWriter:
             self.write("running", step)
 
     def compiles(self, graph: int, earlier_s: float) -> None:
-        """Show that torch compiles graph number ``graph``, after ``earlier_s`` in earlier ones; 0: none.
+        """Show that torch compiles graph number ``graph``, after ``earlier_s`` for earlier graphs; 0: none.
 
-        Any thread, while the others of this class's methods are not called.
+        May be called from any thread while no other method of this class runs.
         """
         since = datetime.now(UTC) - timedelta(seconds=earlier_s)
         self._compiling = {"graph": graph, "since": since.isoformat(timespec="seconds")} if graph else None
-        with suppress(SupersededError):  # the next step raises it outside of the compiler
+        with suppress(SupersededError):  # the next step raises it outside the compiler
             self.write("running", self._step)
 
     def write(self, state: str, step: int, reason: str | None = None) -> None:
-        """Write the run's status. Raises SupersededError where it is another attempt's.
+        """Write the run's status. Raises SupersededError if another attempt owns the run.
 
-        A status that can't be written ends nothing: the next one replaces it. Only ``completed`` has none
-        after it, so that it is tried again and raises StorageError or TransientStorageError.
+        A failed write is ignored, since the next status replaces it. Only ``completed`` is the last, so it is
+        retried and raises StorageError or TransientStorageError.
         """
         self._written_at, self._step = time.monotonic(), step
         is_last = state == "completed"
@@ -335,7 +334,7 @@ class StatusWriter:
                 f"another attempt continues this run; attempt {self._attempt} ends: its node was given up"
             )
         if self._paths.cancelled.exists() and state != "completed":
-            return  # whoever cancelled it says so
+            return  # the cancelling command writes the status
         status = RunStatus(
             state=state,
             step=step,

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: a row per log point, each (split, step) once, whatever happens. Rank 0 only."""
+"""``metrics.jsonl``: one row per log point, and never two for a (split, step). Rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _BLOCK_BYTES = 1 << 20
 
 
 class MetricsFile:
-    """The rows up to the step from which this attempt continues, and then its own.
+    """The rows up to the step from which this attempt continues, followed by this attempt's rows.
 
-    Holds no rows in memory but those since the last ``sync``: a resume copies the kept lines as they are, and
-    what an fsync failed to write is written again. Methods raise StorageError or TransientStorageError.
+    Only the rows since the last ``sync`` are in memory: a resume copies the kept lines unchanged, and lines
+    that an fsync failed to write are written again. Methods raise StorageError or TransientStorageError.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
-        #: Split → the step of its newest row, where that is the resumed step or a later one.
+        #: Split → the step of its newest row, if not before the resumed step.
         self._newest: dict[str, int] = {}
-        #: Whether rows past ``resumed_step`` were in the file.
+        #: True if the file had rows after ``resumed_step``.
         self.has_withdrawn = False
-        # Training appends while the thread that saves syncs.
+        # Training appends while the saving thread syncs.
         self._lock = threading.Lock()
         self._unsynced: list[bytes] = []
         with named_errors(path):
@@ -48,7 +48,7 @@ class MetricsFile:
             _copy_rows(file, self._kept_bytes(file, resumed_step), new)
 
     def _kept_bytes(self, file: BinaryIO, resumed_step: int) -> int:
-        """Return where the rows up to ``resumed_step`` end, and note those at that very step."""
+        """Return the end offset of the rows up to ``resumed_step``, and record the rows of that step."""
         end = 0
         for offset, line in lines_from_end(file):
             row = parse_row(line)
@@ -64,7 +64,7 @@ class MetricsFile:
         return end
 
     def append(self, row: Row) -> None:
-        """Add a row and hand it to the operating system, so that it outlives this process."""
+        """Write a row to the operating system, so that it survives a crash of this process."""
         key = (row["split"], row["step"])
         assert row["step"] > self._newest.get(row["split"], -1), f"{key} has its row already"
         line = _line(row)
@@ -74,7 +74,7 @@ class MetricsFile:
             self._unsynced.append(line)
 
     def _write(self, line: bytes) -> None:
-        """Write a line behind the last one, over what a try before this one may have left of it."""
+        """Write a line after the last one, over any partial line from a failed try."""
         if self._descriptor is None:
             self._open()
         assert self._descriptor is not None
@@ -100,17 +100,17 @@ class MetricsFile:
                 os.close(descriptor)
 
     def reopened(self, resumed_step: int) -> MetricsFile:
-        """Return the same file, closed before, without the rows past ``resumed_step``."""
+        """Return the same file, already closed, without the rows after ``resumed_step``."""
         return MetricsFile(self._path, resumed_step)
 
     def has(self, split: str, step: int) -> bool:
-        """Tell whether the row of the resumed step, or of the newest since, is in the file."""
+        """Return True if the file has this row; only for the resumed step and the newest step."""
         return self._newest.get(split) == step
 
     def sync(self) -> None:
-        """Put all rows on the disk: before a checkpoint that takes them for granted. Any thread.
+        """Sync all rows to the disk, before a checkpoint that relies on them. Any thread.
 
-        Raises OSError, which the save names, or StorageError.
+        Raises OSError, to which the save adds a path, or StorageError.
         """
         work = [self._sync]
 
@@ -128,7 +128,7 @@ class MetricsFile:
             if self._descriptor is None:
                 self._open()
             assert self._descriptor is not None
-            descriptor = os.dup(self._descriptor)  # training may close its own meanwhile
+            descriptor = os.dup(self._descriptor)  # training may close the original meanwhile
         try:
             sync_file(descriptor)
         finally:
@@ -137,10 +137,10 @@ class MetricsFile:
             del self._unsynced[:count]
 
     def _write_again(self) -> None:
-        """Replace the file: the next fsync of the same one takes for written what one failed to write."""
+        """Replace the file: after a failed fsync, the next fsync of the same file reports success."""
         with self._lock:
             self._close()
-            self._open()  # raises where the file is another attempt's
+            self._open()  # raises if another attempt owns the file
             unsynced = b"".join(self._unsynced)
             with replacing(self._path, sync=True) as new:
                 with open_regular(self._path) as old:
@@ -151,12 +151,12 @@ class MetricsFile:
             self._inode = self._path.stat().st_ino
 
     def close(self) -> None:
-        """Close the file, which is not synced; a later ``append`` opens it again."""
+        """Close the file without syncing it; a later ``append`` opens it again."""
         self._close()
 
 
 def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
-    """Copy the first ``size`` bytes, whole lines, without those that are not rows."""
+    """Copy the first ``size`` bytes, which are whole lines, without lines that are not rows."""
     old.seek(0)
     for line in old:
         if size <= 0:

@@ -1,8 +1,8 @@
 """mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) of a micro-batch, with the semantics of timm.
 
-Each sample is mixed with the one at the same place from the end, with one share λ per micro-batch. λ and the
-rectangle are a hash of (seed, step, micro-batch), so that every rank and each end of a pipeline computes the
-same ones, and they don't depend on the number of ranks. ``training.forward`` calls it on the device.
+Each sample is mixed with the sample at the same place from the end, with one share λ per micro-batch. λ and
+the rectangle are drawn from a hash of (seed, step, micro-batch), so that every rank and both ends of a
+pipeline compute the same values, for any number of ranks. ``training.forward`` calls it on the device.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _DRAW = int.from_bytes(b"mixing", "little")
 
 @runtime_checkable
 class MixesTargets(Protocol):
-    """A task whose loss takes targets between those of two samples."""
+    """A task whose loss accepts weighted averages of two samples' targets."""
 
     def soft_targets(self, targets: Tensor) -> Tensor:
-        """Return targets (B, …) as float64 that may be averaged, for example one-hot."""
+        """Return targets (B, …) as float64 that can be averaged, for example one-hot."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What is done to one micro-batch."""
+    """The mixing parameters of one micro-batch."""
 
-    #: λ, the share of the sample itself.
+    #: λ, the sample's own share.
     own: float
     #: (top, bottom, left, right) of the rectangle of the other image; None: mixup.
     box: tuple[int, int, int, int] | None = None
@@ -63,12 +63,12 @@ class Mixing:
     task: MixesTargets
     mixup: float
     cutmix: float
-    #: With both: how often a micro-batch gets CutMix.
+    #: If both are enabled: the probability of CutMix for a micro-batch.
     cutmix_probability: float
 
     @classmethod
     def of(cls, experiment: Experiment, task: object) -> Mixing | None:
-        """Return the mixing of the file, or None. Raises BadFileError where the task has no soft targets."""
+        """Return the file's mixing, or None. Raises BadFileError if the task has no soft targets."""
         config = experiment.optimization
         if config.mixup == 0 and config.cutmix == 0:
             return None
@@ -80,12 +80,12 @@ class Mixing:
         return cls(experiment.seed, task, config.mixup, config.cutmix, config.cutmix_probability)
 
     def whole(self, batch: Batch) -> Batch:
-        """Return a batch on the device, its inputs as the model takes them, with inputs and targets mixed."""
+        """Return the batch with inputs and targets mixed; it is on the device and prepared for the model."""
         mix = self.draw(batch.step, batch.number, batch.inputs)
         return replace(batch, inputs=mix.inputs(batch.inputs), targets=self._targets(mix, batch))
 
     def only_targets(self, batch: Batch, inputs: Any) -> Batch:
-        """Return the batch with its targets mixed as ``whole`` does; only the shape of ``inputs`` is read."""
+        """Return the batch with targets mixed as by ``whole``; only the shape of ``inputs`` is read."""
         return replace(batch, targets=self._targets(self.draw(batch.step, batch.number, inputs), batch))
 
     def _targets(self, mix: Mix, batch: Batch) -> Tensor:
@@ -105,7 +105,7 @@ class Mixing:
 
 
 def _cut(random: np.random.RandomState, own: float, height: int, width: int) -> Mix:
-    """Return a rectangle of about 1 - ``own`` of the image, cut off at its border, and what is left of λ."""
+    """Return a rectangle of about 1 - ``own`` of the image, clipped at the border, and the resulting λ."""
     side = (1 - own) ** 0.5
     rows, columns = int(height * side), int(width * side)
     row, column = random.randint(height), random.randint(width)

@@ -1,7 +1,6 @@
-"""What follows from an evaluation: ``checkpoint.best`` and ``early_stopping``.
+"""Decisions after an evaluation: ``checkpoint.best`` and ``early_stopping``.
 
-Every rank has a ``ModelSelection``; rank 0 decides, by the rows of metrics, and the others receive its
-decision.
+Every rank has a ``ModelSelection``; rank 0 decides by the rows of metrics and broadcasts the decision.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _IMPROVED, _STOPPED = 1, 2
 
 @dataclass
 class ModelSelection:
-    """The best evaluation so far, and whether the run has stopped improving; the same on all ranks."""
+    """The best evaluation so far, and the state of early stopping; the same on all ranks."""
 
     config: Experiment
     agreement: Agreement
-    #: Both None where the file does not have the section; on ranks but 0 they see no row.
+    #: Each is None if the file has no such section; on ranks other than 0 it receives no rows.
     best: BestSoFar | None = None
     stopping: BestSoFar | None = None
-    #: On rank 0, where other runs matter.
+    #: On rank 0, for ``median_after``.
     median: MedianRule | None = None
     #: Why the run ends at the current step, if it does. On rank 0.
     reason: str | None = field(default=None, init=False)
@@ -50,10 +49,9 @@ class ModelSelection:
         rows: Iterable[Row],
         paths: RunPaths | None = None,
     ) -> ModelSelection:
-        """Return the state after ``rows``, those of all evaluations up to the current step; none on ranks
-        but 0, which have no ``paths`` either.
+        """Return the state after ``rows``, the rows of all evaluations up to the current step.
 
-        Collective.
+        Collective. Ranks other than 0 pass no rows and no ``paths``.
         """
         best, stopping = config.checkpoint.best, config.early_stopping
         selection, step = cls(config, agreement), 0
@@ -63,7 +61,7 @@ class ModelSelection:
             selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
             selection.median = None if paths is None else MedianRule(paths, stopping)
         followed = [each for each in (selection.best, selection.stopping) if each is not None]
-        # One that was followed from a resume on has no checkpoints of what was better before.
+        # A metric that was added at a resume has no checkpoints of better evaluations before it.
         saved = None if paths is None else {each.step for each in committed(paths)}
         for row in rows if followed else ():
             step = row["step"]
@@ -79,11 +77,12 @@ class ModelSelection:
         return self.best is not None or self.stopping is not None
 
     def saves(self, step: int) -> bool:
-        """Tell whether the checkpoint of ``step``, which has been evaluated, must be saved."""
+        """Return True if the checkpoint of ``step``, which has been evaluated, must be saved."""
         return self.has_stopped or self.improved_at == step
 
     def evaluated(self, step: int, metrics: Mapping[str, float], optional: Iterable[str] = ()) -> None:
-        """Take the metrics of an evaluation. Collective. ``optional``: those that only some evaluations have.
+        """Add the metrics of an evaluation. Collective. ``optional``: metrics that only some evaluations
+        have.
 
         Raises BadFileError, on all ranks, if a metric of the file is in neither.
         """
@@ -99,12 +98,12 @@ class ModelSelection:
             self.improved_at = step
 
     def extra(self) -> dict[str, Any]:
-        """Return what a checkpoint contains of it; rank 0's counts."""
+        """Return the entry for a checkpoint; only rank 0's is used."""
         found = None if self.best is None else self.best.best
         return {} if found is None else {BEST: found.to_json()}
 
     def _stops(self, step: int) -> bool:
-        """Tell whether the run ends after the evaluation of ``step``. Counts on rank 0."""
+        """Return True if the run ends after the evaluation of ``step``. Only rank 0's result is used."""
         config = self.config.early_stopping
         if config is None or self.stopping is None:
             return False
@@ -121,7 +120,7 @@ class ModelSelection:
 
 
 def check_metrics(config: Experiment, metrics: Iterable[str]) -> None:
-    """Raise BadFileError if the file names a metric that evaluations which yield ``metrics`` do not have."""
+    """Raise BadFileError if the file names a metric that is not in ``metrics``, the evaluations' metrics."""
     names = set(metrics)
     if config.optimization.ema is not None:
         names |= {f"ema_{name}" for name in names}
@@ -130,7 +129,7 @@ def check_metrics(config: Experiment, metrics: Iterable[str]) -> None:
 
 
 def refuse_no_evaluations(config: Experiment, source: DataSource) -> None:
-    """Raise BadFileError if the file names a metric of evaluations and there are no validation data."""
+    """Raise BadFileError if the file names a metric of evaluations but there are no validation data."""
     key = next(iter(_metrics_of(config)), None)
     if key is not None and source.val is None:
         raise BadFileError(

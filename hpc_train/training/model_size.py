@@ -1,7 +1,7 @@
-"""How much memory a model's weights take, found without allocating them, and how much is free.
+"""The size of a model's weights, measured without allocating them, and the free memory.
 
-For ``prepare``: on a login node the kernel grants more memory than there is, and kills later, not always the
-process that asked.
+For ``prepare``: on a login node the kernel overcommits memory and later kills a process, not always the one
+that allocated it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hpc_train.models.building import build_model
 from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.training.forked_call import ForkedCall
 
-#: Why a model can't be built or run where its size was not known before.
+#: Why a model can't be built or run if its size was not known before.
 MEMORY_RAN_OUT = "the memory that is free here does not suffice"
-#: A model of the user's own may read its weights meanwhile. Assumed.
+#: The user's own model may read a file of weights in this time. Assumed.
 _LIMIT_S = 120.0
 _GB = 1e9
-#: A cgroup's limit, its use, and the line of memory.stat with what the kernel can reclaim; by version.
+#: A cgroup's limit, its usage, and the line of memory.stat with reclaimable memory; by version.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -35,7 +35,7 @@ _CGROUP_FILES = (
 
 
 def free_bytes() -> int:
-    """Return what memory the machine, or the tightest cgroup around this process, has left."""
+    """Return the free memory of the machine, or of the tightest cgroup of this process."""
     machine = _number(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB") or 0
     return max(0, min([machine * 1024, *_free_in_cgroups()]))
 
@@ -58,7 +58,7 @@ def _number(file: Path, pattern: str) -> int | None:
 
 @contextmanager
 def limited_to_free_memory() -> Iterator[None]:
-    """Let this process allocate what is free now and no more, within this context."""
+    """Limit this process's allocations within this context to the memory that is free now."""
     before, hard = of_process(resource.RLIMIT_DATA)
     in_use = (_number(Path("/proc/self/status"), r"^VmData:\s+(\d+) kB") or 0) * 1024
     limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
@@ -83,15 +83,15 @@ def lacking_memory(nbytes: int) -> str | None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the size of parameters and buffers, on whatever device."""
+    """Return the size of parameters and buffers, on any device."""
     tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
-    """Return the size of the model's weights, built on the meta device; None where it can't be built there.
+    """Return the size of the model's weights, built on the meta device; None if it can't be built there.
 
-    In a forked child, which may allocate no more than is free: code of the user's may read a file of weights.
+    Runs in a forked child limited to the free memory, since the user's code may read a file of weights.
     """
     call = ForkedCall(lambda: _measure(config, info))
     try:

@@ -1,7 +1,7 @@
-"""What happens when a loss or a gradient is NaN or infinite: ``optimization.on_non_finite``.
+"""Handles losses and gradients that are NaN or infinite: ``optimization.on_non_finite``.
 
-``training.build`` makes one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip``
-and ``rollback`` must know before the weights change, so they wait for it once per step.
+``training.build`` creates one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip``
+and ``rollback`` need the result before the weights change, so they wait for the device once per step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RollbackError(Exception):
 
 
 class FiniteWatch:
-    """Remembers whether any number that it was shown is NaN or infinite, without waiting for the device."""
+    """Records whether any number passed to ``look`` is NaN or infinite, without waiting for the device."""
 
     def __init__(self) -> None:
         self._has_seen = False
         self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def look(self, number: Tensor) -> None:
-        """Take a number of shape ()."""
+        """Add a number, shape ()."""
         if number.device.type == "cpu":
             self._has_seen |= not math.isfinite(number.item())
             return
@@ -51,16 +51,16 @@ class FiniteWatch:
 
     @property
     def has_seen(self) -> bool:
-        """Whether one of those that have reached the host is not finite."""
+        """True if a number that has reached the host is not finite."""
         while self._under_way and self._under_way[0][1].query():
             self._has_seen |= not self._under_way.popleft()[0].item()
         return self._has_seen
 
 
 class Guard:
-    """One rank's watch over its steps. ``skips``: what the run has skipped so far, in earlier attempts too.
+    """Checks one rank's steps. ``skips``: number of steps that the run has skipped, in earlier attempts too.
 
-    ``norm_counts``: an infinite gradient counts, too; under fp16 the loss scale takes care of it.
+    ``norm_counts``: also check the gradients' norm; under fp16 the loss scale handles infinite gradients.
     """
 
     def __init__(
@@ -71,30 +71,30 @@ class Guard:
         self._most = config.max_non_finite
         self._norm_counts = norm_counts
         self._watch = FiniteWatch()
-        # A forward on NaN spoils BatchNorm's statistics as well.
+        # A forward with NaN also corrupts BatchNorm's statistics.
         self._buffers = Buffers(model) if self.policy == "skip" else None
         self._kept: list[Tensor] = []
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the gradients' norm is looked at, clipped or not."""
+        """True if the gradients' norm is checked, clipped or not."""
         return self.policy != "stop" and self._norm_counts
 
     @property
     def has_seen(self) -> bool:
-        """Whether this rank has met a loss that is not finite. Under ``stop`` alone."""
+        """True if this rank has had a loss that is not finite. Under ``stop`` only."""
         return self._watch.has_seen
 
     def before_step(self) -> None:
-        """Copy the buffers under ``skip``, so that ``after_skip`` can put them back."""
+        """Copy the buffers under ``skip``, so that ``after_skip`` can restore them."""
         if self._buffers is not None:
             self._kept = self._buffers.copies()
 
     def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
-        """Tell whether the step's gradients may change the weights: the same on all ranks.
+        """Return True if the step's gradients may change the weights; the same on all ranks.
 
-        ``loss``: this rank's part, shape (); ``norm``: the gradients', alike on all ranks. Collective, and
-        waits for the device, under ``skip`` and ``rollback``.
+        ``loss``: this rank's part, shape (); ``norm``: the gradients' norm, the same on all ranks. Under
+        ``skip`` and ``rollback`` it is collective and waits for the device.
         """
         if self.policy == "stop":
             self._watch.look(loss)
@@ -107,7 +107,7 @@ class Guard:
         return bool(are_finite.item())
 
     def after_skip(self, step: int) -> None:
-        """Count a step that ``allows`` refused under ``skip``. Raises NonFiniteError past the most."""
+        """Count a step that ``allows`` refused under ``skip``. Raises NonFiniteError above the maximum."""
         if self._buffers is not None:
             self._buffers.put_back(self._kept)
         self.skips += 1
@@ -118,28 +118,28 @@ class Guard:
             )
 
     def clip(self, clip_gradients: Callable[[float], Tensor], max_norm: float | None) -> Tensor | None:
-        """Clip where the file says so; return the norm where anybody wants it."""
+        """Clip if ``max_norm`` is set; return the norm if it is clipped or checked."""
         if max_norm is None and not self.needs_norm:
             return None
         return clip_gradients(math.inf if max_norm is None else max_norm)
 
 
 def seen_error(step: int) -> NonFiniteError:
-    """Return what all ranks raise under ``stop`` once one of them has met such a loss."""
+    """Return the error that all ranks raise under ``stop`` once a rank has had such a loss."""
     return NonFiniteError(
         f"the train loss is NaN or infinite on a rank, at step {step} or just before; {FINITE_REMEDY}"
     )
 
 
 def check_evaluation(step: int, metrics: dict[str, float]) -> None:
-    """Raise NonFiniteError where the validation loss is none; ``metrics`` are alike on all ranks."""
+    """Raise NonFiniteError if the validation loss is not finite; ``metrics`` are the same on all ranks."""
     loss = metrics.get("loss", 0.0)
     if not math.isfinite(loss):
         raise NonFiniteError(f"the val loss is {loss} at step {step}; {FINITE_REMEDY}")
 
 
 def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> None:
-    """Raise NonFiniteError where more windows are skipped than the file allows."""
+    """Raise NonFiniteError if more windows are skipped than the file allows."""
     if len(skipped) > config.max_non_finite:
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite {counted(len(skipped), 'time')}; "

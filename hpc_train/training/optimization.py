@@ -1,6 +1,6 @@
-"""The optimizer that the file names, its learning rate, and fp16's loss scale.
+"""The file's optimizer, its learning rate, and fp16's loss scale.
 
-``train_state.build`` makes an ``Optimization`` after the strategy placed the model; ``step`` calls it.
+``train_state.build`` creates an ``Optimization`` after the strategy placed the model; ``step`` calls it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hpc_train.validate.part_rules import (
 )
 
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
-#: Keys of the file that are arguments of the optimizer's class, too.
+#: Keys of the file that are also arguments of the optimizer's class.
 _OWN_KEYS = ("lr", "momentum", "weight_decay")
-#: Those of torch that update all parameters in one kernel, on these devices. On the CPU torch would choose
-#: to update them one by one.
+#: torch's optimizers that update all parameters in one kernel, on these devices. On the CPU torch's default
+#: is to update them one by one.
 _FUSED = ("adam", "adamw", "sgd")
 _FUSED_DEVICES = ("cpu", "cuda")
 #: Arguments that choose a kernel.
@@ -43,7 +43,7 @@ _Maker = Callable[[list[dict[str, Any]], Arguments], torch.optim.Optimizer]
 
 
 class Optimization:
-    """Owns the optimizer, the schedule and, under fp16 alone, ``scaler``. The same calls on every rank."""
+    """Owns the optimizer, the schedule and, only under fp16, ``scaler``. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class Optimization:
         self.optimizer = optimizer
         self.scaler = _Scaler(device.type) if precision.needs_scaler else None
         if self.scaler is not None:
-            # Its factor comes to be with the first loss, and a stage that computes none takes it out, too.
+            # Create the scale now, not with the first loss: a stage without a loss unscales, too.
             self.scaler.scale(torch.zeros((), device=device))
         self._schedule = schedule
         self._peak_lr = float(optimizer.defaults["lr"])
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
 
     def set_learning_rate(self, step: int) -> float:
-        """Set the rate of step ``step``, counted from 0. Returns that of the file, which is what rows of
-        metrics say: under ``layer_decay`` all groups of this rank may have less.
+        """Set the learning rate of step ``step``, counted from 0. Returns the rate without ``layer_decay``,
+        as in rows of metrics; with it, all groups of this rank may have lower rates.
         """
         factor = self._schedule(step)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
@@ -71,21 +71,21 @@ class Optimization:
         return self._peak_lr * factor
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return what backward begins at: scaled under fp16, until ``unscale_gradients``."""
+        """Return the tensor to call backward on: the loss, scaled under fp16 until ``unscale_gradients``."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale_gradients(self) -> None:
-        """Take the loss scale out of the gradients under fp16. Collective: ranks agree on an overflow."""
+        """Divide the gradients by the loss scale under fp16. Collective: ranks agree on an overflow."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             _agree_on_overflow(self.scaler, self.optimizer)
 
     def step(self, *, is_allowed: bool = True) -> None:
-        """Change the weights by the unscaled gradients, unless the step is not allowed to.
+        """Update the weights with the unscaled gradients, if ``is_allowed``.
 
-        Collective where parameters are sharded. Under fp16 a step whose gradients overflowed on any rank
-        leaves weights and optimizer state as they are on all of them and halves the scale; it counts as a
-        step all the same (the schedule and the data continue). Only then the device is waited for.
+        Collective if parameters are sharded. Under fp16, if gradients overflowed on any rank, no rank changes
+        weights or optimizer state, and the scale is halved; it still counts as a step (the schedule and the
+        data continue). Waits for the device only under fp16.
         """
         if is_allowed and self.scaler is None:
             self.optimizer.step()
@@ -99,15 +99,15 @@ class Optimization:
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
-        # What torch's does, without its range for profilers, which takes longer.
+        # Same as torch's, without its profiler range, which takes longer.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's, where ranks share some layers of each rank's own parts: that its kernel takes DTensors of
-    several meshes is known of torch 2.15 alone.
+    """torch's scaler, run on local parts if DTensors have several meshes, since its kernel is known to accept
+    several meshes only in torch 2.15.
     """
 
     def _unscale_grads_(
@@ -121,7 +121,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """Return a tensor whose gradient is this rank's part of the parameter's, in the same memory."""
+    """Return a tensor whose gradient is this rank's part of the parameter's gradient, in the same memory."""
     with torch.no_grad():
         part, gradient = (
             value.to_local() if isinstance(value, DTensor) else value.detach()
@@ -133,9 +133,9 @@ def own_part(parameter: Tensor) -> Tensor:
 
 
 def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Let an overflow on one rank be one on all. Collective.
+    """Propagate an overflow on one rank to all ranks. Collective.
 
-    torch does so among the DTensors of one list, by the placements of the first: not where that one is whole.
+    torch does so for the DTensors of one list, by the first one's placements: not if that one is replicated.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for found in scaler._found_inf_per_device(optimizer).values():
@@ -153,10 +153,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
 
-    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``; ``matched``: of
-    ``parameter_groups.matched_groups``, where it has ``groups``. ``may_fuse``: false
-    for sparse gradients, which fused kernels refuse, and for a scaler: fused SGD, when the scaler skips its
-    first step, continues from a momentum buffer that was never written (torch 2.15, ``torch.optim.sgd``).
+    ``depths``: each parameter's depth (``models.depths``), if the file has ``layer_decay``; ``matched``: the
+    result of ``parameter_groups.matched_groups``, if it has ``groups``. ``may_fuse``: False for sparse
+    gradients, which fused kernels refuse, and for a scaler: fused SGD, if the scaler skips its first step,
+    continues from a momentum buffer that was never written (torch 2.15, ``torch.optim.sgd``).
     """
     make, kind = _find(config.name)
     arguments = _arguments(config, kind, global_batch_size)
@@ -171,11 +171,10 @@ def make_optimizer(
 
 
 def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> Arguments:
-    """Ask for the fastest kernels, unless the file has chosen others.
+    """Add arguments for the fastest kernels, unless the file chooses others.
 
-    DTensors have no fused SGD, and torch's automatic choice updates them one by one, each through DTensor's
-    dispatch. That ``foreach`` takes DTensors of several meshes is known of torch 2.15 alone, so where ranks
-    share some layers it is not used.
+    DTensors have no fused SGD, and torch's default updates them one by one, each through DTensor's dispatch.
+    ``foreach`` is known to accept DTensors of several meshes only in torch 2.15, so it is not used for them.
     """
     if any(arguments.get(key) is not None for key in _KERNEL_ARGUMENTS):
         return arguments
@@ -190,7 +189,7 @@ def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
-    """Return how to make the optimizer called ``name``, and its class. timm is imported only if asked."""
+    """Return a factory for the optimizer ``name``, and its class. Imports timm only for timm's optimizers."""
     if problem := problem_of_optimizer(name, _names_of_timm):
         raise problem.as_error()
     provider, _, rest = name.lower().rpartition("/")
@@ -208,7 +207,7 @@ def _names_of_timm() -> list[str]:
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return torch.optim's classes by lower-case name, without those that no run can use."""
+    """Return torch.optim's classes by lower-case name, except classes that no run can use."""
     return {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
@@ -230,12 +229,12 @@ def _timm_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _timm_maker(name: str) -> _Maker:
-    """Return timm's factory, which sets its own defaults (momentum 0.9, nesterov) where the file has none."""
+    """Return timm's factory, which sets its own defaults (momentum 0.9, nesterov) if the file has none."""
 
     def make(groups: list[dict[str, Any]], arguments: Arguments) -> torch.optim.Optimizer:
         from timm import optim
 
-        # The factory's own default is 0, whatever the class says.
+        # The factory's own default is 0, whatever the class's default is.
         default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
         made: torch.optim.Optimizer = optim.create_optimizer_v2(
             groups, opt=name, **({"weight_decay": default} | arguments)
@@ -248,7 +247,7 @@ def _timm_maker(name: str) -> _Maker:
 def _arguments(
     config: OptimizerConfig, kind: type[torch.optim.Optimizer], global_batch_size: int
 ) -> Arguments:
-    """Return the keyword arguments: those of the file's keys, where the class takes them, and ``args``."""
+    """Return the keyword arguments: the file's keys, if the class accepts them, and ``args``."""
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
     given: Arguments = {"lr": config.lr * scale}

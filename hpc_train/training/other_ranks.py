@@ -1,6 +1,7 @@
-"""How the results change where a run continues on other ranks than those that saved its checkpoint.
+"""How the results change if a run continues on a different set of ranks than saved its checkpoint.
 
-``training.train_state`` writes down who saves and asks at a load. A difference is said, never refused.
+``training.train_state`` records the ranks at a save and compares them at a load. A difference is reported,
+never refused.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _STAGES = "dropout behind a pipeline's first stage draws other numbers"
 
 
 def conditions(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:
-    """Return what a checkpoint says of the ranks that save it: JSON."""
+    """Return a checkpoint's description of the ranks that save it, as JSON."""
     return {"world_size": world_size, "strategy": strategy, "degrees": asdict(degrees)}
 
 
 def difference(
     then: Mapping[str, Any], now: Mapping[str, Any], step: int, *, has_batchnorm: bool, is_synced: bool
 ) -> str | None:
-    """Return what continuing from checkpoint ``step`` means; None where the same ranks continue.
+    """Return the effect of continuing from checkpoint ``step``; None if the same ranks continue.
 
     ``then`` and ``now`` are the ``conditions`` at the save and here; ``is_synced``:
     ``parallel.sync_batchnorm``.

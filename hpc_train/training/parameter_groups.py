@@ -14,10 +14,10 @@ _KEY = "optimization.optimizer.groups"
 
 
 def matched_groups(config: OptimizerConfig, model: nn.Module) -> dict[str, int]:
-    """Return name → index in ``groups`` of each trained parameter that one matches; a shared one by its first
-    name.
+    """Return name → index in ``groups`` of each trained parameter that matches a pattern.
 
-    Of the whole model, before it is placed. Raises BadFileError if a pattern matches no trained parameter.
+    A shared parameter is matched by its first name. ``model``: whole, before it is placed. Raises
+    BadFileError if a pattern matches no trained parameter.
     """
     trained = {name: value for name, value in parameters_by_name(model).items() if value.requires_grad}
     first_names = {id(value): name for name, value in reversed(trained.items())}
@@ -36,12 +36,12 @@ def parameter_groups(
     depths: Mapping[str, int] | None = None,
     matched: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return one group per layer and entry of ``groups``; with ``decay_norm_and_bias: false`` one for what
-    decays and one for what doesn't.
+    """Return one group per layer and entry of ``groups``; with ``decay_norm_and_bias: false`` two, with and
+    without weight decay.
 
-    ``depths``: of each parameter (``models.depths``) where layers have their own rates, else None;
-    ``matched``: of ``matched_groups``. The same groups in the same order on any ranks that hold the same
-    parameters, the last layers first: their rate is ``lr`` itself.
+    ``depths``: each parameter's depth (``models.depths``) if layers have their own rates, else None;
+    ``matched``: the result of ``matched_groups``. Ranks with the same parameters get the same groups in the
+    same order, the last layers first: their rate is ``lr`` itself.
     """
     trained = {name: value for name, value in parameters.items() if value.requires_grad}
     if not depths and not matched:
@@ -60,7 +60,7 @@ def parameter_groups(
 
 
 def _settings(config: OptimizerConfig, lr: float, levels_below: int, index: int) -> dict[str, Any]:
-    """Return a group's values; ``index`` of ``groups``, or their number where none matches."""
+    """Return a group's values; ``index`` is that in ``groups``, or their number if none matches."""
     rate = lr if config.layer_decay is None else lr * config.layer_decay**levels_below
     if index == len(config.groups):
         return {"lr": rate}

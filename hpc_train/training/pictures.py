@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
 """Validation images with the predictions drawn on them: one sheet per evaluation (``evaluation.images``).
 
-They are the same samples in every evaluation and on any number of ranks: the first, and others evenly spaced
-over the validation data. The rank that has a sample's outputs has the task draw it, and rank 0 receives the
-few finished pictures; no other image leaves a rank.
+The samples are the same in every evaluation and on any number of ranks: the first, and others evenly spaced
+over the validation data. The rank that has a sample's outputs calls the task to draw it, and rank 0 receives
+the few finished pictures; no other image leaves a rank.
 
 Legend: K chosen samples, C channels, H rows, W columns.
 """
@@ -44,10 +44,10 @@ class Pictures:
     task: DrawsPictures
     #: Indices in the validation data, ascending.
     chosen: tuple[int, ...]
-    #: Per channel, what float images were normalized with.
+    #: Mean and standard deviation (``std``) per channel with which float images were normalized.
     mean: Sequence[float]
     std: Sequence[float]
-    #: Of all ranks, for tensors on the CPU; None: the default group.
+    #: Group of all ranks, for tensors on the CPU; None: the default group.
     group: dist.ProcessGroup | None = None
     #: Prefix of the metrics' names → place in ``chosen`` → this rank's pictures.
     _drawn: dict[str, dict[int, Image.Image]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Pictures:
     def of(
         cls, experiment: Experiment, source: DataSource, task: Task, group: dist.ProcessGroup | None = None
     ) -> Pictures | None:
-        """Return what draws; None where the file turns it off, or the task or the data have no images."""
+        """Return the run's pictures; None if the file disables them or task or data have no images."""
         count = experiment.evaluation.images
         if not isinstance(task, DrawsPictures) or source.info.sequence_length is not None:
             return None
@@ -67,7 +67,7 @@ class Pictures:
         return cls(task, evenly_spaced(len(source.val), count), mean, std, group)
 
     def begin(self, prefix: str) -> None:
-        """Forget the pictures under this prefix: an evaluation begins, perhaps again."""
+        """Drop the pictures under this prefix: an evaluation begins, perhaps again."""
         self._drawn[prefix] = {}
 
     def add(self, prefix: str, outputs: Any, moved: Batch, batch: Batch) -> None:
@@ -111,13 +111,13 @@ class Pictures:
 
 
 def evenly_spaced(length: int, count: int) -> tuple[int, ...]:
-    """Return up to ``count`` indices of ``length``, from 0 on."""
+    """Return up to ``count`` evenly spaced indices below ``length``, starting at 0."""
     count = min(count, length)
     return tuple(number * length // count for number in range(count))
 
 
 def png(image: Image.Image) -> bytes:
-    """Return the image as a file, always the same for the same pixels."""
+    """Return the image as a PNG file, always identical for the same pixels."""
     content = io.BytesIO()
     image.save(content, "PNG")
     return content.getvalue()
@@ -128,7 +128,7 @@ def on_rank_0(
 ) -> dict[int, Image.Image]:
     """Return on rank 0 the pictures of all ranks, numbered below ``count``, in order. Collective.
 
-    Each is on one rank at most. The others add zeros, so that two sums gather all of them.
+    Each picture is on one rank at most. The others add zeros, so that two reductions gather all pictures.
     """
     sizes_K2 = torch.zeros(count, 2, dtype=torch.int64)
     for number, picture in drawn.items():
@@ -140,7 +140,7 @@ def on_rank_0(
     for number, picture in drawn.items():
         parts[number].copy_(torch.from_numpy(np.array(picture).reshape(-1)))
     if len(pixels) > 0:
-        dist.all_reduce(pixels, group=group)  # along the ring: a reduction connects rank 0 with every rank
+        dist.all_reduce(pixels, group=group)  # along the ring: a reduce would connect rank 0 with every rank
     if dist.get_rank() != 0:
         return {}
     return {
@@ -151,10 +151,10 @@ def on_rank_0(
 
 
 def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Return an image as the loader gives it as (H, W, 3) uint8.
+    """Return an image of a loader's batch as (H, W, 3) uint8.
 
-    Float images have their normalization undone, and fill the range from black to white if they exceed it.
-    One or two channels are gray, of more than three the first three are shown.
+    The normalization of float images is undone; they are rescaled from black to white if they exceed that
+    range. Images with one or two channels are gray; of more than three channels the first three are shown.
     """
     channels = len(image_CHW)
     values_CHW = image_CHW.cpu()
@@ -176,7 +176,7 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _images_in(inputs: Tensors) -> Iterator[Tensor]:
-    """Yield the images (B, C, H, W) of a batch: in a structure only bytes are images, as in ``Normalize``."""
+    """Yield the images (B, C, H, W) of a batch; in a structure only bytes, as in ``Normalize``."""
     for part in tensors_of(inputs):
         is_image = part.dim() == 4 and part.dtype != torch.int64 and part[:1].numel() > 0
         if is_image and (part.dtype == torch.uint8 or not is_structured(inputs)):

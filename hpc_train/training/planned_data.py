@@ -1,8 +1,7 @@
-"""What a prediction needs of the data: their ``DataInfo``, one sample's shapes, and how many samples there
-are.
+"""The properties of the data that a prediction needs: ``DataInfo``, one sample's shapes, number of samples.
 
-From the data themselves where they are here and quickly read; a login node may not have them. Else from the
-file, with assumptions that ``plan`` prints.
+They are read from the data if that is possible quickly; a login node may not have them. Otherwise they are
+derived from the file, with assumptions that ``plan`` prints.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.batch_size_trial import one_sample
 
-#: For the data to be opened and a sample to be read (assumed).
+#: Time limit for opening the data and reading a sample (assumed).
 _LIMIT_S = 10.0
-#: Where the file does not say it: ImageNet's classes and usual size, GPT-2's vocabulary and window.
+#: Defaults if the file has no value: ImageNet's classes and usual size, GPT-2's vocabulary and window.
 _CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
 _VOCABULARY, _TOKENS = 50257, 1024
-#: Of detectors: COCO's.
+#: Default for detectors: COCO's.
 _OBJECT_CLASSES = 80
-#: Samples of a prediction's run: more than any global batch.
+#: Number of samples in a prediction: more than any global batch.
 _MANY = 2**40
 
 
 @dataclass(frozen=True)
 class PlannedData:
-    """The data as far as they matter to a step."""
+    """The properties of the data that matter to a step."""
 
     info: DataInfo
-    #: As a loader makes it.
+    #: One sample, as a loader yields it.
     sample: Batch
     num_samples: int
-    #: What was assumed, in words; None: nothing.
+    #: Description of the assumptions; None: no assumptions.
     assumption: str | None = None
 
 
 def planned_data(experiment: Experiment) -> PlannedData:
-    """Read one sample, or make one up where the data can't be read here within seconds."""
+    """Read one sample, or construct one if the data can't be read here within seconds."""
     try:
         with _limited(_LIMIT_S):
             source = build_source(experiment.data)
             sample = one_sample(source, experiment, Degrees(), 0, None)
         return PlannedData(source.info, sample, _MANY)
-    except Exception as error:  # whatever the data's own code raises
+    except Exception as error:  # from the data's own code
         first_line = str(error).partition("\n")[0] or type(error).__name__
         return _assumed(experiment, first_line)
 
@@ -83,7 +82,7 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
     is_text = "tokens" in (facts.modality, *task_facts(experiment.task).modalities)
     if is_text:
         length = _number(data.args.get("sequence_length"), _TOKENS)
-        # The builder of hf/ takes the larger of the data's vocabulary and the model's own.
+        # The builder of hf/ uses the larger of the data's vocabulary and the model's own.
         usual = 1 if experiment.model.name.startswith("hf/") else _VOCABULARY
         classes = _number(args.get("num_classes", args.get("vocab_size")), usual)
         words = "the model's vocabulary" if classes == 1 else f"{classes}"
@@ -95,7 +94,7 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
     usual = 1 if targets == ("number",) else _OBJECT_CLASSES if "boxes" in targets else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
     channels = facts.channels(data) or _CHANNELS
-    side = facts.image_size(data) or _number(args.get("img_size"), _SIDE)  # as timm's models call it
+    side = facts.image_size(data) or _number(args.get("img_size"), _SIDE)  # timm's name for it
     height, width = data.height_and_width or (side, side)
     info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
     images = torch.zeros(1, channels, height, width, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""``python -m hpc_train.training.predicted_runs``: what ``plan`` asks about a step of a run.
+"""``python -m hpc_train.training.predicted_runs``: answers ``plan``'s questions about a step of a run.
 
-Each line of its input is a question of ``plan.prediction`` in JSON, each of its output the answer to it.
+Each line of stdin is a question of ``plan.prediction`` in JSON; the same line of stdout is its answer.
 Nothing is trained; a question takes seconds.
 """
 
@@ -30,35 +30,35 @@ from hpc_train.training.flops import count_flops
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
 from hpc_train.training.planned_data import PlannedData, planned_data
 
-#: For the search for the largest micro-batch; an estimate that is not verified by then is dropped. Assumed.
+#: Time limit of the search for the largest micro-batch; an estimate not verified by then is dropped. Assumed.
 _SEARCH_S = 20.0
 
 
 @dataclass(frozen=True)
 class RunQuestion:
-    """One run, as ``plan.prediction`` asks."""
+    """A question of ``plan.prediction`` about one run."""
 
     experiment: Experiment
     degrees: Degrees
     is_on_gpu: bool
-    #: What a rank may use; None: unknown.
+    #: Memory limit of a rank; None: unknown.
     limit_bytes: int | None
     #: Micro-batch sizes that the run may have, in ascending order.
     sizes: Sequence[int]
 
     @classmethod
     def of(cls, question: dict[str, Any]) -> RunQuestion:
-        """Read a question of ``plan.prediction``; takes ``experiment`` and ``degrees`` out of it."""
+        """Read a question of ``plan.prediction``; pops ``experiment`` and ``degrees`` from it."""
         experiment = _normalized(Experiment.model_validate(question.pop("experiment")))
         return cls(experiment, Degrees(**question.pop("degrees")), **question)
 
     @cached_property
     def data(self) -> PlannedData:
-        """The data of the file, or assumed ones if they can't be read here."""
+        """The file's data, or assumed data if they can't be read here."""
         return planned_data(self.experiment)
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer; parts that can't be predicted are None, and ``problem`` says why."""
+        """Return the answer; parts that can't be predicted are None, and ``problem`` is the reason."""
         size = self.experiment.optimization.micro_batch_size
         problem, peak, largest = None, None, None
         try:
@@ -67,7 +67,7 @@ class RunQuestion:
             largest = self._largest(first, peak)
             if size == "auto" and largest is not None:
                 peak, size = self.predicted(largest), largest
-        except Exception as error:  # whatever the code of model and task raises
+        except Exception as error:  # from the code of the model or the task
             why = ", since the step fails with the assumed data" if self.data.assumption else ""
             problem = f"activations are unknown{why}: {_problem(error)}"
             peak = self._without_activations()
@@ -82,7 +82,7 @@ class RunQuestion:
         }
 
     def predicted(self, size: int) -> Prediction:
-        """Return the prediction for a micro-batch size: of the rank that needs the most."""
+        """Return the prediction for a micro-batch size, for the rank that needs the most memory."""
         stages = range(self.degrees.pipeline)
         ends = sorted({stages[0], stages[-1]})  # the first keeps most micro-batches, the last has the logits
         each = self.degrees.world_size // self.degrees.pipeline
@@ -99,7 +99,7 @@ class RunQuestion:
     def _without_activations(self) -> Prediction | None:
         try:
             return self._step(self.sizes[0], rank=0).without_activations()
-        except Exception:  # it is the same that the whole step raised, or worse
+        except Exception:  # the same error as of the whole step, or a worse one
             return None
 
     def _largest(self, first: int, peak: Prediction) -> int | None:
@@ -119,7 +119,7 @@ class RunQuestion:
         return largest_fitting(self.sizes, first, total, self.limit_bytes)
 
     def _flops_per_sample(self) -> float | None:
-        """Return the FLOPs of forward and backward of one sample; None where they can't be counted."""
+        """Return the FLOPs of forward and backward of one sample; None if they can't be counted."""
         data, count = self.data, 2  # some models refuse to normalize a batch of one
         try:
             with torch.device("meta"):
@@ -134,13 +134,12 @@ class RunQuestion:
 def largest_fitting(
     sizes: Sequence[int], first: int, total: Callable[[int], int | None], limit: int
 ) -> int | None:
-    """Return the largest of ``sizes`` whose ``total`` is at most ``limit``; None if none is, or none is
-    known.
+    """Return the largest of ``sizes`` whose ``total`` is known to be at most ``limit``, or None.
 
-    Memory grows almost linearly with the size, so two totals lead to the neighbours of the limit in few
-    calls. ``total`` returns None where there is no time left.
+    Memory grows almost linearly with the size, so two totals lead to the neighbors of the limit in few calls.
+    ``total`` returns None if there is no time left.
     """
-    fits, too_large = 0, len(sizes)  # numbers of sizes known to fit; index of the smallest known not to
+    fits, too_large = 0, len(sizes)  # number known to fit; index of the smallest known not to
     tried: dict[int, int] = {}
     guess = sizes.index(first)
     while fits < too_large:
@@ -154,7 +153,7 @@ def largest_fitting(
 
 
 def _by_line(sizes: Sequence[int], tried: dict[int, int], limit: int) -> int:
-    """Return the index of the largest size on the line through two totals that are closest to the limit."""
+    """Return the index of the largest size that fits by a line through the totals nearest to the limit."""
     nearest = sorted(tried, key=lambda size: abs(tried[size] - limit))[:2]
     if len(nearest) < 2:
         (size,) = nearest
@@ -166,10 +165,10 @@ def _by_line(sizes: Sequence[int], tried: dict[int, int], limit: int) -> int:
 
 
 def _normalized(experiment: Experiment) -> Experiment:
-    """Return the experiment with mean and std of any value where those of the weights are not here."""
+    """Return the experiment with arbitrary mean and std if the weights' values are not available here."""
     try:
         return with_preprocessing(experiment)
-    except BadFileError:  # a wrong name of the model is reported when the model is built
+    except BadFileError:  # a wrong model name is reported when the model is built
         normalize = NormalizeConfig(mean=[0.5] * 3, std=[0.5] * 3)
         return experiment.model_copy(
             update={"data": experiment.data.model_copy(update={"normalize": normalize})}
@@ -177,7 +176,7 @@ def _normalized(experiment: Experiment) -> Experiment:
 
 
 def _problem(error: Exception) -> str:
-    """Return what failed and, if it is the user's code that ranks run alike, where, and how to try it."""
+    """Return the failure and, if it is in user code that ranks run too, its location and how to try it."""
     text = _in_a_line(error)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"not predicted for a forward pass that reads its data, such as a detector's ({text})"
@@ -193,7 +192,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer until there are no more questions."""
+    """Answer questions until the end of stdin."""
     answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
     for line in sys.stdin:
         try:

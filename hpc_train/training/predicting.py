@@ -1,4 +1,4 @@
-"""``hpc-train predict`` on the ranks: each writes the predictions for its own samples into a file.
+"""``hpc-train predict`` on the ranks: each rank writes the predictions for its own samples to a file.
 
 A line of ``predictions-<rank>.jsonl`` is a JSON object with the sample's ``index``; a file is sorted by it.
 """
@@ -34,10 +34,11 @@ def write_predictions(
 ) -> None:
     """Write this rank's file of predictions. Collective.
 
-    ``images``: the folder or file of the images; None: the validation data. ``ema``: of the EMA weights. A
-    sample that ``data.on_bad_sample: skip`` skips has no line.
+    ``images``: the folder or file of the images; None: the validation data. ``ema``: use the EMA weights. A
+    sample skipped by ``data.on_bad_sample: skip`` has no line.
 
-    Raises UsageError if the task has no ``predictions`` or the run no EMA; BadFileError if there are no data.
+    Raises UsageError if the task has no ``predictions`` or the run has no EMA, BadFileError if there are no
+    data.
     """
     config = rank.experiment
     task = make_task(config, source.info)
@@ -82,7 +83,7 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
 
 
 def _note(rank: Rank, notices: Sequence[str]) -> None:
-    """Hand the lines to the command, which removes the log."""
+    """Pass the lines to the command, which removes the log."""
     for notice in notices:
         rank.warn(printable(notice))
     if notices:

@@ -1,8 +1,8 @@
-"""``hpc-train prepare``: fetches data and weights where there is network, reads samples as training will, and
-runs the model and the task on some of them.
+"""``hpc-train prepare``: fetches data and weights on a machine with network access, reads samples as training
+does, and runs the model and the task on some of them.
 
-Runs in a process of its own, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
-[KEY=VALUE…]``: commands import no torch.
+Runs in a separate process, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
+[KEY=VALUE…]``, since commands import no torch.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.validate.loading import load as load_file
 
-#: On the command line of this module and of ``hpc-train prepare``.
+#: Option of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"
-#: Print what was found as JSON, in the last line of stdout.
+#: Print the results as JSON, in the last line of stdout.
 AS_JSON = "--json"
-#: To look for classes that do not occur in the first training masks (assumed).
+#: Time limit of the search for classes that are not in the first training masks (assumed).
 _MORE_MASKS_S = 5.0
-#: What is not found out here where the model is not built or not run.
+#: Checks that are skipped if the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
 
 
@@ -89,7 +89,7 @@ class PreparedData:
 
 @dataclass
 class PreparedModel:
-    """A model that was built and tried: an entry of ``models``. None: it was not built."""
+    """A model that was built and tried: an entry of ``models``. Fields are None if it was not built."""
 
     name: str
     task: str
@@ -103,16 +103,16 @@ class PreparedModel:
 
 @dataclass
 class Prepared:
-    """What the runs of a file need, each once."""
+    """The data and models that the runs of a file need, each once."""
 
     data: list[PreparedData] = field(default_factory=list)
     models: list[PreparedModel] = field(default_factory=list)
 
 
 def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> Prepared:
-    """Build the data and the model of each experiment once, fetching what is missing, and try both.
+    """Build the data and the model of each experiment once, fetching missing files, and try both.
 
-    ``runs_forward``: also run model and task on some samples.
+    ``runs_forward``: also run the model and the task on some samples.
     """
     prepared = Prepared()
     sources: dict[str, tuple[DataSource, PreparedData]] = {}
@@ -157,9 +157,9 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
 
 
 def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[list[Batch], list[str]]:
-    """Read some samples of each split as ranks do, for the task; return those that can't be used, too.
+    """Read some samples of each split as ranks do, for the task; return the batches and the bad samples.
 
-    Raises what training would raise.
+    Raises the same errors as training.
     """
     batches, bad = try_samples(source, experiment, target_spec(task))
     Normalize(source.info, experiment.data)(batches[0].inputs)
@@ -181,9 +181,9 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
 
 
 def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -> nn.Module | None:
-    """Build the model; return None, having said so, where the memory of this machine does not suffice.
+    """Build the model; return None, after a message, if this machine has too little memory.
 
-    Raises UserError where that keeps weights from being fetched.
+    Raises UserError if weights can't be fetched for that reason.
     """
     config = experiment.model
     model, why = _built(config, info)
@@ -211,11 +211,11 @@ def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -
 
 
 def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:
-    """Return the model, or why the memory of this machine does not suffice for it."""
+    """Return the model, or why this machine's memory is too small for it."""
     nbytes = planned_weight_bytes(config, info)
     if nbytes is not None and (why := lacking_memory(nbytes)):
         return None, why
-    # What was not known to fit must not be killed, nor have another process killed.
+    # Without a known size, a limit keeps the kernel from killing this or another process.
     limit = limited_to_free_memory() if nbytes is None else nullcontext()
     try:
         with _building("model.name", config.name), limit:
@@ -248,15 +248,15 @@ def _try_model(
 
 @contextmanager
 def _building(key: str, name: str) -> Iterator[None]:
-    """Raise BadFileError, with the user's own frames, for what the code of the part raises.
+    """Convert errors of the part's code to BadFileError with the user's own frames.
 
-    An OSError that no code of the user's raised or passed on, such as no network, stays one.
+    An OSError without user code in its traceback, such as no network, is not converted.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # whatever the part's code raises
+    except Exception as error:  # from the part's code
         shown = users_traceback(error)
         if shown is None and isinstance(error, OSError):
             raise
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:  # no network, no space
         say(str(error))
         return int(ExitCode.IO)
-    except Exception as error:  # whatever the user's code raises when a part of theirs is used
+    except Exception as error:  # from the user's code in one of the parts
         shown = users_traceback(error)
         if shown is None:
             raise

@@ -1,7 +1,7 @@
-"""``profile:`` of the file: a trace of some steps of rank 0, and a table of what limits them.
+"""``profile:`` of the file: a trace of some steps of rank 0, and a table of their bottlenecks.
 
-``build`` makes the profiler on rank 0, the loop tells it of each step. The trace is for chrome://tracing or
-https://ui.perfetto.dev.
+``build`` creates the profiler on rank 0, and the loop calls it after each step. The trace is for
+chrome://tracing or https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpc_train.training.step_times import StepTimes
 _log = logging.getLogger(__name__)
 
 _WAIT = "wait for data"
-#: How the names of communication begin: NCCL's kernels and gloo's operations; c10d's only start them.
+#: Prefixes of communication events: NCCL's kernels and gloo's operations; c10d's events only start them.
 _COMMUNICATION = ("nccl", "gloo:")
 _STARTS_COMMUNICATION = ("c10d::", "nccl:")
 _MEANING = {
@@ -39,17 +39,17 @@ _REMEDY = {
     "network": "use a larger micro_batch_size, gradient accumulation, or fewer nodes",
     "host": "use compile, or a larger micro_batch_size",
 }
-#: Of ranks on the CPU, where bf16 and compiled code are slower than fp32 (docs/performance.md, whole runs).
+#: For ranks on the CPU, where bf16 and compiled code are slower than fp32 (docs/performance.md, whole runs).
 _CPU_REMEDY = _REMEDY | {"device": "use more ranks", "host": "use a larger micro_batch_size"}
 _TABLE_ROWS = 15
-#: Assumed: at the end of an attempt the device has done its work, or it hangs in a collective of a lost peer.
+#: Assumed: at the end of an attempt the device has finished, or hangs in a collective with a lost peer.
 _SYNCHRONIZE_LIMIT_S = 5.0
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of the steps went, in seconds; a moment counts for the first of these that it is in."""
+    """The steps' time by category, in seconds; overlapping time counts for the first of its categories."""
 
     input: float
     device: float
@@ -60,7 +60,7 @@ class Shares:
     def of(
         cls, total_s: float, waits: list[Interval], computing: list[Interval], sending: list[Interval]
     ) -> Shares:
-        """``total_s``: of the steps; intervals may overlap, in seconds of any one clock."""
+        """``total_s``: time of the steps. Intervals are in seconds of one clock and may overlap."""
         input_s = union_length(waits)
         device_s = union_length(waits + computing) - input_s
         network_s = union_length(waits + computing + sending) - input_s - device_s
@@ -69,11 +69,11 @@ class Shares:
 
     @property
     def limit(self) -> str:
-        """Return the name of the largest."""
+        """Return the name of the largest share."""
         return max(_MEANING, key=lambda name: getattr(self, name))
 
     def table(self, num_steps: int, device_type: str) -> str:
-        """Return lines with milliseconds per step and per cent, and what to change."""
+        """Return lines with milliseconds per step and percentages, and a remedy."""
         total_s = sum(getattr(self, name) for name in _MEANING)
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
         lines = [f"{steps} of rank 0, {1000 * total_s / num_steps:.2f} ms each"]
@@ -100,7 +100,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def step_done(self) -> None:
-        """Called after each step: starts the profile or ends it where its steps begin or end."""
+        """Called after each step: starts or ends the profile at its first or last step."""
         self._steps_done += 1
         if self._steps_done == self._config.after_steps:
             self._begin()
@@ -109,8 +109,8 @@ class StepProfiler:
             self._end()
 
     def close(self) -> None:
-        """Write the profile, even if it has fewer steps than requested; nothing if it has none, or if the
-        device does not finish them.
+        """Write the profile, even if it has fewer steps than requested. Writes nothing if it has none, or if
+        the device does not finish them.
         """
         if self._profile is None:
             return
@@ -136,7 +136,7 @@ class StepProfiler:
         is_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         _synchronize(self._device)
-        # torch 2.11 warns without acc_events that events of earlier cycles are lost; there is one cycle.
+        # Without acc_events torch 2.11 warns that events of earlier cycles are lost; there is only one cycle.
         self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._times.annotate_waits(lambda: record_function(_WAIT))
@@ -156,7 +156,7 @@ class StepProfiler:
 
 
 def shares_of(events: Iterable[Any], total_s: float, device: torch.device) -> Shares:
-    """Return where ``total_s`` seconds went. ``events``: of ``torch.profiler``, on ``device``."""
+    """Split ``total_s`` seconds into shares. ``events``: from ``torch.profiler``, on ``device``."""
     found = list(events)
     waits = [_interval(event) for event in found if event.name == _WAIT]
     sending = [_interval(event) for event in found if event.name.startswith(_COMMUNICATION)]
@@ -168,7 +168,7 @@ def shares_of(events: Iterable[Any], total_s: float, device: torch.device) -> Sh
 def _computes(event: Any) -> bool:
     if event.is_user_annotation or event.name == _WAIT:
         return False
-    # Of operations within operations the outer ones have all of the time.
+    # The time of nested operations is included in the outer ones.
     is_outer = event.device_type != DeviceType.CPU or event.cpu_parent is None or _is_note(event.cpu_parent)
     return is_outer and not event.name.startswith((*_COMMUNICATION, *_STARTS_COMMUNICATION))
 

@@ -1,4 +1,4 @@
-"""One rank among the others: what it receives, its device, the process group, and who watches over it."""
+"""One rank among the others: its experiment and device, the process group, and the watchdog."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from hpc_train.topology.strategy_traits import traits_of
 
 #: Assumed: the first step compiles and reads cold data.
 _FIRST_STEP_FACTOR = 6
-#: Of ``hang_after_min``, if it is longer than the watchdog's default.
+#: Share of ``hang_after_min``, if that is longer than the watchdog's default.
 _CONNECT_FACTOR = 0.6
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What is fixed after the rendezvous of the ranks."""
+    """The objects that are fixed after the rendezvous of the ranks."""
 
     paths: RunPaths
     attempt: int
@@ -57,31 +57,31 @@ class Rank:
     flag: signals.StopFlag
     progress: Progress
     watchdog: Watchdog
-    #: On rank 0 alone.
+    #: On rank 0 only.
     events: EventLog | None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.facts.rank == 0
 
     def warn(self, words: str) -> None:
-        """Log what all ranks have found, on rank 0 alone."""
+        """Log a warning that is the same on all ranks, on rank 0 only."""
         if self.is_first:
             _log.warning("%s", words)
 
     def note(self, event: str) -> None:
-        """Write down that ``event`` happened."""
+        """Record ``event``."""
         self.note_signal()
         if self.events is not None:
             self.events.note(event)
 
     def note_signal(self) -> None:
-        """Write down which signal has come, if one has."""
+        """Record the signal received, if any."""
         _note_signal(self.events, self.flag)
 
     def has_stepped(self, parts: Mapping[str, float]) -> None:
-        """Called after the first step: from now on there is something to lose, and less reason to wait.
+        """Called after the first step: from now on a stop signal must save, and hang limits are shorter.
 
         ``parts``: see ``step_times.FirstStep``.
         """
@@ -93,17 +93,17 @@ class Rank:
         self.note("first_step")
 
     def rebuilds(self) -> None:
-        """Called at a rollback: everything is built once more, which may take as long as the first time."""
+        """Called at a rollback: everything is built again, which may take as long as the first time."""
         self.progress.forget_phases()
         self.progress.at("building")
 
     def end(self, code: ExitCode) -> None:
-        """End this process, from whichever thread."""
+        """End this process, from any thread."""
         end_process(self.paths, self.attempt, self.facts.rank, self.node, code)
 
 
 def make_bad_samples(rank: Rank) -> BadSamples | None:
-    """Return what records the samples that this rank skips; None if the first one ends the run."""
+    """Return the recorder of samples that this rank skips; None if the first bad sample ends the run."""
     if rank.experiment.data.on_bad_sample == "fail":
         return None
     return BadSamples(rank.paths, rank.attempt, rank.facts.rank)
@@ -111,7 +111,7 @@ def make_bad_samples(rank: Rank) -> BadSamples | None:
 
 @contextmanager
 def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
-    """Be a rank of the attempt's process group. Until its first step a stop signal ends it at once."""
+    """Join the attempt's process group. Until its first step a stop signal ends the rank immediately."""
     experiment, device = _on_its_cores(effective_experiment(paths, attempt), facts)
     set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
     precision = choose_precision(experiment.precision, device)
@@ -151,12 +151,12 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
         progress.at("building")
         yield rank
     except BaseException:
-        watchdog.wait_if_ending()  # the peer that is gone may have been ended by its own
+        watchdog.wait_if_ending()  # the lost peer may have been ended by its own watchdog
         raise
     progress.at("leaving")
     group.wait_to_leave()
     watchdog.stop()
-    group.leave()  # not after an error: tearing a broken group down may hang or abort
+    group.leave()  # not after an error: destroying a broken group may hang or abort
 
 
 def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment, torch.device]:
@@ -174,13 +174,13 @@ def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment,
 
 
 def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitCode) -> None:
-    """End this process at once, from whichever thread; leave the exit code for whoever judges the attempt.
+    """End this process immediately, from any thread; write the exit code for the launcher.
 
-    Of a rank that hung whoever raised the alarm has left it.
+    For a hung rank, the watchdog that raised the alarm has already written the exit code.
     """
     if code != ExitCode.HUNG or not paths.attempt(attempt).exit(rank).exists():
         tell_end(paths.attempt(attempt), rank, int(code), node)
-    with suppress(Exception):  # from a signal's handler, or beside the main thread: it may hold these
+    with suppress(Exception):  # the interrupted or main thread may hold their locks
         sys.stdout.flush()
         sys.stderr.flush()
     end_daemons()
@@ -195,14 +195,14 @@ def _degrees(experiment: Experiment, facts: RankFacts) -> Degrees:
 
 
 def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees) -> None:
-    """Raise TooFewFilesError where this rank would run out of files while it connects to the others."""
+    """Raise TooFewFilesError if this rank would exceed its open files while it connects to the others."""
     has_mesh = traits_of(experiment.parallel.strategy).has_mesh
     axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
     open_files.check(facts, axes, experiment.workers, node_name(os.environ))
 
 
 def _check_and_connect(rank: Rank) -> None:
-    """Check the nodes, then let the devices connect; signals act at once meanwhile. Collective."""
+    """Check the nodes, then connect the devices; signals act immediately meanwhile. Collective."""
 
     def connect() -> None:
         rank.progress.at("connecting devices")
@@ -219,7 +219,7 @@ def _check_and_connect(rank: Rank) -> None:
 
 
 def _leave(rank: Rank) -> None:
-    """End on a stop signal: nothing has been trained yet that is not in a checkpoint."""
+    """End on a stop signal: all training so far is in a checkpoint."""
     rank.note_signal()
     rank.end(ExitCode.TRY_AGAIN)
 
@@ -238,7 +238,7 @@ def _expects_gpus(experiment: Experiment, on_slurm: bool) -> bool:
 
 
 def _event_log(paths: RunPaths, attempt: int) -> EventLog:
-    """Begin rank 0's account: with the time at which its process began, where the launcher left that."""
+    """Start rank 0's event log, with the start time of its process, if the launcher passed that."""
     events = EventLog(paths.attempt(attempt))
     started = os.environ.get("HPC_TRAIN_RANK_START")
     events.note("rank", in_ms(float(started)) if started else None)

@@ -1,4 +1,4 @@
-"""How a rank ends: its exit code, and what it leaves for people."""
+"""How a rank ends: its exit code and its error report."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from hpc_train.run.storage_errors import error_clauses, error_words, storage_err
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
-#: Errors of the disk that the user mends; any other OSError is shown whole.
+#: Disk errors that the user can fix; any other OSError is shown with its traceback.
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
-#: How torch, its libraries and the kernel say that memory ran out where they raise no class for it: of a
-#: device, and of the host; in small letters.
+#: Messages of torch, its libraries and the kernel if a device or the host is out of memory and there is no
+#: error class for it; in lower case.
 _DEVICE_IS_FULL, _HOST_IS_FULL = ("out of memory", "alloc_failed"), ("allocate memory", "bad_alloc")
 
 
 class MicroBatchError(HpcTrainError):
-    """A micro-batch does not fit, though one did before or others may fill the device: as any crash."""
+    """A micro-batch does not fit, though one did before or others may use the device: treated as a crash."""
 
 
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
-    """Write down why this rank ends, and choose its exit code."""
+    """Write this rank's error report, and choose its exit code."""
     cause = _cause(error, paths, attempt, flag)
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if peer_lost(error) and not isinstance(cause, UserError):
         _say(f"rank {facts.rank}: a peer is gone: {error}")
-        if flag and flag.may_exit_early:  # asked to stop like this one, the peer was only quicker
+        if flag and flag.may_exit_early:  # both received the stop signal; the peer exited first
             return ExitCode.TRY_AGAIN
         if words := nccl_words(error):
             _tell(paths.attempt(attempt), facts.rank, words)
         return ExitCode.PEER_LOST
-    # A signal to all processes of a job ends the compiler's, too.
+    # A signal to all processes of a job also ends the compiler's.
     if isinstance(error, TryAgainError) or (flag and compile_error(error) is not None):
         _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
@@ -68,7 +68,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    if not isinstance(cause, StorageError | EnvironmentRefusesError):  # which have them
+    if not isinstance(cause, StorageError | EnvironmentRefusesError):  # these contain them already
         text = text.rstrip("\n") + error_clauses(error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
@@ -76,7 +76,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return ``error``, or what caused it, where that says that memory ran out on the device or the host."""
+    """Return ``error`` or its cause if it means that the device or the host is out of memory, else None."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return error
@@ -96,13 +96,13 @@ def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """Print to the rank's log, which may have no room either: the exit code is what counts."""
+    """Print to the rank's log. Errors of a full disk are ignored, since only the exit code matters."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) -> BaseException:
-    """Return the error in the user's terms where it has any: what a compiler or a full disk said."""
+    """Return the user-facing error (full disk, compiler, out of memory) behind ``error``, else ``error``."""
     if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
         path = Path(error.filename) if error.filename else None
         return storage_error(error, path) if path else StorageError(error_words(error))
@@ -112,9 +112,9 @@ def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) 
 def _micro_batch_error(
     error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag
 ) -> BadFileError | MicroBatchError | None:
-    """Return what to write where memory ran out in a step, caused by ``error``; else None.
+    """Return the error to report if ``error`` means that a step ran out of memory, else None.
 
-    BadFileError where the run has done no step: it would not succeed another time.
+    BadFileError if the run has not completed a step: a retry would not succeed.
     """
     full = out_of_memory(error)
     on_gpu = torch.cuda.is_initialized()
@@ -122,13 +122,13 @@ def _micro_batch_error(
         return None
     words = " ".join(str(full).split()) or type(full).__name__
     if on_gpu and not any(mark in words.lower() for mark in _DEVICE_IS_FULL):
-        return None  # the host's memory, which is none of the micro-batch's
+        return None  # the host's memory, which does not depend on the micro-batch
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
     size = effective_experiment(paths, attempt).optimization.micro_batch_size
     smaller = "a smaller one or auto" if on_gpu else "a smaller one"
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"
-    # In the driver's own words, not the allocator's, others may have filled the device before.
+    # If the message is the driver's, not the allocator's, other processes may have filled the device.
     is_sure = flag.may_exit_early and not committed(paths) and "CUDA error: out of memory" not in words
     found = (BadFileError if is_sure else MicroBatchError)(
         f"optimization.micro_batch_size: {size} does not fit {place}; write {smaller}, "

@@ -1,8 +1,8 @@
 """Bounds how far the host runs ahead of the device: to the end of the micro-batch before the last one.
 
 Training waits for the device nowhere else, so the host would fill the device's launch queue. A launch into a
-full queue blocks, in compiled code without releasing the GIL: a device that hangs would stop the watchdog as
-well, and progress would be that of the host.
+full queue blocks, and compiled code does so without releasing the GIL: a device that hangs would also block
+the watchdog, and progress would be the host's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from hpc_train.health.progress import Progress
 
-#: A host that waits yields its core for this long, then sleeps for this long at a time (assumed).
+#: A waiting host yields its core for this long, then sleeps for this long at a time (assumed).
 _YIELDING_S, _PAUSE_S = 0.2e-3, 0.2e-3
-#: How often a host that waits checks whether the other ranks are alive (assumed).
+#: Interval at which a waiting host checks that the other ranks are alive (assumed).
 _CHECK_EVERY_S = 0.1
 
 
@@ -25,14 +25,14 @@ class Event(Protocol):
     """A place in the device's queue, such as ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Move it to the end of what is enqueued now."""
+        """Move the event to the current end of the queue."""
 
     def query(self) -> bool:
-        """Return True if the device has reached it."""
+        """Return True if the device has reached the event."""
 
 
 class RunAhead:
-    """Every rank calls ``begin`` at the same places. Costs some microseconds if the host is behind."""
+    """Every rank calls ``begin`` at the same places. Costs a few microseconds if the host is behind."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The saves of one attempt as the loop sees them: begun at a step's boundary, committed beside later ones."""
+"""The saves of one attempt for the loop: begun at a step's boundary, committed during later steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hpc_train.training.meters import Meters
 
 
 class Saves:
-    """Every rank has one. ``extra``: step → what a checkpoint says besides tensors.
+    """Every rank has one. ``extra``: step → the content of a checkpoint besides tensors.
 
-    ``on_saved`` receives each committed save. Before a checkpoint is committed the rows of metrics up to
-    its step are on the disk.
+    ``on_saved`` receives each committed save. Before a checkpoint is committed, the rows of metrics up to its
+    step are synced to the disk.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Saves:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part of the save under way has failed; ``finish`` raises on all ranks."""
+        """True if this rank's part of the save in progress has failed; ``finish`` raises on all ranks."""
         return self._checkpointer.has_failed
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way that has not failed."""
+        """True if a save is in progress and has not failed."""
         return self._checkpointer.is_busy
 
     def reserve(self) -> None:
-        """Allocate what staging needs; once the optimizer's state exists."""
+        """Allocate the staging memory; called once the optimizer's state exists."""
         self._checkpointer.reserve(self._state)
 
     def begin(self, step: int) -> None:
@@ -62,16 +62,16 @@ class Saves:
             self._rows_are_written.set()
 
     def collect(self) -> None:
-        """Tell of a save that has been committed meanwhile; never waits."""
+        """Report a save that has been committed meanwhile; never waits."""
         self._note_saved(self._checkpointer.collect())
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises what it met, the same kind on every rank."""
+        """Wait for the save in progress. Raises its error, of the same class on every rank."""
         self.wait_staged()
         self._note_saved(self._checkpointer.finish())
 
     def close(self) -> None:
-        """Finish, and see old checkpoints removed. At the end of the run, or before it goes back to one."""
+        """Finish, and wait until old checkpoints are removed. At the end of the run, or before a rollback."""
         self.finish()
         self._checkpointer.close()
         self._checkpointer.clear_up()
@@ -81,6 +81,6 @@ class Saves:
             self._on_saved(save)
 
     def _sync_rows(self) -> None:
-        """Runs in the writer's thread."""
+        """Sync the rows of metrics. Runs in the writer's thread."""
         self._rows_are_written.wait()
         self._meters.sync()

@@ -1,6 +1,6 @@
 """The learning rate over the steps, as a factor of its peak: a pure function, so that no state is saved.
 
-``train_state`` makes it; ``optimization`` calls it with the number of the step about to be taken, from 0.
+``train_state`` creates it; ``optimization`` calls it with the number of the next step, counted from 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _KEY = "optimization.schedule"
 
 
 def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
-    """Return the factor of each of ``total_steps`` steps: linear warm-up, then what ``config`` names.
+    """Return the factor of each of ``total_steps`` steps: linear warm-up, then the schedule of ``config``.
 
-    Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN``, timm and torch run over the steps
-    after it; those of ``OVER_STEPS`` count from the start of the run, so that "epoch 30" means that. Raises
+    Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN``, timm and torch run over the steps after
+    it; schedules of ``OVER_STEPS`` count from the start of the run, so that "epoch 30" is the run's. Raises
     BadFileError.
     """
     if problem := problem_of_schedule_name(config.name, _foreign_names):
@@ -86,12 +86,12 @@ def _timm_classes() -> dict[str, Any]:
 
 
 def _dummy_optimizer() -> torch.optim.Optimizer:
-    """Return an optimizer of rate 1, so that what a scheduler sets is a factor."""
+    """Return an optimizer with learning rate 1, so that a scheduler sets a factor."""
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
 def _timm(name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
-    """Return timm's scheduler, which is a function of the update already; rates in ``args`` are factors."""
+    """Return timm's scheduler, already a function of the update number; rates in ``args`` are factors."""
     if has_warmup and "warmup_t" in config.args:
         raise BadFileError(f"{_KEY}.args: warmup_t and {_KEY}.warmup_… both warm up; write one of them")
     kind = _timm_classes()[name.lower()]
@@ -109,7 +109,7 @@ def _timm(name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> 
 
 
 def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
-    """Return torch's scheduler, replayed from step 0 and remembered; rates in ``args`` are factors."""
+    """Return torch's scheduler, replayed from step 0 and cached; rates in ``args`` are factors."""
     kind: Any = getattr(torch.optim.lr_scheduler, name)
     taken = inspect.signature(kind).parameters
     if "cycle_momentum" in taken and config.args.get("cycle_momentum") is not False:
@@ -124,7 +124,7 @@ def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
 
     def factor(step: int) -> float:
         while len(values) <= step:
-            optimizer.step()  # without gradients; a scheduler that runs ahead of its optimizer warns
+            optimizer.step()  # without gradients; a scheduler ahead of its optimizer warns
             scheduler.step()
             values.append(float(optimizer.param_groups[0]["lr"]))
         return values[step]
@@ -133,7 +133,7 @@ def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
 
 
 def _refuse_short(name: str, arguments: dict[str, Any], span: int) -> None:
-    """Raise where OneCycleLR would raise in the middle of the run."""
+    """Raise BadFileError if OneCycleLR would raise in the middle of the run."""
     if name != "OneCycleLR":
         return
     total = arguments.get("total_steps") or arguments.get("epochs", 0) * arguments.get("steps_per_epoch", 0)
@@ -144,7 +144,7 @@ def _refuse_short(name: str, arguments: dict[str, Any], span: int) -> None:
 def _construct(
     config: ScheduleConfig, kind: Any, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]
 ) -> Any:
-    """Make the scheduler; what it says against its arguments is the file's error."""
+    """Construct the scheduler; errors about its arguments become BadFileError."""
     own = {"self", "optimizer", "last_epoch", "t_in_epochs", "initialize"}
     known = sorted(inspect.signature(kind).parameters.keys() - own)
     for name in config.args.keys() - set(known):

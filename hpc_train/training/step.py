@@ -17,13 +17,13 @@ from hpc_train.training.train_state import TrainState
 class StepResult:
     """The numbers of one step; tensors are on the device, shape ()."""
 
-    #: Of the file; under ``layer_decay`` parameters may have less.
+    #: The file's rate; under ``layer_decay`` parameters may have lower rates.
     learning_rate: float
     #: This rank's weighted part of the mean loss.
     loss: Tensor
-    #: Before clipping; None where nothing needs it.
+    #: Before clipping; None if it is not needed.
     grad_norm: Tensor | None
-    #: Whether the guard let the weights change.
+    #: True if the guard allowed the weights to change.
     is_allowed: bool
 
 
@@ -51,7 +51,7 @@ def train_step(
     grad_norm = guard.clip(strategy.clip_gradients, max_norm)
     is_allowed = guard.allows(loss, grad_norm)
     optimization.step(is_allowed=is_allowed)
-    optimization.zero_grad()  # here, not first, so that evaluation and saves have the gradients' memory
+    optimization.zero_grad()  # here, not first, so that evaluation and saves can use the gradients' memory
     if is_allowed:
         strategy.weights_changed()
         if ema is not None:

@@ -1,7 +1,7 @@
-"""Where the time between two rows of metrics goes, as this rank's host sees it.
+"""The time between two rows of metrics by category, measured on this rank's host.
 
-``training.meters`` owns one; the loop tells it what it waits for. The device is never waited for: it may run
-behind, but over the steps of a row not by more than its queue, so means over a row are those of the device.
+``training.meters`` owns one; the loop reports its waits. It never waits for the device, which may run behind,
+but by no more than its queue over the steps of a row, so means over a row are the device's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class StepTimes:
-    """Mean times per step since the row before."""
+    """Mean times per step since the previous row."""
 
     def __init__(
         self,
@@ -26,22 +26,22 @@ class StepTimes:
         sequence_length: int | None = None,
         rates: Callable[[float], Row] | None = None,
     ) -> None:
-        """``sequence_length``: tokens per sample, None where samples are not sequences.
+        """``sequence_length``: tokens per sample, None if samples are not sequences.
 
-        ``rates``: what else a row says, by the samples per second of all ranks (``training.flops``).
+        ``rates``: samples per second of all ranks → further columns of a row (``training.flops``).
         """
         self._rates = rates
         self._global_batch_size = global_batch_size
         self._sequence_length = sequence_length
-        #: Since the row before.
+        #: Since the previous row.
         self.data_wait_s = 0.0
         self._paused_s = 0.0
         self._annotation: Callable[[], AbstractContextManager[object]] = nullcontext
-        #: Step and time of the row before, whose numbers later ones are counted from.
+        #: Step and time of the previous row.
         self._last: tuple[int, float] | None = None
 
     def reading(self, steps: Iterable[T]) -> Iterator[T]:
-        """Yield what ``steps`` yields; the time that each takes to arrive is a wait for data."""
+        """Yield from ``steps``; the time until each item arrives counts as a wait for data."""
         iterator = iter(steps)
         while True:
             began = time.monotonic()
@@ -54,12 +54,12 @@ class StepTimes:
             yield step
 
     def annotate_waits(self, annotation: Callable[[], AbstractContextManager[object]] | None) -> None:
-        """From now on wait for data inside ``annotation()``, for a profiler; None: inside nothing."""
+        """From now on wait for data inside ``annotation()``, for a profiler; None: without a context."""
         self._annotation = annotation or nullcontext
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Count what happens inside as a wait for data."""
+        """Count the time inside this context as a wait for data."""
         began = time.monotonic()
         try:
             with self._annotation():
@@ -69,7 +69,7 @@ class StepTimes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude what happens inside, such as an evaluation, from the times of steps."""
+        """Exclude the time inside this context, such as an evaluation, from the times of steps."""
         began = time.monotonic()
         try:
             yield
@@ -79,7 +79,7 @@ class StepTimes:
     def row(self, step: int) -> Row:
         """Return the means since the last call, which was at an earlier step; none at the first call.
 
-        ``step_s`` and its part ``data_wait_s`` are seconds per step; ``samples_per_s`` and, of sequences,
+        ``step_s`` and its part ``data_wait_s`` are seconds per step; ``samples_per_s`` and, for sequences,
         ``tokens_per_s`` are over all ranks.
         """
         now = time.monotonic()
@@ -102,19 +102,19 @@ class StepTimes:
 
 
 class FirstStep:
-    """Where the time of an attempt's first step goes, as this rank's host sees it."""
+    """The time of an attempt's first step by category, measured on this rank's host."""
 
     def __init__(self, times: StepTimes, compilation: Compilation) -> None:
         self._times, self._compilation = times, compilation
         self._began = self._data_s = self._compiled_s = 0.0
 
     def begin(self) -> None:
-        """Called once the step's data are there."""
+        """Called once the step's data have arrived."""
         self._data_s, self._compiled_s = self._times.data_wait_s, self._compilation.seconds
         self._began = time.monotonic()
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds, and the number of graphs compiled, of which caches had the code of some."""
+        """Return the seconds, and the number of graphs compiled and of those read from caches."""
         compile_s = self._compilation.seconds - self._compiled_s
         found = {
             "data_s": self._data_s,

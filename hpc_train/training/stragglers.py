@@ -1,7 +1,7 @@
-"""Which ranks are slower than the others, by what they add to the sum behind each row of metrics.
+"""Finds ranks that are slower than the others, by the times gathered with each row of metrics.
 
-In a step all ranks wait for the slowest, so their step times are equal. What differs is the time of a forward
-pass, in which ranks that don't share layers or parameters wait for nobody, and the wait for data.
+In a step all ranks wait for the slowest, so their step times are equal. Two times differ: that of a forward
+pass, in which ranks that don't share layers or parameters don't wait for each other, and the wait for data.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from statistics import median, median_low
 
 import torch
 
-#: A rank is slow if it exceeds the median of all ranks by this share: of a forward pass, or by its wait for
-#: data, of a step. Assumed.
+#: A rank is slow if it exceeds the median of all ranks by this share of a forward pass, or if its wait for
+#: data does so by this share of a step. Assumed.
 _EXCESS = 0.1
-#: It must do so in this share of the last rows, and of this number of rows at least: single rows are noise.
+#: It must do so in this share of the last rows, of a minimum number of rows, since single rows are noise.
 _ROWS, _MIN_ROWS, _SHARE = 8, 4, 0.75
 
 
@@ -26,7 +26,7 @@ class ForwardTime:
     def __init__(self, device: torch.device) -> None:
         self._is_host = device.type != "cuda"
         self._sum_s, self._count, self._began = 0.0, 0, 0.0
-        #: Begin and end of forward passes that the device may still compute, the oldest first.
+        #: Start and end of forward passes that may still be running on the device, the oldest first.
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class ForwardTime:
             self._pending[-1][0].record()
 
     def end(self) -> None:
-        """Called after it."""
+        """Called after the forward pass."""
         if self._is_host:
             self._add(time.perf_counter() - self._began)
         else:
@@ -58,21 +58,21 @@ class ForwardTime:
 
 
 class Stragglers:
-    """Rank 0's account of the last rows."""
+    """Rank 0's record of the last rows."""
 
     def __init__(self) -> None:
         self._forward: deque[list[float]] = deque(maxlen=_ROWS)
         self._waits: deque[list[float]] = deque(maxlen=_ROWS)
 
     def add(self, forward_s: Sequence[float], data_wait_s: Sequence[float], step_s: float) -> None:
-        """Take a row's numbers by rank; ``step_s`` is that of all ranks."""
+        """Add a row's numbers by rank; ``step_s`` is the same for all ranks."""
         middle_s, wait_s = median_low(forward_s), median_low(data_wait_s)
         self._forward.append([each / middle_s if middle_s > 0 else 1.0 for each in forward_s])
         self._waits.append([(each - wait_s) / step_s if step_s > 0 else 0.0 for each in data_wait_s])
 
     def slow(self) -> dict[str, dict[str, float]]:
-        """Return by rank ``forward``, its time relative to the median, or ``data_wait``, how much longer it
-        waits for data, as a share of the step.
+        """Return rank → ``forward``, its time relative to the median, or ``data_wait``, the excess of its
+        wait for data as a share of the step.
         """
         found: dict[str, dict[str, float]] = {}
         for name, rows, normal in (("forward", self._forward, 1.0), ("data_wait", self._waits, 0.0)):

@@ -1,4 +1,4 @@
-"""The model as it is trained on this rank, what changes it, and what a checkpoint brings back of it."""
+"""The model as it is trained on this rank, its optimizer, and the state restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.schedules import make_schedule
 
-#: What a plug-in's strategy may lack.
+#: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
 
 
 def part(kind: str, name: str) -> Any:
-    """Return the plug-in of this name: what it is called with depends on its kind."""
+    """Return the plug-in of this name; its signature depends on its kind."""
     return registry.load(kind, name)
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model as it is trained here, and what changes it."""
+    """The model as it is trained on this rank, with its strategy, optimizer and EMA."""
 
-    #: What this rank holds of the model, plain: its names are those of checkpoints and exports.
+    #: This rank's part of the model, without wrappers, so its names match checkpoints and exports.
     model: nn.Module
-    #: What training calls.
+    #: The module that training calls.
     wrapped: nn.Module
     strategy: Strategy
     optimization: Optimization
     ema: Ema | None = None
-    #: Of the whole model.
+    #: Number of parameters of the whole model.
     num_parameters: int = 0
-    #: What came from pretrained weights or ``init_from``; None where nothing did.
+    #: Report of the weights loaded from pretrained weights or ``init_from``; None if there are none.
     pretrained: LoadReport | None = None
     has_batchnorm: bool = False
-    #: The whole model on the meta device, to count its FLOPs; on rank 0 alone.
+    #: The whole model on the meta device, to count its FLOPs; on rank 0 only.
     without_weights: nn.Module | None = None
 
     @property
     def state(self) -> TrainingState:
-        """What a checkpoint saves of it: model, optimizer, scaler and EMA."""
+        """The state that a checkpoint saves: model, optimizer, scaler and EMA."""
         optimization = self.optimization
         return TrainingState(
             self.model,
@@ -83,7 +83,7 @@ class TrainState:
 
 
 def context(rank: Rank) -> RankContext:
-    """Return what a strategy receives of this rank."""
+    """Return this rank's context for a strategy."""
     config = rank.experiment
     return RankContext(
         rank=rank.facts.rank,
@@ -99,9 +99,9 @@ def context(rank: Rank) -> RankContext:
 def build(
     config: Experiment, info: DataInfo, batches: BatchArithmetic | None, context: RankContext
 ) -> TrainState:
-    """Build, compile, place, then make the optimizer: the order that facts of torch ask for.
+    """Build, compile and place the model, then create the optimizer: torch requires this order.
 
-    ``batches``: None to evaluate only, on any number of ranks and without the learning rates of steps.
+    ``batches``: None to only evaluate, on any number of ranks and without the learning rates of steps.
     """
     seed_build(config.seed)
     model = build_model(config.model, info)
@@ -112,7 +112,7 @@ def build(
 def assemble(
     model: nn.Module, config: Experiment, batches: BatchArithmetic | None, context: RankContext
 ) -> TrainState:
-    """Do what ``build`` does once the model has its weights."""
+    """Do the rest of ``build`` once the model has its weights."""
     pretrained = report_of(model)
     prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None
@@ -164,17 +164,17 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
 
 
 def _has_sparse_gradients(model: nn.Module) -> bool:
-    """Tell whether an embedding has ``sparse=True``."""
+    """Return True if an embedding has ``sparse=True``."""
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 class OtherVersionsError(EnvironmentRefusesError):
-    """The environment is not the one that the checkpoint was saved in, and the file insists on that."""
+    """The environment differs from that of the checkpoint, and ``environment.strict`` is set."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training continues; ``skips``: steps that ``on_non_finite: skip`` has skipped so far."""
+    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``."""
 
     position: Position
     hardware: Hardware
@@ -182,10 +182,10 @@ class Resumed:
 
 
 def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, source: DataSource) -> Resumed:
-    """Bring back the newest whole checkpoint; the beginning where none was saved.
+    """Restore the newest complete checkpoint; return step 0 if there is none.
 
-    Raises StorageError where all are damaged, OtherVersionsError where the file insists on the same versions,
-    BadFileError where the data have changed, or the checkpoint has no position.
+    Raises StorageError if all are damaged, OtherVersionsError if versions differ under
+    ``environment.strict``, BadFileError if the data have changed or the checkpoint has no position.
     """
     loaded = checkpointer.load_newest(train_state.state)
     then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
@@ -199,13 +199,13 @@ def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, sou
     if saved is None:
         raise BadFileError(f"checkpoint {loaded.step}: state.json does not contain the position of training")
     if saved["step"] > 0:
-        # That of the step that made these weights: a save before the next step records it.
+        # The rate of the step that produced these weights: a save before the next step records it.
         train_state.optimization.set_learning_rate(saved["step"] - 1)
     return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
 
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:
-    """Say what is of another version than at the save; refuse it where the file asks for that."""
+    """Warn about versions that differ from those at the save; refuse them under ``environment.strict``."""
     now = versions.versions()
     then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
     found = versions.differences(then, {key: now[key] for key in then})
@@ -220,7 +220,7 @@ def _compare_versions(rank: Rank, loaded: Loaded) -> None:
 
 
 def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
-    """Warn where other ranks continue than those that saved: results change, if only by rounding."""
+    """Warn if the ranks differ from the ranks that saved: results change, if only by rounding."""
     words = other_ranks.difference(
         loaded.extra,
         _ranks(rank),
@@ -237,7 +237,7 @@ def _ranks(rank: Rank) -> dict[str, Any]:
 
 
 def _check_data(loaded: Loaded, source: DataSource) -> None:
-    """Refuse data that would give samples other numbers, or classes, than those that were trained on."""
+    """Refuse data with another number of samples or other classes than the checkpoint was trained on."""
     then, now = loaded.extra.get("data"), _data_facts(source)
     if then is None or all(then[key] == now[key] for key in ("num_samples", "classes")):
         return
@@ -250,7 +250,7 @@ def _check_data(loaded: Loaded, source: DataSource) -> None:
 
 
 def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
-    """Raise BadFileError if the data have other classes than those that the checkpoint was trained on."""
+    """Raise BadFileError if the data have other classes than the checkpoint was trained on."""
     then = loaded.extra.get("data")
     if then is not None and then["classes"] != _data_facts(source)["classes"]:
         raise BadFileError(
@@ -260,8 +260,8 @@ def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
 
 
 def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
-    """Return the experiment with the mean and standard deviation that the checkpoint's weights know: those
-    of the data they were trained on, where the file gives none.
+    """Return the experiment with the mean and standard deviation of the data that the checkpoint was trained
+    on, if the file has none.
     """
     then = loaded.extra.get("data") or {}
     if experiment.data.normalize is not None or not then.get("mean"):
@@ -285,7 +285,7 @@ def extra(
     hardware: Hardware,
     skips: int,
 ) -> dict[str, Any]:
-    """Return what a checkpoint contains besides tensors: its position and its history."""
+    """Return the content of a checkpoint besides tensors: its position and its history."""
     return {
         "position": {"step": position.step, "skipped": list(position.skipped)},
         "skips": skips,

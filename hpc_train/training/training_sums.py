@@ -1,6 +1,6 @@
-"""What a training row says of the samples that it trained on, such as their accuracy.
+"""Metrics of the training samples in a training row, such as their accuracy.
 
-Computed only in the steps that have a row, from the outputs that the loss is computed of, on the device.
+They are computed only in steps that have a row, from the same outputs as the loss, on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hpc_train.datasets.types import Batch
 
 @runtime_checkable
 class HasTrainingSums(Protocol):
-    """A task that has more to say of training than the loss."""
+    """A task with training metrics besides the loss."""
 
-    #: The names in a ``train`` row, the same whatever the data.
+    #: The names in a ``train`` row; they do not depend on the data.
     training_metrics: tuple[str, ...]
 
     def training_sums(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the sum over all samples of the micro-batch for each name, (len(names),).
+        """Return the sum over all samples of the micro-batch for each name, shape (len(names),).
 
         In a pipeline ``batch.inputs`` is None. Runs without gradients.
         """
@@ -35,7 +35,7 @@ class TrainingSums:
     task: HasTrainingSums | None = None
     device: torch.device | None = None
     _is_due: bool = False
-    #: By the number of the micro-batch: one that runs twice (DDP's warm-up) counts once.
+    #: By micro-batch number, so that a micro-batch that runs twice (DDP's warm-up) counts once.
     _sums: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -44,18 +44,18 @@ class TrainingSums:
         return cls(task if isinstance(task, HasTrainingSums) else None, device)
 
     def begin(self, *, is_due: bool) -> None:
-        """Start a step; without a row (``is_due``) nothing is computed."""
+        """Start a step; nothing is computed if it has no row (``is_due``)."""
         self._is_due = is_due
         self._sums.clear()
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """Take a micro-batch; a spare slot counts for nothing."""
+        """Add a micro-batch; a spare slot is ignored."""
         if self._is_due and self.task is not None and batch.weight > 0:
             with torch.no_grad():
                 self._sums[batch.number] = self.task.training_sums(outputs, batch)
 
     def result(self, *, owns_loss: bool) -> dict[str, Tensor]:
-        """Return name → sum, (); 0 on ranks whose losses don't count. Empty where none was due."""
+        """Return name → sum, shape (); 0 on ranks that don't own a loss. Empty if the step has no row."""
         if not self._is_due or self.task is None:
             return {}
         names = self.task.training_metrics

@@ -1,4 +1,4 @@
-"""Lets models of transformers run on tensors without data as they run on those with data.
+"""Makes transformers' models run on tensors without data as on tensors with data.
 
 ``training.memory_prediction`` and ``training.flops`` run models under ``unpacked_sequences``.
 """
@@ -15,10 +15,11 @@ _MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices
 
 @contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """Say that no batch packs several sequences into one row: transformers 5 reads the positions to find out.
+    """Declare that no batch packs several sequences into one row, which transformers 5 detects from
+    positions.
 
-    On the meta device that fails, and under FakeTensorMode each layer stores a mask that no run has. The
-    number of matrix products is the same with and without a mask.
+    Detection fails on the meta device, and under FakeTensorMode it makes each layer store a mask that no run
+    has. The number of matrix products is the same with and without a mask.
     """
     module = sys.modules.get(_MODULE)
     if module is None or not hasattr(module, _FUNCTION):
