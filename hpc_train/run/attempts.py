@@ -1,4 +1,4 @@
-"""Attempts: each is claimed by one process, and has a record of who ran it, where, and how it ended."""
+"""Attempts: each is claimed by one process and has a record of its process, place and termination reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed",
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
 _MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
-#: The key of ``job`` in the file.
+#: Key of ``job`` in ``attempt.json``.
 _JOB_KEY = "slurm_job"
 
 
@@ -54,12 +54,12 @@ class AttemptRecord:
     #: Exit code per rank; negative: the signal that ended it.
     exit_codes: list[int] | None = None
     reason: str | None = None
-    #: Of a scheduler: the job's id (on Slurm ``A_t`` of an array's task) and how often it was started again.
+    #: The scheduler's job id (on Slurm ``A_t`` for an array's task) and how often the job was started again.
     job: str | None = None
     restart: int | None = None
     #: The cluster that the job belongs to: job ids are unique within one only. None: not recorded (0.2).
     cluster: str | None = None
-    #: Of a scheduler: the job's time limit at its start, in seconds, and the requested one if it is longer.
+    #: The scheduler's time limit of the job at its start, in seconds, and the requested one if it is longer.
     time_limit_s: float | None = None
     requested_limit_s: float | None = None
     #: How long before that limit ranks stop, if the scheduler's warning comes too early for the limit.

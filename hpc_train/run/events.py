@@ -17,7 +17,7 @@ class EventLog:
     """Rank 0's record of one attempt. Errors in writing an event are ignored."""
 
     attempt: AttemptPaths
-    #: Where the time of the first step went, see ``AttemptRecord``; written with the next event.
+    #: Parts of the first step's time, see ``AttemptRecord``; written with the next event.
     first_step: dict[str, float] = field(default_factory=dict)
     _events: dict[str, str] = field(default_factory=dict)
     _save_s: float | None = None
@@ -37,7 +37,7 @@ class EventLog:
             self._write()
 
     def signalled(self, name: str, time: str) -> None:
-        """Record which signal asked to stop, and when."""
+        """Record the signal that requested the stop, and its time."""
         self._signal = self._signal or name
         self._events.setdefault("signal", time)
         self._write()
@@ -59,6 +59,6 @@ class EventLog:
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:
-    """Return the name of the signal that asked rank 0 to stop, or None."""
+    """Return the name of the signal that stopped rank 0, or None."""
     name = (read_json(attempt.events) or {}).get("signal")
     return name if isinstance(name, str) else None

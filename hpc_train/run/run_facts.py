@@ -11,8 +11,8 @@ from typing import Any
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json
 
-#: More than a user has: with one run more than this, no entry would be left when it is needed again. Each
-#: takes a few kilobytes.
+#: More runs than a user has: with one more than this, each entry would be evicted before it is needed again.
+#: An entry takes a few kilobytes.
 _MAX_RUNS = 100_000
 
 

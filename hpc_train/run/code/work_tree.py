@@ -91,7 +91,7 @@ def _escaped(folder: str) -> str:
 
 def _git(folder: Path, *arguments: str, limit_s: float = _ASK_LIMIT_S) -> bytes | None:
     """Return git's output; None if it fails, is missing or does not answer in time."""
-    # A repository's settings may name programs to run: fsmonitor is one that any look at files starts.
+    # A repository's settings may name programs to run: any command that reads files starts fsmonitor.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     try:
         done = subprocess.run(
