@@ -118,9 +118,7 @@ def first_step_words(parts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Restart:
-    """Time from an interruption to the next step, in parts; None for a part that is not over or was not
-    recorded.
-    """
+    """From an interruption to the next step, in parts; None for one that is not over, or was not recorded."""
 
     cause: str | None
     signal_to_saved_s: float | None

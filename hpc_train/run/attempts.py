@@ -22,9 +22,9 @@ CAUSES = (
 )  # fmt: skip
 #: In chronological order. ``begin``: the batch script runs. ``rank``: rank 0's process is running.
 #: ``joined``: the process group is formed. ``loaded``: model and checkpoint are loaded. ``first_step``: the
-#: first step is done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the
-#: checkpoint is committed. ``end``: the batch script continues after the ranks, or its next start gives the
-#: run up. ``requeue``: Slurm was asked to requeue the job.
+#: first step is done. ``signal``: rank 0 received the request to stop. ``agreed``: all ranks know. ``saved``:
+#: the checkpoint is committed. ``end``: the batch script continues after the ranks, or its next start gives
+#: up the run. ``requeue``: the requeue was requested from Slurm.
 EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
@@ -72,7 +72,7 @@ class AttemptRecord:
     save_s: float | None = None
     #: Total time that training waited for saves, in seconds.
     checkpoint_stall_s: float | None = None
-    #: Where rank 0's first step spent its time: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
+    #: Parts of the time of rank 0's first step: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
     #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
     first_step: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
@@ -89,7 +89,7 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
-        """Raises TypeError where a required key is missing."""
+        """Raises TypeError if a required key is missing."""
         known: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
         known["job"] = data.get(_JOB_KEY)
         ranks = known.get("rank_processes") or []

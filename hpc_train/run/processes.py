@@ -2,7 +2,7 @@
 
 Reads /proc directly instead of through psutil, whose ``create_time()`` is a wall-clock time derived from the
 boot time: files of every version record the start in clock ticks, with boot id and PID namespace, which
-psutil does not report. Where the kernel has pidfds, signals are sent through one, so that they can't reach
+psutil does not report. If the kernel has pidfds, signals are sent through one, so that they can't reach
 another process; psutil checks first and then calls kill.
 """
 

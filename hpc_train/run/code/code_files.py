@@ -1,4 +1,4 @@
-"""Which files belong to the code of a run: those of ``hpc_train`` itself and of the work tree of the current
+"""Selects the files of a run's code: those of ``hpc_train`` itself and of the work tree around the current
 folder.
 """
 

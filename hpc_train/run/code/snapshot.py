@@ -80,7 +80,7 @@ class Code:
 
     @cached_property
     def content(self) -> str:
-        """The snapshot's name: a hash of everything that can change what is imported."""
+        """The snapshot's name: a hash of everything that affects imports."""
         parts = [_VERSION, self.cwd, self.search_path, self.hashes, sorted(self.executables), self.links]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -176,7 +176,7 @@ def place(root: Path, code: Code) -> Path:
     """Write ``code`` below ``root`` atomically, unless it exists."""
     folder = root / code.content
     if folder.exists():
-        os.utime(folder)  # `clean` does not remove what a submit has just requested
+        os.utime(folder)  # `clean` does not remove a snapshot that a submit has just requested
         check_owner(folder)
         check_whole(folder)
         return folder
