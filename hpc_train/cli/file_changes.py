@@ -21,7 +21,7 @@ _NAMED = 10
 
 
 def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: bool) -> None:
-    """Report for runs, each with the experiment that it will use, what has changed in their files.
+    """Report the changes in the files of runs, each given with the experiment that it will use.
 
     ``is_queued``: including the resources that a job requests. Runs with the same changes are reported
     together.
@@ -38,7 +38,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: 
 
 
 def either(ids: Sequence[str]) -> str:
-    """Return the run's id if there is one, else the number of runs."""
+    """Return the run's id if there is one run, else the number of runs."""
     return ids[0] if len(ids) == 1 else f"{len(ids)} runs"
 
 
@@ -88,7 +88,7 @@ class _File:
 
 
 def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
-    """Return what the file says for a run that has the swept values of ``frozen``."""
+    """Return the file's experiment for a run with the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
     values = swept_values(paths, data)
     return loaded.variant(values) if values else loaded.experiment

@@ -27,7 +27,7 @@ class ForeignFolderError(UserError):
 
 
 def remove(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
-    """List the runs to remove, ask unless ``yes``, remove them.
+    """List the runs and remove them, after confirmation unless ``yes``.
 
     Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
     """
@@ -49,7 +49,7 @@ def remove(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> 
     snapshots = {paths.siblings.snapshots for paths in runs}
     code = [item for folder in snapshots for item in remove_unused_code(folder)]
     for siblings in {paths.siblings for paths in runs}:
-        with suppress(OSError):  # it has other runs, or files that belong to none
+        with suppress(OSError):  # it has other runs, or files of no run
             siblings.folder.rmdir()
     if as_json:
         put_json(_to_json(facts, code))
