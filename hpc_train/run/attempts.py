@@ -144,8 +144,8 @@ def in_ms(timestamp: float) -> str:
 def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) -> int:
     """Claim the next attempt for this process and ``launcher``; return its number, from 1.
 
-    The folder appears together with its record, atomically: of several processes that claim at the same time,
-    each gets its own number. ``facts``: more fields of the record.
+    The folder and its record are created atomically: each of several processes that claim at the same time
+    gets its own number. ``facts``: more fields of the record.
     """
     while True:
         number = newest_number(paths) + 1
@@ -156,8 +156,8 @@ def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) ->
 def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **facts: Any) -> bool:
     """Claim attempt ``number``; False if another process has claimed it before.
 
-    For a command that has seen that the attempt before ``number`` has ended: of several such commands one
-    claims it, and the others leave nothing behind.
+    For a command that has seen the end of the previous attempt: one of several such commands claims the
+    attempt, and the others leave no files.
     """
     paths.attempts.mkdir(exist_ok=True)
     listed = checkpoints.listing(paths, number)
@@ -171,8 +171,8 @@ def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **f
 
 @contextmanager
 def no_claims(paths: RunPaths) -> Iterator[None]:
-    """Keep others from claiming an attempt within this context: ``clean`` may only remove files of a run that
-    nobody starts.
+    """Keep other commands from claiming an attempt within this context: ``clean`` may only remove files of a
+    run that no other command starts.
 
     Waits while another command holds the lock. The lock ends with its process.
     """
@@ -194,7 +194,7 @@ def newest_number(paths: RunPaths) -> int:
 def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRecord | None:
     """Return the attempt's record including rank 0's events; None if it can't be read.
 
-    Without ``with_events`` the file of those is not read: for who ran the attempt, and from when to when.
+    Without ``with_events``, the file of events is not read; enough for the attempt's process, start and end.
     """
     data = read_json(attempt.record)
     if data is None:

@@ -59,7 +59,7 @@ class BestSoFar:
     num_evaluations: int = 0
 
     def add_row(self, row: Row) -> None:
-        """Add the row of an evaluation; one without the metric changes nothing."""
+        """Add the row of an evaluation; a row without the metric changes nothing."""
         if self.metric in row:
             self.add(row["step"], row[self.metric])
 

@@ -396,7 +396,5 @@ def move_away(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint's folder; it is renamed first, so that a partly removed one never counts as
-    valid.
-    """
+    """Remove a checkpoint's folder; it is renamed first, so that a partly removed folder is never valid."""
     shutil.rmtree(move_away(folder))

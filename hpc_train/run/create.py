@@ -142,9 +142,7 @@ def refused_changes(paths: RunPaths) -> list[str]:
 
 
 def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
-    """Return True if an attempt from ``number`` on ended because of its file, before any had completed a
-    step.
-    """
+    """Return True if an attempt from ``number`` on ended because of its file, before any completed a step."""
     for attempt in paths.attempt_folders():
         if number <= attempt.number < before:
             record = read_record(attempt)
@@ -191,7 +189,7 @@ def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
     """Return the keys of ``experiment`` whose files differ from those at the run's creation."""
     recorded = (read_json(paths.run) or {}).get("inputs")
     now = fingerprints(experiment, recorded)
-    with suppress(BadFileError):  # gone: a run that has begun does not need it
+    with suppress(BadFileError):  # the weights are gone: a run that has begun does not need them
         now |= source_facts(experiment.model.init_from)["inputs"]
     return other_inputs(recorded, now)
 

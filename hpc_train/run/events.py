@@ -1,6 +1,4 @@
-"""Timestamps of an attempt's events: rank 0 writes them to a small file, which is read with the attempt's
-record.
-"""
+"""Timestamps of an attempt's events: rank 0 writes a small file, which is read with the attempt's record."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class EventLog:
         self._write()
 
     def saved(self, duration_s: float, stall_s: float) -> None:
-        """Record the longest save, and the total time that training waited for saves: ``stall_s`` for this
-        one.
-        """
+        """Record the longest save, and add ``stall_s`` to the total time that training waited for saves."""
         self._save_s = max(round(duration_s, 3), self._save_s or 0.0)
         self._stall_s += stall_s
         self._write()

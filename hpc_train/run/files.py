@@ -50,9 +50,7 @@ class UnreadableFileError(ValueError):
 
 
 def hidden_beside(path: Path) -> Path:
-    """Return a new hidden name in the folder of ``path``, for a file before or after it has the name
-    ``path``.
-    """
+    """Return a new hidden name in the folder of ``path``, for a file before or after its time as ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
@@ -60,7 +58,7 @@ def hidden_beside(path: Path) -> Path:
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that replaces ``path`` atomically when the block ends without an error.
 
-    With ``sync`` it is on disk then. An OSError names ``path``, also that of a write, which has no file name.
+    With ``sync`` it is on disk then. An OSError names ``path``, also for a failed write, which names no file.
     """
     temporary = hidden_beside(path)
     try:
@@ -91,7 +89,7 @@ def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
 
 
 def write_new(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a file into a folder that nobody else can see yet, and that is renamed once it is complete.
+    """Write a file into a folder that other processes can't see yet, and that is renamed once it is complete.
 
     With ``sync`` its content is on disk when this returns; the caller syncs the folder.
     """

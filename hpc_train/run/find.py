@@ -30,7 +30,7 @@ class _Known:
 
     #: Experiment's name → run id → its folder.
     runs: dict[str, dict[str, RunPaths]]
-    #: Experiments and runs that this user may not read.
+    #: Experiments and runs that this user has no permission to read.
     hidden: list[Path]
 
     @classmethod

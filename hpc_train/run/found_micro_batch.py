@@ -34,9 +34,7 @@ class Found:
 
 
 def kept(paths: RunPaths) -> Found | None:
-    """Return the size that was found for the run; None before that. Raises StorageError if the file can't be
-    read.
-    """
+    """Return the size that was found; None before that. Raises StorageError if the file can't be read."""
     if not paths.micro_batch.exists():
         return None
     data = read_json(paths.micro_batch) or {}

@@ -32,9 +32,7 @@ _WORDS_OF_YAML = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes by our rules and writes no anchors; uses libyaml if available, which takes a quarter of the
-    time.
-    """
+    """Quotes by our rules and writes no anchors; uses libyaml if available, in a quarter of the time."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -70,9 +68,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def read(paths: RunPaths) -> Experiment:
-    """Return the experiment that the run was created with. Raises BadFileError; names are not looked up
-    again.
-    """
+    """Return the run's original experiment. Raises BadFileError; names are not looked up again."""
     try:
         return Experiment.model_validate(json.loads(read_text(paths.resolved)))
     except (OSError, ValueError, RecursionError, ValidationError):  # reported below

@@ -24,10 +24,9 @@ def living(record: AttemptRecord) -> bool | None:
 
 
 def lives(paths: RunPaths, record: AttemptRecord) -> bool | None:
-    """Return True if the attempt still runs: like ``living``, but False after a long silence of another
-    machine.
+    """Return True if the attempt still runs: ``living``, except after a long silence of another machine.
 
-    A machine, container or host name that is gone never answers again. Continuing without it is safe: an
+    A machine, container or host name may no longer exist and never answer. Continuing without it is safe: an
     attempt owns the run, so later commits of an older one do not count. An attempt of a launcher plug-in, or
     on Slurm, may wait in a queue, during which silence means nothing.
     """

@@ -11,8 +11,7 @@ from hpc_train.run.find import is_run
 
 
 def refuse_target(target: Path) -> None:
-    """Raise UserError if ``target`` can't be written, or writing it would replace something other than a
-    file.
+    """Raise UserError if ``target`` can't be written, or it exists and is not a regular file.
 
     StorageError if its folder is missing, or it is a link, a folder or a device; UsageError if it is inside a
     run's folder.

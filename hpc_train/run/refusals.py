@@ -12,7 +12,7 @@ from hpc_train.errors import shortened
 from hpc_train.run.resource_limits import reached
 from hpc_train.run.storage_errors import place_of
 
-#: Beginnings of the variables that libraries read as they are imported.
+#: Prefixes of the variables that libraries read on import.
 _READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_", "TRITON_")
 
 

@@ -85,7 +85,7 @@ def prepare_rank() -> None:
     try:
         os.sched_getaffinity(0)
     except OSError:
-        del os.sched_getaffinity  # torch counts CPUs in another way if the function does not exist
+        del os.sched_getaffinity  # torch counts CPUs differently if the function does not exist
     soft, hard = of_process(resource.RLIMIT_CPU)
     if soft == hard and 1 < hard != resource.RLIM_INFINITY:
         # The signal of the soft limit names the cause. At the hard limit the kernel sends SIGKILL.
@@ -164,8 +164,7 @@ def _named(options: Iterable[str], limits: Mapping[str, str]) -> str:
 
 
 def explained(text: str, limits: Mapping[str, str] | None = None) -> str:
-    """Return an error or a traceback, with the limit's value added to the last line that reports a reached
-    limit.
+    """Return an error or a traceback, with the limit's value added to the last line about a reached limit.
 
     ``limits``: default: those of this process.
     """

@@ -17,7 +17,7 @@ _MAX_RUNS = 100_000
 
 
 def run_facts(paths: RunPaths) -> Mapping[str, Any]:
-    """Return the content of ``run.json``, empty if it can't be read; nobody may change it.
+    """Return the content of ``run.json``, empty if it can't be read; callers must not change it.
 
     The file is read again only if it was replaced since.
     """

@@ -89,9 +89,7 @@ def replaced_file(error: UnreadableFileError) -> StorageError:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
-    """Return the message for an operating system error in using ``path``, unless ``error`` names another
-    path.
-    """
+    """Return the message for an operating system error at ``path``, unless ``error`` names another path."""
     if error.errno in TRANSIENT:
         return TransientStorageError(f"{path}: {_reason(error)}")
     limits = reached_limits(error)
@@ -157,9 +155,7 @@ def _remedy(error: OSError, path: Path) -> str:
 
 
 def _used_up(path: Path) -> str:
-    """Return a clause if the file system of ``path`` has space but no inodes left: ``df`` shows free space
-    then.
-    """
+    """Return a clause if the file system of ``path`` has space, as ``df`` shows, but no inodes left."""
     with suppress(OSError):
         found = os.statvfs(_existing(path))
         if found.f_bavail > 0 and found.f_files and found.f_favail == 0:
@@ -185,9 +181,7 @@ def _owner_words(path: Path) -> str:
 
 
 def _refusing(path: Path) -> tuple[Path, bool]:
-    """Return the file or folder whose owner and mode decide on access to ``path``, and whether they forbid
-    it.
-    """
+    """Return the file or folder whose mode decides on access to ``path``, and whether it forbids access."""
     there = _existing(path)
     if there != path:
         return there, not os.access(there, os.W_OK | os.X_OK)

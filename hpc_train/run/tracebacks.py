@@ -64,9 +64,7 @@ def users_traceback(error: BaseException) -> str | None:
 
 
 def users_frame(error: BaseException) -> str | None:
-    """Return the line of the user's code that raised it, as ``model.py:12 in forward``; None for other
-    errors.
-    """
+    """Return the line of the user's code that raised it: ``model.py:12 in forward``; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else None

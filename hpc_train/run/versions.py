@@ -1,5 +1,4 @@
-"""The versions of Python and of the packages that affect a run's numbers, and the differences between two
-sets.
+"""The versions of Python and of the packages that affect a run's numbers, and their differences.
 
 Called at creation and by ``resume`` on the login node, and by ranks; none of the packages is imported.
 """

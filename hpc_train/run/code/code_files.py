@@ -1,6 +1,4 @@
-"""Selects the files of a run's code: those of ``hpc_train`` itself and of the work tree around the current
-folder.
-"""
+"""Selects the files of a run's code: ``hpc_train`` itself and the work tree around the current folder."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ class Selection:
     cwd: str
     #: Relative path → the file's status when it was listed.
     files: dict[str, os.stat_result] = field(default_factory=dict)
-    #: Relative path → target, relative to the link; all lead to files or folders of the selection.
+    #: Relative path → target, relative to the link; all targets are files or folders of the selection.
     links: dict[str, str] = field(default_factory=dict)
     #: Relative path → why the file is excluded from the snapshot.
     left_out: dict[str, str] = field(default_factory=dict)

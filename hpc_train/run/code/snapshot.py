@@ -52,7 +52,7 @@ _MAX_PATH_BYTES = 1 << 13
 _PACKAGE = "package"
 #: Folder of the work tree in a snapshot.
 TREE = "tree"
-#: Reading restarts if files change meanwhile; after that a growing file is taken as it is.
+#: Maximum number of readings if files change meanwhile; after that, a growing file is taken as it is.
 _TRIES = 3
 #: Maximum number of files that a message names.
 _NAMED = 5
@@ -314,9 +314,7 @@ def search_path(paths: RunPaths) -> list[str]:
 
 
 def check_owner(folder: Path) -> None:
-    """Raise UntrustedError if another user could have written the content of ``folder``, or can
-    replace it.
-    """
+    """Raise UntrustedError if another user could have written files in ``folder``, or can replace it."""
     check_holder(folder.parent)
     # Files that imports cache there have the usual modes, and are unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077

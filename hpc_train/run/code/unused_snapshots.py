@@ -54,9 +54,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _real(path: Path) -> Path:
-    """Return the path with links resolved; keeps a link that leads to itself, for which ``Path.resolve``
-    raises.
-    """
+    """Return the path with links resolved; keeps a link to itself, for which ``Path.resolve`` raises."""
     return Path(os.path.realpath(path))
 
 

@@ -33,7 +33,7 @@ class WorkTree:
 
 
 def work_tree_around(folder: Path) -> WorkTree | None:
-    """Return None if there is none, git is missing, or git does not trust its owner."""
+    """Return None if there is no work tree, git is missing, or git does not trust the owner."""
     said = _git(folder, "rev-parse", "--is-inside-work-tree", "--show-prefix")
     if said is None or not said.startswith(b"true\n"):
         return None
