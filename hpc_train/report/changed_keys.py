@@ -76,8 +76,7 @@ def _read(
 def _texts(sections: Mapping[str, Any] | None) -> dict[str, bytes] | None:
     """Return each section in binary form, which differs between ``1`` and ``1.0``; None if nested too deeply.
 
-    Takes half the time of ``repr``. Uses the old version of the format, without references to earlier
-    objects.
+    Twice as fast as ``repr``. Uses the old version of the format, without references to earlier objects.
     """
     try:
         return (
@@ -152,8 +151,7 @@ def value_text(value: Any) -> str:
 
 
 def _written(paths: RunPaths) -> dict[str, Any] | None:
-    """Return the content of ``resolved.json``, without the schema, which takes most of the time for many
-    runs.
+    """Return the content of ``resolved.json``, without the schema, which is slow for many runs.
 
     For a run that resumes have changed, or that can't be read this way, return the result of ``_settings``.
     """
@@ -183,9 +181,7 @@ def _flatten(section: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> N
 
 
 def _comparable(value: Any) -> tuple[type, Any]:
-    """Return a key that is equal for two values only if they are written identically: ``1`` and ``1.0``
-    differ.
-    """
+    """Return a key that is equal only for values that are written identically: ``1`` and ``1.0`` differ."""
     if value is _ABSENT or value is None or value == {}:
         return str, ""
     if isinstance(value, str | int | float):

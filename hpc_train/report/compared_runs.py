@@ -1,4 +1,4 @@
-"""Runs as ``compare`` shows them: one by one, or averaged over runs that differ in some keys only."""
+"""Runs as ``compare`` shows them: individually, or averaged over runs that differ only in some keys."""
 
 from __future__ import annotations
 

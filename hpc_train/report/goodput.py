@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of steps, divided into those that waited for data and the others."""
+    """The seconds of steps, divided into waits for data and the rest."""
 
     useful: float
     waited: float

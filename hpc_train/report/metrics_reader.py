@@ -85,7 +85,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _may_be_evaluation(text: bytes) -> bool:
-    """Return True if one of the rows in ``text`` may be that of an evaluation; does not parse them."""
+    """Return True if one of the rows in ``text`` may be an evaluation's; does not parse them."""
     return b'"val"' in text or b"\\" in text  # the word, or a JSON spelling of it that we do not write
 
 
@@ -118,8 +118,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) -> tuple[list[Row], bool]:
-    """Return the rows in order, and whether some were skipped: if there are more than ``max_rows``, every
-    k-th is read.
+    """Return the rows in order, and whether some were skipped: above ``max_rows``, every k-th is kept.
 
     Evaluation rows are counted separately, against ``max_evaluations`` (None: ``max_rows``), so that none is
     skipped because of the others. The first and the last row of each attempt (of the first

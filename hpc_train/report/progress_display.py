@@ -88,7 +88,7 @@ class Progress:
         self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
 
     def update(self) -> None:
-        """Read the files if enough time has passed, and show what is new."""
+        """Read the files if enough time has passed, and show changes."""
         now = time.monotonic()
         if now - self._read_at < READ_EVERY_S:
             return
@@ -244,7 +244,7 @@ def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]
     """Return the name, the bar's width and the text that fit one line of ``width`` characters.
 
     The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the
-    rate, the wait for data and the validation, of which the judged metric stays longer, are dropped.
+    rate, the wait for data and the validation are dropped; the judged metric is dropped last.
     """
     kept_parts = {words.activity, words.left, words.loss}
     room = width - 1 - len(steps) - 3 * len(_GAP)

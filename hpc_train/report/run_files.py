@@ -58,7 +58,7 @@ class RunFiles:
 
     @property
     def records(self) -> list[AttemptRecord]:
-        """The readable records, that of the first attempt first."""
+        """The readable records, in order of attempts."""
         return [record for _, record in self.attempts if record is not None]
 
     @property

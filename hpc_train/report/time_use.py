@@ -25,7 +25,7 @@ PARTS = ("training", "data", "saving", "starting", "stopping", "lost", "other")
 def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, float]:
     """Return the seconds of each of ``PARTS``; their sum is the time of all attempts. Empty before the first.
 
-    ``rows``: those of ``metrics.jsonl``. A part that was not recorded is 0.
+    ``rows``: the rows of ``metrics.jsonl``. A part that was not recorded is 0.
     """
     spans = attempt_spans(run, now)
     total_s = sum(end - start for _, (start, end) in spans)
@@ -71,7 +71,7 @@ def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
 def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
     """Return the duration of each evaluation: from the previous row to its own, minus the steps between.
 
-    Evaluations of one step, such as that of the averaged weights, follow each other.
+    Evaluations at the same step, such as the evaluation of the averaged weights, run one after the other.
     """
     found: list[float] = []
     step_s, before = 0.0, None

@@ -117,9 +117,7 @@ def usage_of(
 
 
 def _hours(run: RunFiles, now: RunStatus, size: Ranks | None, count: int | None) -> float | None:
-    """Return hours × GPUs, or cores, of all attempts; ``count``: the number in an attempt with all planned
-    ranks.
-    """
+    """Return hours × GPUs, or cores, of all attempts; ``count``: of an attempt with all planned ranks."""
     if size is None or count is None or not size.most:
         return None
     total = 0.0

@@ -107,7 +107,7 @@ class Collected:
 
     @cached_property
     def keys(self) -> list[str]:
-        """The keys in which the runs differ, the same ones for all runs that can be read."""
+        """The keys in which the runs differ, the same for all runs that can be read."""
         return list(dict.fromkeys(key for run in self.runs for key in run.values))
 
     @cached_property

@@ -19,7 +19,7 @@ NAME_LENGTH = 100
 HIGHLIGHTED = 8
 EVALUATED = 4
 DETAILED = 12
-#: Training rows that are read of each of those, and as many evaluation rows.
+#: Training rows that are read of each highlighted run, and as many evaluation rows.
 DETAILED_ROWS = 8000
 #: Bars of the time use and rows of its table.
 TIME_BARS = 20

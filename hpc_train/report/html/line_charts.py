@@ -121,7 +121,7 @@ def line_charts(collected: Collected) -> list[LineChart]:
 
 
 def _ordered(collected: Collected) -> Iterator[Metric]:
-    """Yield the metrics that have a chart; classes' IoU has a section of its own."""
+    """Yield the metrics that have a chart; classes' IoU has a separate section."""
     found = [
         each
         for each in collected.metrics

@@ -238,7 +238,7 @@ def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:
 
 
 def _time_bars(runs: Sequence[RunData]) -> list[TimeBar]:
-    """Return the bar of all runs together, then those of the first runs."""
+    """Return the bar of all runs together, then the bars of the first runs."""
     timed = [run for run in runs if run.time_use]
     bars = [_time_bar(run.name, run.time_use) for run in timed[: limits.TIME_BARS]]
     if len(timed) > 1:

@@ -121,7 +121,7 @@ def cells(run: LiveRun, columns: Mapping[Column, int]) -> tuple[str, ...]:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar of ``width`` characters of which ``share`` is filled."""
+    """Return a bar of ``width`` characters, filled by ``share``."""
     full = math.floor(share * width)
     return "█" * full + "░" * (width - full)
 

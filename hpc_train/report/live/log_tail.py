@@ -23,7 +23,7 @@ def log_of(paths: RunPaths) -> Path:
 
 
 class LogTail:
-    """Yields the last lines of a file, then those that are added; a replaced file is read again."""
+    """Yields the last lines of a file, then appended lines; a replaced file is read again."""
 
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path

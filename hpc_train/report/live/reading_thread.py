@@ -16,7 +16,7 @@ from hpc_train.run.storage_errors import error_words
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of one reading. ``details``: those of the selected run, if there is one."""
+    """The result of one reading. ``details``: of the selected run, if there is one."""
 
     runs: list[LiveRun]
     details: Details | None
@@ -54,7 +54,7 @@ class ReadingThread(threading.Thread):
             self._condition.notify()
 
     def stop(self) -> None:
-        """End the thread once it has delivered what it reads now; return at once."""
+        """End the thread after it has delivered its current reading; return at once."""
         with self._condition:
             self._is_stopped = True
             self._condition.notify()
