@@ -43,9 +43,7 @@ class Communication:
 def communication(
     strategy: str, degrees: Degrees, ranks_per_node: int, tensors: Mapping[str, int]
 ) -> Communication:
-    """Return the volumes that a rank sends. ``tensors``: kind of collective → bytes of the whole tensors in a
-    step.
-    """
+    """Return a rank's volumes. ``tensors``: kind of collective → bytes of the whole tensors in a step."""
     shards = traits_of(strategy).shards_parameters
     # Data-parallel ranks reduce gradients over both axes, unless gradient shards are reduced over copies.
     scattered = tensors.get("reduce_scatter", 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.config.sweep_sections import CHOICE, Distribution, RandomConfig
 
-#: Significant digits of a drawn float: readable, and the same whatever the last bits of the math library.
+#: Significant digits of a drawn float: readable, and independent of the last bits of the math library.
 _DIGITS = 6
 #: Digits for draws with a step, whose multiples must stay multiples.
 _STEP_DIGITS = 12

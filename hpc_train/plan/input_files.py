@@ -253,9 +253,7 @@ def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]
 def _walk(
     root: str, splits: Iterable[str], suffixes: tuple[str, ...] = IMAGE_EXTENSIONS
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the split and each of its folders, relative to ``root``, with its images, sorted, except hidden
-    ones.
-    """
+    """Yield split and each of its folders, relative to ``root``, with sorted images, except hidden ones."""
     for split in splits:
         for folder, folders, names in os.walk(os.path.join(root, split), followlinks=True):  # noqa: PTH118
             visible = sorted(name for name in folders if not name.startswith("."))

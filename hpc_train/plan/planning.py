@@ -94,9 +94,7 @@ class PlannedRun:
 
     @property
     def bubble(self) -> float | None:
-        """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without a pipeline or if
-        unknown.
-        """
+        """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without one or if unknown."""
         if self.degrees is None or self.stages is None or self.accumulation is None:
             return None
         return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
@@ -200,7 +198,7 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
 
 
 class _Sizes:
-    """Caches sizes: the runs of a sweep mostly share their data, and a folder of images is slow to count."""
+    """Caches sizes: the runs of a sweep mostly share their data, and counting a folder of images is slow."""
 
     def __init__(self) -> None:
         self._known: dict[str, int | None] = {}

@@ -29,7 +29,7 @@ from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.child_process import Child
 
 _MODULE = "hpc_train.training.predicted_runs"
-#: From a cold network disk torch alone takes a minute.
+#: Importing torch from a cold network disk takes a minute.
 _LIMIT_S = 300.0
 #: Limit for all questions after the first, which waits for torch; remaining runs are not predicted. Assumed.
 _TOTAL_S = 60.0
