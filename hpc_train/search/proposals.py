@@ -24,7 +24,7 @@ class Round:
     trials: list[Trial]
     #: The values of new trials.
     proposals: list[dict[str, Any]]
-    #: The trials to start again: interrupted ones before new ones are proposed. Those that failed come last,
+    #: The trials to start again: interrupted ones before new ones are proposed. Failed trials come last,
     #: since they may fail again.
     again: list[Trial]
 
