@@ -1,5 +1,5 @@
 """The ``hpc-train`` command. Its subcommands are declared by ``file_commands``, ``run_commands`` and
-``result_commands``, and each is implemented in a module of its own.
+``result_commands``, and each is implemented in its own module.
 
 Imported for ``--help`` too, so nothing heavy is imported at the top: a command's module is imported when it
 runs.

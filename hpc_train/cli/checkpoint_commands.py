@@ -86,9 +86,7 @@ def _one_run(word: str) -> RunPaths:
 
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:
-    """Return the folders of the model's code for the child: the run's checked snapshot, or the current
-    folder.
-    """
+    """Return the folders of the model's code for the child: the checked snapshot, or the current folder."""
     here = [PACKAGE_PARENT, str(Path.cwd())]
     snapshot = None if is_new(choice) else linked(paths)
     check_run(paths)

@@ -54,9 +54,7 @@ def size_bytes(path: Path) -> int:
 
 
 def clean(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
-    """List the items and remove them, after confirmation unless ``yes``. Refuses if any of the runs is still
-    active.
-    """
+    """List and remove the items, after confirmation unless ``yes``. Refuses if any run is still active."""
     removed, code = _clean(names_or_ids, yes=yes)
     if as_json:
         items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
@@ -169,7 +167,7 @@ def remove_unused_code(snapshots: Path) -> Iterator[Surplus]:
     """Remove code that no run uses, and list it; a submit may have started using it meanwhile."""
     for path in _unused(snapshots):
         item = Surplus(path, UNUSED_CODE)
-        _ = item.size_bytes  # as long as it is there
+        _ = item.size_bytes  # while the folder exists
         remove_folder(path)
         say(f"{path}  removed: {UNUSED_CODE}")
         yield item

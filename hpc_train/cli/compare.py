@@ -105,7 +105,7 @@ class _Measured:
 
 
 def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
-    """Return the requested metric: of validation rows, or of training rows if those lack it.
+    """Return the requested metric: in validation rows, or in training rows if validation rows lack it.
 
     Training rows are most of the files, so they are parsed only if no run has the metric in the others.
     """
@@ -173,9 +173,7 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
 
 
 def _averaged(keys: Sequence[str], options: CompareOptions) -> list[str]:
-    """Return the keys over which runs are averaged: those of ``--over``, or all except those of
-    ``--group-by``.
-    """
+    """Return the keys over which runs are averaged: ``--over``, or all keys except ``--group-by``."""
     over = _full_keys(options.over, keys, "--over")
     kept = _full_keys(options.group_by, keys, "--group-by")
     return [key for key in keys if key not in kept] if kept else over

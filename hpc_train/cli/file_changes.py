@@ -70,9 +70,7 @@ class _File:
             return
 
     def lines(self, paths: RunPaths, used: Experiment, is_queued: bool) -> tuple[str, ...]:
-        """Return a heading and a line for each change, or that they can't be determined; empty without
-        changes.
-        """
+        """Return a heading and a line per change, or that they can't be determined; empty without changes."""
         try:
             if self._loaded is None:
                 return (self._unreadable(),)
@@ -95,9 +93,7 @@ def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
 
 
 def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
-    """Yield a line for each key that differs between the file then and now, and between the file and
-    the run.
-    """
+    """Yield a line per key that differs between the file then and now, and between file and run."""
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
         value = value_at(uses, change.path)

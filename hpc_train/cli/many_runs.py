@@ -13,9 +13,7 @@ _OBJECTS = 5_000_000
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Run Python's cyclic garbage collector less often in this context: reading runs creates little cyclic
-    garbage.
-    """
+    """Run the cyclic garbage collector less often in this context: reading runs creates few cycles."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *before[1:])
     try:

@@ -135,7 +135,7 @@ def _continues(paths: RunPaths) -> str:
 
 
 def _after_divergence(paths: RunPaths) -> list[str]:
-    """The run is deterministic, so resuming it unchanged leads to the same NaN."""
+    """The run is deterministic, so resuming it unchanged produces the same NaN."""
     steps = ["resuming it unchanged would diverge again; start a changed run, for example with"]
     try:
         experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)

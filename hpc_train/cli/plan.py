@@ -163,9 +163,7 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
 
 
 def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
-    """Return the line that reports a data root, or its pack, that is missing here; ranks find out after their
-    imports.
-    """
+    """Return the problem of a data root, or its pack, that is missing here: ranks fail only after imports."""
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
         message = f"{data.root} does not exist on this machine"
@@ -219,9 +217,7 @@ def _missing_pack(loaded: Loaded) -> list[str]:
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None if the images are not packed, or can't be listed in time, which only
-    ranks must do.
-    """
+    """Return the possible packs; None if images are not packed, or take too long to list before a start."""
     if not data_facts(data.name).is_packable:
         return None
     try:
@@ -361,9 +357,7 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
 
 
 def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
-    """Return the problems of a ``model.init_from`` that names no weights. A run keeps the weights that it
-    names now.
-    """
+    """Return the problems of a ``model.init_from`` without weights. A run keeps the weights named now."""
     lines = []
     for text in dict.fromkeys(run.experiment.model.init_from for run in made.runs):
         try:

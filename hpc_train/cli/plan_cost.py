@@ -42,7 +42,7 @@ class PlanCost:
 
     @property
     def core_hours(self) -> float | None:
-        """The sum over all runs; None if that of any run is unknown."""
+        """The sum over all runs; None if any run's value is unknown."""
         return _sum([None if each is None else each.core_hours for each in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
@@ -156,7 +156,7 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
 
 
 def _of_all(values: Sequence[float | None], count: int) -> float | None:
-    """Return the sum of ``count`` runs, of which a search has proposed only these ones so far."""
+    """Return the sum over ``count`` runs; a search has proposed only these so far."""
     total = _sum(values)
     return None if total is None or not values else total / len(values) * count
 

@@ -156,7 +156,7 @@ def _cells(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
-    """Return a cell per value, named by its place or its key; none of values that are lists themselves."""
+    """Return a cell per value, named by its position or key; empty if any value is nested itself."""
     parts = values if isinstance(values, dict) else dict(enumerate(values))
     if any(isinstance(part, list | dict) for part in parts.values()):
         return {}

@@ -36,7 +36,7 @@ class QueueForecast:
 def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
     """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
 
-    The submission has its own time limit. ``new``: runs that exist are submitted once more.
+    The submission has its own time limit. ``new``: existing runs are submitted again.
     """
     try:
         return _refused(launcher, loaded, plan.runs if new else _to_submit(plan))

@@ -86,7 +86,7 @@ def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
 
 
 def _fresh_status(launcher: Launcher, runs: Sequence[RunPaths]) -> list[RunStatus]:
-    """Return the launcher's status now; if its scheduler does not answer, that of completed runs is known."""
+    """Return the runs' current status; without an answer of the scheduler, use that of completed runs."""
     try:
         return launcher.status(runs, is_fresh=True)
     except NoSchedulerError:
@@ -124,9 +124,7 @@ def _entries(paths: RunPaths) -> set[str]:
 
 
 def _remove(paths: RunPaths) -> None:
-    """Remove the run; an attempt is claimed first, so that nobody starts one in a folder that is being
-    removed.
-    """
+    """Remove the run; an attempt is claimed first, so that no command starts one meanwhile."""
     number = claim_attempt(paths, "rm")
     try:
         before = [read_record(each) for each in paths.attempt_folders() if each.number < number]

@@ -27,7 +27,7 @@ _COLUMNS: dict[str, _Key] = {
 
 
 def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
-    """Return the rows by ascending value; those without a value come last.
+    """Return the rows by ascending value; rows without a value come last.
 
     ``key``: a column, or a swept key, also by its last part (``lr``). Raises UsageError for any other.
     """

@@ -55,7 +55,7 @@ def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Rou
 
 
 def finish_submissions(launcher: Launcher, loaded: Loaded) -> None:
-    """Finish the submission of a command that died during it: such trials count as running."""
+    """Finish the incomplete submission of a command that died: such trials count as running."""
     folder = experiment_folder(loaded)
     if launcher.is_queue and folder.folder.is_dir():
         with launcher.submitting(folder):
