@@ -1,5 +1,4 @@
-"""The output of commands: tables and JSON to stdout, messages to stderr; nothing that could act on a
-terminal.
+"""The output of commands: tables and JSON to stdout, messages to stderr; no terminal control codes.
 
 A closed stderr (terminal or pipe gone, full disk) never ends a run.
 """

@@ -71,7 +71,7 @@ def add_late_places() -> None:
 
 
 def answer_in(output: str | bytes) -> dict[str, Any] | None:
-    """Return the last line that is a JSON object; None if there is none.
+    """Return the last JSON object that is a line; None without one.
 
     Others may print before and after it: a site's Python, a model's code, a wrapper.
     """

@@ -209,7 +209,7 @@ class ExperimentPaths:
 
     @property
     def submission_lock(self) -> Path:
-        """Locked by the one command that submits."""
+        """Locked by the command that submits."""
         return self.submissions / "lock"
 
     @property

@@ -84,7 +84,7 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 
 def _by_length(secrets: set[str]) -> list[str]:
-    """Return the longest first: one may be a part of another."""
+    """Return the secrets, the longest first: a secret may be a part of another."""
     return sorted(secrets, key=len, reverse=True)
 
 
@@ -138,8 +138,8 @@ def _password(url: str) -> str | None:
 def _end_of_user(url: str) -> int | None:
     """Return the offset of the host; None if the URL has no user.
 
-    A password may contain ``@``, and ``/``, ``?`` or ``#`` if it was not quoted. If in doubt, too much is
-    removed.
+    A password may contain ``@``, and ``/``, ``?`` or ``#`` if it was not quoted. If in doubt, the offset is
+    too large, so too much is removed.
     """
     begin = url.index("://") + 3
     try:

@@ -199,7 +199,7 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
 
 @contextmanager
 def refusing_exit(what: str) -> Iterator[None]:
-    """Raise BadFileError if a part exits the process: its exit code would be taken for ours."""
+    """Raise BadFileError if a part exits the process: its exit code would be mistaken for ours."""
     try:
         yield
     except SystemExit as error:
