@@ -1,5 +1,4 @@
-"""The output of commands: tables and JSON to stdout, messages to stderr; nothing that could act on a
-terminal.
+"""The output of commands: tables and JSON to stdout, messages to stderr; no terminal control codes.
 
 A closed stderr (terminal or pipe gone, full disk) never ends a run.
 """
@@ -19,7 +18,8 @@ from typing import Any, TextIO
 from hpc_train.errors import printable
 
 JSON_VERSION = 1
-#: Spreadsheets run a cell that begins so, also with the full-width forms (OWASP, "CSV Injection").
+#: Spreadsheets execute a cell that begins with one of these, also in full-width form (OWASP, "CSV
+#: Injection").
 _FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
@@ -31,7 +31,7 @@ def say(words: str) -> None:
 
 @contextmanager
 def tolerating_closed_stderr() -> Iterator[None]:
-    """Within this context stderr may be gone: a closed terminal, a reader that has left, a full disk."""
+    """Tolerate a missing stderr within this context: a closed terminal, a closed pipe, a full disk."""
     try:
         yield
     except OSError:
@@ -68,7 +68,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rounded(value: float) -> str:
-    """Return three digits, of a larger number its whole part: ``0.125``, ``12.5``, ``1,250``."""
+    """Return three significant digits, or a larger number's whole part: ``0.125``, ``12.5``, ``1,250``."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
@@ -81,7 +81,7 @@ def csv_line(cells: Iterable[object]) -> str:
     """Return ``cells`` as one line of a CSV file, with its line break.
 
     Text is safe for terminals and spreadsheets: control characters are shown as escapes, and an apostrophe
-    precedes what a spreadsheet would run as a formula.
+    precedes text that a spreadsheet would execute as a formula.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(map(_csv_cell, cells))

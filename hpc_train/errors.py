@@ -89,12 +89,12 @@ class TryAgainError(UserError):
 
 
 class EnvironmentRefusesError(UserError):
-    """A limit, or a version of what is installed, does not permit the run; it has to be changed first."""
+    """A limit, or an installed package's version, does not permit the run; it has to be changed first."""
 
     exit_code = ExitCode.ENVIRONMENT
 
 
-#: What to do about it.
+#: Remedy for non-finite values.
 FINITE_REMEDY = "lower the learning rate, clip gradients, or, under fp16, use bf16 or fp32"
 
 
@@ -105,7 +105,7 @@ class NonFiniteError(HpcTrainError):
 
 
 class BadNodeError(HpcTrainError):
-    """The node of this rank can't do what training needs; another one may."""
+    """This rank's node does not meet a requirement of training; another node may."""
 
     exit_code = ExitCode.BAD_NODE
 
@@ -144,12 +144,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return ``a, b, c``; of more than ``most`` names the first ones and ``…``."""
+    """Return ``a, b, c``; for more than ``most`` names, the first ones and ``…``."""
     return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
 
 
 def shortened(text: str, length: int = 60) -> str:
-    """Return at most ``length`` characters of ``text``, of a longer one the beginning and ``…``."""
+    """Return ``text``, cut to at most ``length`` characters including ``…``."""
     return text if len(text) <= length else f"{text[: max(0, length - 1)]}…"
 
 

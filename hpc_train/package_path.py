@@ -1,4 +1,4 @@
-"""Child processes: which copy of the package and which of the user's modules they import, and their answer.
+"""Child processes: the copy of the package and the user's modules that they import, and their answer.
 
 A user's ``logging.py`` or ``types.py`` must not replace Python's own module, without which no process starts.
 Entries of ``PYTHONPATH`` precede the standard library on ``sys.path``. So a folder with such a file is put
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Where this copy of the package is imported from.
+#: Folder that this copy of the package is imported from.
 PACKAGE_PARENT = str(Path(__file__).parents[1])
 #: Folders that follow the standard library on ``sys.path``, separated like those of ``PYTHONPATH``.
 LATE_VARIABLE = "HPC_TRAIN_LATE_PATH"
@@ -23,8 +23,8 @@ LATE_VARIABLE = "HPC_TRAIN_LATE_PATH"
 def with_package(environment: Mapping[str, str], places: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment of a child process that imports this copy of the package from any folder.
 
-    ``places``: where it imports from instead, such as a run's snapshot. The child does not import from the
-    current folder unless that is one of ``places``.
+    ``places``: folders to import from instead, such as a run's snapshot. The child does not import from the
+    current folder unless ``places`` contains it.
     """
     found = path_variables(places or (PACKAGE_PARENT,))
     for name in ("PYTHONPATH", LATE_VARIABLE):
@@ -46,9 +46,9 @@ def path_variables(places: Iterable[str]) -> dict[str, str]:
 
 
 def hidden_modules(place: Path | str) -> list[Path]:
-    """Return the files and packages in a folder that have the name of a module of Python's own, by name.
+    """Return the files and packages in a folder that have the name of a standard library module, sorted.
 
-    A folder without ``__init__.py`` is not among them: Python prefers its own module.
+    A folder without ``__init__.py`` is excluded: Python prefers its own module.
     """
     try:
         with os.scandir(place) as entries:
@@ -71,7 +71,7 @@ def add_late_places() -> None:
 
 
 def answer_in(output: str | bytes) -> dict[str, Any] | None:
-    """Return the last line that is a JSON object; None if there is none.
+    """Return the last JSON object that is a line; None without one.
 
     Others may print before and after it: a site's Python, a model's code, a wrapper.
     """

@@ -1,4 +1,4 @@
-"""The layout of all files: the only place that spells the names of a run folder's files."""
+"""The layout of all files: the only module with the names of a run folder's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def expanded(path: str) -> Path:
-    """Return the path with its ``~`` expanded; unchanged if this machine knows no such home folder."""
+    """Return the path with its ``~`` expanded; unchanged if this machine has no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -28,7 +28,7 @@ def expanded(path: str) -> Path:
 
 
 def from_here(path: Path) -> str:
-    """Return the path as one would type it: relative where it is below the current folder."""
+    """Return the path as a user would type it: relative if it is below the current folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -46,10 +46,10 @@ def runs_root() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what commands remember: ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
+    """Return the cache folder of commands: ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
     if given := os.environ.get("HPC_TRAIN_CACHE"):
         return expanded(given)
-    import platformdirs  # ``--help`` names no file of it
+    import platformdirs  # ``--help`` needs no file of it
 
     return platformdirs.user_cache_path("hpc-train")
 
@@ -67,7 +67,7 @@ class CheckpointPaths:
 
     @property
     def state(self) -> Path:
-        """Everything that is not a tensor, and where the pieces of each tensor are."""
+        """Everything that is not a tensor, and the location of each tensor's shards."""
         return self.folder / "state.json"
 
     def shard(self, rank: int) -> Path:
@@ -100,12 +100,12 @@ class AttemptPaths:
 
     @property
     def record(self) -> Path:
-        """``attempt.json``: who ran the attempt, where, and how it ended."""
+        """``attempt.json``: process and place of the attempt, and its termination reason."""
         return self.folder / "attempt.json"
 
     @property
     def rendezvous(self) -> Path:
-        """Where rank 0 publishes the address of the store that the others connect to."""
+        """Rank 0's published address of the store that the others connect to."""
         return self.folder / "rendezvous.json"
 
     @property
@@ -115,8 +115,8 @@ class AttemptPaths:
 
     @property
     def notices(self) -> Path:
-        """Lines from rank 0 for the command that follows the run: which pretrained weights were loaded,
-        what `predict --data` does not read.
+        """Lines from rank 0 for the command that follows the run: loaded pretrained weights, files that
+        `predict --data` does not read.
         """
         return self.folder / "notices.json"
 
@@ -134,7 +134,7 @@ class AttemptPaths:
         return self.folder / f"rank-{rank}.exit"
 
     def error(self, rank: int) -> Path:
-        """Why a rank ended, if that was its own fault."""
+        """Why a rank ended, if it caused the end itself."""
         return self.folder / f"rank-{rank}.error"
 
     def files_of_ranks(self, ending: str) -> dict[int, Path]:
@@ -158,7 +158,7 @@ class AttemptPaths:
 
     @property
     def profile_table(self) -> Path:
-        """What limits the profiled steps, and the operations that take longest."""
+        """The bottleneck of the profiled steps, and the operations that take longest."""
         return self.folder / "profile.txt"
 
     def heartbeat(self, node: str) -> Path:
@@ -181,13 +181,13 @@ class AttemptPaths:
 
 @dataclass(frozen=True)
 class SubmissionPaths:
-    """The files of one array job: its script, its pickles, what the batch script prints."""
+    """The files of one array job: its script, its pickles, the batch script's output."""
 
     folder: Path
 
     @property
     def record(self) -> Path:
-        """``submission.json``: its runs, its job and how far it has come."""
+        """``submission.json``: its runs, its job and its progress."""
         return self.folder / "submission.json"
 
     @property
@@ -209,7 +209,7 @@ class ExperimentPaths:
 
     @property
     def submission_lock(self) -> Path:
-        """Locked by the one command that submits."""
+        """Locked by the command that submits."""
         return self.submissions / "lock"
 
     @property
@@ -245,7 +245,7 @@ class ExperimentPaths:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run. Paths that ``status`` needs several times are made once."""
+    """The files of one run. Paths that ``status`` needs several times are cached."""
 
     folder: Path
 
@@ -280,7 +280,7 @@ class RunPaths:
         return self.folder / "evaluation.json"
 
     def predictions(self, rank: int) -> Path:
-        """What a rank of ``predict`` found, in a folder whose ranks do not train."""
+        """A rank's predictions for ``predict``, in a folder whose ranks do not train."""
         return self.folder / f"predictions-{rank}.jsonl"
 
     def prediction_files(self) -> list[Path]:
@@ -314,7 +314,7 @@ class RunPaths:
 
     @property
     def wandb_sent(self) -> Path:
-        """The rows that wandb may have."""
+        """The rows that wandb may have received."""
         return self.wandb / "sent.json"
 
     @property
@@ -339,7 +339,7 @@ class RunPaths:
 
     @property
     def mlflow(self) -> Path:
-        """What MLflow has of the run: one folder per store."""
+        """Records of the rows sent to MLflow: one folder per store."""
         return self.folder / "mlflow"
 
     @property
@@ -364,7 +364,7 @@ class RunPaths:
 
     @property
     def synced(self) -> Path:
-        """What ``sync`` has sent where."""
+        """Records of the rows that ``sync`` has sent, by destination."""
         return self.folder / "sync.json"
 
     @property
@@ -394,12 +394,12 @@ class RunPaths:
 
     @property
     def evaluations(self) -> Path:
-        """What evaluations leave besides their rows: tables, pictures."""
+        """Files of evaluations besides their rows: tables, pictures."""
         return self.folder / "evaluations"
 
     @classmethod
     def entry_names(cls) -> set[str]:
-        """Return the names of everything that this tool puts into a run's folder: the properties above."""
+        """Return all names that hpc-train uses in a run's folder: the properties above."""
         run = cls(Path("run"))
         values = [
             getattr(run, name)
@@ -417,18 +417,18 @@ class RunPaths:
         return CheckpointPaths(self.checkpoints / f"step-{step:08d}")
 
     def evaluation(self, step: int) -> Path:
-        """The folder of the evaluation at ``step``; it exists only if that left files."""
+        """The folder of the evaluation at ``step``; it exists only if the evaluation wrote files."""
         return self.evaluations / f"step-{step:08d}"
 
     def evaluation_folders(self) -> dict[int, Path]:
-        """Return step → folder of the evaluations that left files, lowest step first."""
+        """Return step → folder of the evaluations that wrote files, lowest step first."""
         if not self.evaluations.is_dir():
             return {}
         found = [(_STEP_NAME.fullmatch(path.name), path) for path in self.evaluations.iterdir()]
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def evaluation_images(self, step: int) -> dict[str, Path]:
-        """Return name → file of the images that the evaluation at ``step`` left: its PNG files."""
+        """Return name → file of the evaluation's images at ``step``: its PNG files."""
         files = [path for path in self.evaluation(step).glob("*.png") if not path.is_symlink()]
         return {path.stem: path for path in sorted(files) if path.is_file()}
 
@@ -442,7 +442,7 @@ class RunPaths:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def attempt_folders(self) -> list[AttemptPaths]:
-        """Return the attempts so far, first one first."""
+        """Return the attempts so far, in order."""
         try:
             names = os.listdir(self.attempts)  # noqa: PTH208  (of each run that is listed)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Removes secrets from text that is printed or written: a run's folder and logs may be read by colleagues.
 
-A secret is recognized by its place, the user and password of a URL and its secret query parameters, or by its
-value: that of an environment variable such as ``WANDB_API_KEY``, or a password of ``.netrc``.
+A secret is recognized by its position (user, password and secret query parameters of a URL) or by its value
+(an environment variable such as ``WANDB_API_KEY``, or a password in ``.netrc``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECRET_WORDS = {
     "key", "keys", "apikey", "token", "tokens", "password", "passwd", "pass", "pwd", "passphrase", "secret",
     "secrets", "credential", "credentials", "pat",
 }  # fmt: skip
-#: Last words of names whose value says where a secret is, or what it is called.
+#: Last words of names whose value is a secret's location or name.
 _NO_SECRET = {"file", "path", "dir", "name", "type", "id", "url", "uri", "socket", "sock", "cmd", "command"}
 #: Shorter values are not replaced: such as ``1``, they are part of other words.
 _MIN_LENGTH = 4
@@ -40,7 +40,7 @@ _PARAMETER = re.compile(r"(?<=[?&;])([^=&;#\s]+)=([^&;#\s'\"]*)")
 def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return the text without secrets.
 
-    ``environment``: whose values are searched for; by default that of this process.
+    ``environment``: variables whose values are searched for; by default this process's.
     """
     text = without_credentials(text)
     for secret in _by_length(known_secrets(os.environ if environment is None else environment)):
@@ -65,7 +65,7 @@ def open_unredirected(request: Request, timeout_s: float) -> Any:
 
 
 def known_secrets(environment: Mapping[str, str]) -> set[str]:
-    """Return the secrets of an environment, of netrc and of the files where trackers keep a key."""
+    """Return the secrets in an environment, in netrc and in the files in which trackers store a key."""
     secrets = {value for name, value in environment.items() if _names_secret(name) and not _is_path(value)}
     for value in environment.values():
         for url in _URL.findall(value) if "://" in value and "@" in value else ():
@@ -84,7 +84,7 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
 
 
 def _by_length(secrets: set[str]) -> list[str]:
-    """Return the longest first: one may be a part of another."""
+    """Return the secrets, the longest first: a secret may be a part of another."""
     return sorted(secrets, key=len, reverse=True)
 
 
@@ -136,9 +136,10 @@ def _password(url: str) -> str | None:
 
 
 def _end_of_user(url: str) -> int | None:
-    """Return where the host begins; None if the URL has no user.
+    """Return the offset of the host; None if the URL has no user.
 
-    A password may contain ``@``, and ``/``, ``?`` or ``#`` if it was not quoted. In doubt, too much goes.
+    A password may contain ``@``, and ``/``, ``?`` or ``#`` if it was not quoted. If in doubt, the offset is
+    too large, so too much is removed.
     """
     begin = url.index("://") + 3
     try:

@@ -1,4 +1,4 @@
-"""Names → ``module:attr``: built-in parts and those that pip packages add by entry points.
+"""Names → ``module:attr``: built-in parts and plug-ins that pip packages add by entry points.
 
 Importing this module, or listing the names, imports no part. ``load`` does.
 """
@@ -26,7 +26,7 @@ _KEYS = {
     "search": "sweep.search.method",
 }
 
-#: What a name of each kind names, in messages.
+#: Noun for each kind in messages.
 _NOUNS = {
     "models": "provider of models",
     "datasets": "data set or provider",
@@ -75,7 +75,7 @@ def parts(kind: str) -> dict[str, str]:
 def target_of(kind: str, name: str) -> str | None:
     """Return the ``module:attr`` of the part of this name, None if there is none.
 
-    Installed packages are searched for plug-ins only where no built-in part has the name.
+    Installed packages are searched for plug-ins only if no built-in part has the name.
     """
     return _built_in(kind).get(name) or _plug_ins(kind).get(name)
 
@@ -102,7 +102,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 def suggestion(word: str, choices: Iterable[str], otherwise: str | None = None) -> str:
     """Return ``did you mean …?`` if ``word`` is likely a misspelling of a choice, else ``otherwise``.
 
-    By default ``otherwise`` is to write one of the choices, in their order.
+    By default, ``otherwise`` recommends one of the choices, in their order.
     """
     known = list(choices)
     if close := nearest(word, known):
@@ -117,7 +117,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_factory(name: str) -> bool:
-    """Tell whether a name of the file is ``package.module:factory`` rather than a provider's."""
+    """Return True if a name of the file is ``package.module:factory`` rather than a provider's."""
     return ":" in name
 
 
@@ -129,7 +129,7 @@ def as_factory(name: str) -> str | None:
 
 
 def lacking_module(module: str) -> str:
-    """Return what to do where no folder or package has ``module``, which a name of the file starts with."""
+    """Return the remedy if no folder or package has ``module``, the start of a name in the file."""
     return (
         f"start hpc-train in the folder that contains {shortened(module)}.py, or install its package for "
         f"{sys.executable}"
@@ -149,12 +149,12 @@ def load(kind: str, name: str) -> object:
 
 
 def unknown_part(kind: str, name: str) -> tuple[str, str]:
-    """Return what is wrong with a name that no part of this kind has, and what to write instead."""
+    """Return the problem and the remedy for a name that no part of this kind has."""
     return unknown_name(_NOUNS[kind], name, parts(kind))
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> tuple[str, str]:
-    """Return what is wrong with a name that is not ``known``, and what to write instead."""
+    """Return the problem and the remedy for a name that is not in ``known``."""
     return f"there is no {what} '{shortened(name)}'", suggestion(name, sorted(known))
 
 
@@ -199,7 +199,7 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
 
 @contextmanager
 def refusing_exit(what: str) -> Iterator[None]:
-    """Raise BadFileError if a part exits the process: its exit code would be taken for ours."""
+    """Raise BadFileError if a part exits the process: its exit code would be mistaken for ours."""
     try:
         yield
     except SystemExit as error:
@@ -211,7 +211,7 @@ def refusing_exit(what: str) -> Iterator[None]:
 
 @contextmanager
 def importing(package: str, extra: str, needed_by: str, otherwise: str = "") -> Iterator[None]:
-    """Raise BadFileError where an import fails of ``package``, which the optional ``extra`` installs.
+    """Raise BadFileError if the import of ``package`` fails, which the optional ``extra`` installs.
 
     ``needed_by`` begins the message, ``otherwise`` ends it.
     """
@@ -232,7 +232,7 @@ def _imported(kind: str, name: str, module: str) -> object:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; a module that it imports was not
         remedy = lacking_module(error.name)
-        if not is_factory(name):  # a plug-in's
+        if not is_factory(name):  # the name of a plug-in
             remedy = f"install its package for {sys.executable}, or fix the name"
         raise BadFileError(
             f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; {remedy}"

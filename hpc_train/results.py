@@ -1,9 +1,9 @@
 """Runs as pandas tables, for notebooks and scripts: ``pip install 'hpc-train[results]'``.
 
-``runs()`` has a row per run, ``metrics()`` the rows of their metrics, ``attempts()`` their attempts. All take
-what commands take: a run's id, ``name/id``, its folder, or an experiment's name; without any, all runs below
-``$HPC_TRAIN_RUNS`` (or ``runs``). They read files only, import no torch, and need no scheduler: the state of
-a run is the one that was recorded last.
+``runs()`` has a row per run, ``metrics()`` the rows of their metrics, ``attempts()`` their attempts. All
+accept the arguments of commands: a run's id, ``name/id``, its folder, or an experiment's name; without any,
+all runs below ``$HPC_TRAIN_RUNS`` (or ``runs``). They read files only, import no torch, and need no
+scheduler: the state of a run is the last recorded one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpc_train.run.run_status import read_status
 if TYPE_CHECKING:
     import pandas as pd
 
-#: What the functions take: as typed on the command line, or a folder.
+#: Arguments of the functions: as typed on the command line, or a folder.
 Word = str | Path
 
 

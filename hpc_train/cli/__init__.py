@@ -1,1 +1,1 @@
-"""The command line. Imports no torch: what needs it runs in a child process."""
+"""The command line. Imports no torch: work that needs it runs in a child process."""

@@ -1,5 +1,5 @@
 """The ``hpc-train`` command. Its subcommands are declared by ``file_commands``, ``run_commands`` and
-``result_commands``, and each is implemented in a module of its own.
+``result_commands``, and each is implemented in its own module.
 
 Imported for ``--help`` too, so nothing heavy is imported at the top: a command's module is imported when it
 runs.
@@ -21,16 +21,15 @@ from hpc_train.cli.command_line import app
 from hpc_train.errors import ExitCode
 from hpc_train.run.processes import keep_exit_statuses
 
-#: New objects after which Python looks for garbage. Its own 700 makes `status` of thousands of runs a fifth
-#: slower: they make many objects, which stay to the command's end.
+#: Number of new objects that triggers Python's garbage collector. The default of 700 makes `status` of
+#: thousands of runs a fifth slower: they create many objects, which live until the command ends.
 _GARBAGE_THRESHOLD = 100_000
 
 
 def _open_closed_streams() -> None:
     """Redirect closed standard streams (``hpc-train status >&-``) to the null device.
 
-    Otherwise the next file that is opened, here or in a rank, gets the number of the stream, and is printed
-    into.
+    Otherwise the next file opened, here or in a rank, gets the stream's number and receives its output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -48,19 +47,19 @@ def _open_closed_streams() -> None:
 def _use_utf8() -> None:
     """Start again in Python's UTF-8 mode if the locale has another encoding.
 
-    Names of files and texts would be errors or other characters. Child processes inherit the mode.
+    Otherwise file names and texts raise errors or change characters. Child processes inherit the mode.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     if os.environ.pop("PYTHONIOENCODING", None) and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # it stays for this process's own output only
+        sys.stdout.reconfigure(errors="backslashreplace")  # it remains only for this process's own output
 
 
 def main() -> None:
     """Run the command line and exit."""
     _use_utf8()
-    # Files that others may write are not executed (run.trust), so no process here may create such files.
+    # Files that other users may write are not executed (run.trust), so no process here may create such files.
     os.umask(os.umask(0o077) | 0o022)
     _open_closed_streams()
     keep_exit_statuses()

@@ -40,12 +40,12 @@ def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
 
 
 def _state(paths: RunPaths) -> str:
-    current_status(paths)  # one whose launcher has died has ended
+    current_status(paths)  # a run whose launcher has died has ended
     return read_status(paths).state
 
 
 def _report(paths: RunPaths, name: str, before: str) -> ExitCode:
-    """Print the run's status; ``name``: its printed one."""
+    """Print the run's status; ``name``: its printed name."""
     status = read_status(paths)
     if before not in GOING_ON and status.state == before:
         say(f"{name}: {before} already; nothing to cancel")

@@ -22,12 +22,12 @@ from hpc_train.run.run_facts import recorded_values
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not relevant to an existing run.
 _IGNORED = ("sweep",)
-#: Not part of the id, but of the run's location.
+#: Excluded from the id, but part of the run's location.
 _FIXED = ("name",)
 
 
 def runs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the runs and the ``KEY=VALUE`` among the words of a command line."""
+    """Split the words of a command line into runs and ``KEY=VALUE``."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     return [word for word in words if word not in overrides], overrides
 
@@ -54,7 +54,7 @@ class Change:
 
     @property
     def can_be_taken(self) -> bool:
-        """Tell whether a resume may change it: the run stays the same."""
+        """Return True if a resume may change it without changing the run's identity."""
         keys = [tuple(key.split(".")) for key in (*NOT_IDENTITY, *CHANGEABLE) if key not in _FIXED]
         return any(self.path[: len(key)] == key for key in keys)
 
@@ -80,7 +80,7 @@ def changes(before: Experiment, after: Experiment) -> list[Change]:
 
 
 def changes_on_resume(frozen: Experiment, wanted: Experiment, *, is_queued: bool = False) -> list[str]:
-    """Return ``KEY=VALUE`` of each key that a resume may change and that differs in ``wanted``.
+    """Return ``KEY=VALUE`` for each key that a resume may change and that differs in ``wanted``.
 
     ``is_queued``: including the resources that a job requests, which don't matter on this machine.
     """

@@ -36,8 +36,8 @@ def export(
 ) -> int:
     """Write the weights, or the model as a program, of one run's newest valid checkpoint.
 
-    A child process does it, which imports torch. ``form``: the format, by default that of the suffix of
-    ``output``. ``checkpoint``: another one; ``ema``: with the EMA weights instead.
+    A child process, which imports torch, does the work. ``form``: the format, by default the one for the
+    suffix of ``output``. ``checkpoint``: another checkpoint; ``ema``: use the EMA weights.
     """
     form = format_of(output, form)
     checkpoint.refuse_both()
@@ -86,7 +86,7 @@ def _one_run(word: str) -> RunPaths:
 
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:
-    """Return the folders of the model's code for the child: the run's snapshot, checked, or here."""
+    """Return the folders of the model's code for the child: the checked snapshot, or the current folder."""
     here = [PACKAGE_PARENT, str(Path.cwd())]
     snapshot = None if is_new(choice) else linked(paths)
     check_run(paths)
@@ -110,7 +110,7 @@ class _Verdict:
     problems: list[str]
     #: An attempt that owned the run saved it.
     counts: bool
-    #: It would be loaded.
+    #: A resume would load it.
     loads: bool
 
     def to_json(self) -> dict[str, Any]:

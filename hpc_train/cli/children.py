@@ -23,9 +23,9 @@ def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
 
 
 def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return the exit code of ``run_child``, and the last JSON object that it has printed as a line.
+    """Return the exit code of ``run_child``, and the last JSON object that the child has printed as a line.
 
-    The object is empty if the child failed. Other lines, as code of the user's may print, go to stderr.
+    The object is empty if the child failed. Other lines, such as output of the user's code, go to stderr.
     """
     exit_code, output = _run(module, arguments, code, subprocess.PIPE)
     answer = answer_in(output) if exit_code == 0 else None

@@ -54,9 +54,7 @@ def size_bytes(path: Path) -> int:
 
 
 def clean(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
-    """List the items to remove, ask unless ``yes``, remove it. Refuses if any of the runs is still
-    active.
-    """
+    """List and remove the items, after confirmation unless ``yes``. Refuses if any run is still active."""
     removed, code = _clean(names_or_ids, yes=yes)
     if as_json:
         items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
@@ -139,7 +137,7 @@ def _surplus(paths: RunPaths) -> list[Surplus]:
             surplus.append(Surplus(path, "not finished"))
         elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
             continue
-        # Without an intact one it is unknown which of them the user may want to repair.
+        # Without an intact one, the user may want to repair any of them.
         elif newest is not None and path not in needed:
             reason = "damaged, set aside" if is_set_aside else _why(paths, path, newest.folder)
             surplus.append(Surplus(path, reason))
@@ -147,7 +145,7 @@ def _surplus(paths: RunPaths) -> list[Surplus]:
 
 
 def _why(paths: RunPaths, path: Path, newest: Path) -> str:
-    """Return why a checkpoint is not needed beside ``newest``, the newest intact one that counts."""
+    """Return why a checkpoint is not needed in addition to ``newest``, the newest intact and valid one."""
     if path.name < newest.name:
         return f"older than {newest.name}"
     counting = (*checkpoints.committed(paths), *checkpoints.damaged(paths))
@@ -169,14 +167,14 @@ def remove_unused_code(snapshots: Path) -> Iterator[Surplus]:
     """Remove code that no run uses, and list it; a submit may have started using it meanwhile."""
     for path in _unused(snapshots):
         item = Surplus(path, UNUSED_CODE)
-        _ = item.size_bytes  # as long as it is there
+        _ = item.size_bytes  # while the folder exists
         remove_folder(path)
         say(f"{path}  removed: {UNUSED_CODE}")
         yield item
 
 
 def _remove_code(folders: Collection[Path], announced: Sequence[Surplus]) -> list[Surplus]:
-    """Remove the listed items that are still unused: a submit may have started using it since."""
+    """Remove the listed items that are still unused: a submit may have started using some since."""
     unused = {path for folder in folders for path in _unused(folder)}
     removed = [item for item in announced if item.path in unused]
     for item in removed:
@@ -189,7 +187,7 @@ def _agreed() -> bool:
 
 
 def confirmed(command: str, question: str) -> bool:
-    """Ask the question on the terminal. Raises UsageError if there is none."""
+    """Prompt on the terminal. Raises UsageError if there is no terminal."""
     if not sys.stdin.isatty():
         raise UsageError(f"{command}: no terminal to ask for confirmation; add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

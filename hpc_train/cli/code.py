@@ -1,4 +1,4 @@
-"""Which code a run uses: the snapshot that ``submit`` takes, and how ``resume`` changes it."""
+"""The code of a run: the snapshot that ``submit`` takes, and its replacement by ``resume``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def is_new(choice: str | None) -> bool:
 def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, always_new: bool) -> Path | None:
     """Return the snapshot of the current code for ``runs`` that will be created; None if all exist.
 
-    One for all runs of a submit, before the first is created. ``always_new``: a run that exists gets a second
-    one beside it.
+    All runs of a submit share it; it is taken before the first is created. ``always_new``: an existing run
+    gets a second run beside it.
     """
     if not always_new and all((folder.folder / run.id).exists() for run in runs):
         return None
@@ -42,7 +42,7 @@ def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, always_
 
 @dataclass(frozen=True)
 class CodeChange:
-    """Another snapshot for a run, written but not used yet."""
+    """A new snapshot for a run, written but not used yet."""
 
     paths: RunPaths
     snapshot: Path
@@ -104,7 +104,7 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
 
 
 def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment]) -> None:
-    """Report which of the runs, none of which a submit has started, use other code than there is now."""
+    """Report the runs that use other code than the current one; the submit has started none of them."""
     users: dict[Path, list[RunPaths]] = {}  # a sweep's runs use one snapshot
     for paths in runs:
         with suppress(OSError, ValueError):
@@ -124,7 +124,7 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
             remedy = "submit with --new trains with the current code"
             say(f"{run_name(first)}{more}: code: {words}; {remedy}")
     except UserError:
-        return  # as in a resume
+        return  # like a resume
 
 
 def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:

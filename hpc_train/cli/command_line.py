@@ -50,7 +50,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        redirect_to_devnull(sys.stdout)  # the reader of our output has gone
+        redirect_to_devnull(sys.stdout)  # the reader of the output is gone
         return int(ExitCode.IO)
     except OSError as error:
         say(_problem(error))
@@ -83,7 +83,7 @@ def _problem(error: OSError) -> str:
 
 
 def _flush() -> None:
-    """Leave nothing that Python would flush, and fail on, at exit: the terminal may be gone."""
+    """Discard output that Python would flush at exit, which fails if the terminal is gone."""
     try:
         sys.stdout.flush()
     except OSError:

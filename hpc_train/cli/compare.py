@@ -46,14 +46,14 @@ class CompareOptions:
     metric: str | None = None
     #: Keys over which runs are averaged.
     over: Sequence[str] = ()
-    #: Keys that runs of one average have in common.
+    #: Keys with equal values in all runs of one average.
     group_by: Sequence[str] = ()
     diff: bool = False
     as_csv: bool = False
     as_json: bool = False
 
     def check(self) -> None:
-        """Raise UsageError where options exclude each other."""
+        """Raise UsageError if options exclude each other."""
         given = {
             "--csv": self.as_csv,
             "--json": self.as_json,
@@ -105,7 +105,7 @@ class _Measured:
 
 
 def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
-    """Return the requested metric: of validation rows, or of training rows if those lack it.
+    """Return the requested metric: in validation rows, or in training rows if validation rows lack it.
 
     Training rows are most of the files, so they are parsed only if no run has the metric in the others.
     """
@@ -120,7 +120,7 @@ def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
     if wanted is None:  # nothing was measured yet
         return _Measured(Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None)))
     known = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
-    if (named := find_metric(known, wanted)) is not None:  # its values are no numbers
+    if (named := find_metric(known, wanted)) is not None:  # its values are not numbers
         return _Measured(named, dict.fromkeys(runs, (None, None)))
     listed = ", ".join(sorted(map(str, known))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
@@ -137,7 +137,7 @@ def _compared(runs: Sequence[RunPaths], measured: _Measured) -> Iterator[Compare
 
 
 def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:
-    """Return ``ranks`` and ``code`` of each run if they differ: not keys of the file, but causes too."""
+    """Return ``ranks`` and ``code`` of each run if they differ: not keys of the file, but also causes."""
     ranks = {run.paths: ranks_of(run.facts, run.newest_record) for run in runs}
     code = {run.paths: _code(run.facts) for run in runs}
     columns: dict[str, dict[RunPaths, Any]] = {"ranks": ranks, "code": code}
@@ -173,14 +173,14 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
 
 
 def _averaged(keys: Sequence[str], options: CompareOptions) -> list[str]:
-    """Return the keys over which runs are averaged: of ``--over``, or all but those of ``--group-by``."""
+    """Return the keys over which runs are averaged: ``--over``, or all keys except ``--group-by``."""
     over = _full_keys(options.over, keys, "--over")
     kept = _full_keys(options.group_by, keys, "--group-by")
     return [key for key in keys if key not in kept] if kept else over
 
 
 def _full_keys(given: Sequence[str], keys: Sequence[str], option: str) -> list[str]:
-    """Return the keys that are given by their full or their short names."""
+    """Return the keys with these full or short names."""
     full = {name: key for key, name in short_names(keys).items()}
     found = [full.get(key, key) for key in given]
     if unknown := next((key for key in found if key not in keys), None):

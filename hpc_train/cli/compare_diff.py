@@ -21,11 +21,11 @@ from hpc_train.run.find import run_names
 from hpc_train.run.run_facts import run_facts
 from hpc_train.run.versions import differences
 
-#: Characters of a value, and names of files, that are printed; JSON has all.
+#: Maximum number of printed characters of a value, and of file names; JSON has all.
 _VALUE_LENGTH, _NAMED = 400, 200
-#: Larger files are named only: comparing lines takes time that grows with the square of their number.
+#: Larger files are only named: the time to compare lines grows with the square of their number.
 _MAX_FILE_BYTES, _MAX_FILE_LINES = 256 * 1024, 5_000
-#: Of the diffs of all files.
+#: Maximum number of lines of all files' diffs.
 _MAX_LINES = 2_000
 _TREE = f"{snapshot.TREE}/"
 
@@ -116,9 +116,9 @@ def _diff(before: Path, after: Path, files: snapshot.Differences, names: Sequenc
 
 def _content(folder: Path, path: str) -> list[str] | None:
     """Return the lines of a file; None if they can't be compared."""
-    file_path = Path(os.path.realpath(folder / path))  # unlike resolve it takes a link that leads to itself
+    file_path = Path(os.path.realpath(folder / path))  # unlike resolve, accepts a link that leads to itself
     if not file_path.is_relative_to(os.path.realpath(folder)):
-        return None  # of a manifest or a link that somebody else wrote
+        return None  # from a manifest or a link that somebody else wrote
     try:
         with open_regular(file_path) as file:
             content = file.read(_MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""What shells offer on a Tab for runs, keys of the file and names of parts: ``autocompletion`` of parameters.
+"""Shell completion for runs, keys of the file and names of parts: ``autocompletion`` of parameters.
 
 Typer completes commands and options, and calls these functions; for files it leaves the shell to complete.
 Folders are listed; no run is opened.
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import typer
 
-#: Entries of a folder that are looked at, and candidates that are offered.
+#: Maximum of folder entries read, and of candidates offered.
 _MAX_ENTRIES, _MAX_CANDIDATES = 50_000, 1000
-#: Names that a shell inserts, and evaluates, as they are.
+#: Names that a shell inserts and evaluates unchanged.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-#: Key of the file → the group of parts of which it names one.
+#: Key of the file → the group of parts that its value is from.
 _PARTS = {"task": "tasks", "data.name": "datasets", "parallel.strategy": "strategies"}
 
 
@@ -46,9 +46,9 @@ def keys() -> list[str]:
 
 
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return ``key=``; with its values if it has a list of them, and is typed or the only one.
+    """Return ``key=``; with the key's values if it has a list of them, and is typed or the only match.
 
-    In bash ``key``, ``=`` and the value are words of their own.
+    In bash, ``key``, ``=`` and the value are separate words.
     """
     given = [word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value]
     if values := list(_values(given[-2] if given[-1:] == ["="] else given[-1] if given else "")):
@@ -60,7 +60,7 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs_and_overrides(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return runs, and what ``overrides`` returns once something is typed."""
+    """Return runs and, once something is typed, the result of ``overrides``."""
     return [*runs(incomplete), *(overrides(ctx, incomplete) if incomplete else ())]
 
 
@@ -99,7 +99,7 @@ def _parts(group: str) -> list[str]:
 
 
 def _folders(folder: Path) -> list[str]:
-    """Return the folders whose names a shell takes as they are: others can't be ours."""
+    """Return the folders whose names a shell needs no quoting for: hpc-train creates no others."""
     try:
         with os.scandir(folder) as entries:
             shown = islice(entries, _MAX_ENTRIES)

@@ -71,7 +71,7 @@ def create_beside(
     context: SubmitContext,
     make_free: Callable[[RunPaths], None],
 ) -> RunPaths:
-    """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
+    """Create the run under the first free name of ``<id>-2``, ``<id>-3``, …
 
     ``make_free`` may remove the leftovers of a killed command.
     """
@@ -94,7 +94,7 @@ def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
 
 
 def say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
-    """Report the status of an existing run, and the commands that lead to it as ``wanted``."""
+    """Report the status of an existing run, and the commands that would change it to ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         what = " and ".join(
@@ -125,8 +125,8 @@ def say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_q
 def starts_again(paths: RunPaths, status: RunStatus) -> bool:
     """Return True if a submit starts the run again: it failed or was interrupted before it saved anything.
 
-    Nothing is lost by that, and the run uses the current code and file: it can't fail again because of an
-    error that has been fixed. A cancelled run is only started by ``resume``.
+    This loses nothing, and the run uses the current code and file: it can't fail again because of an error
+    that has been fixed. A cancelled run is only started by ``resume``.
     """
     return status.state in {"failed", INTERRUPTED} and not has_saved(paths)
 

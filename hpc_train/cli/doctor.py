@@ -1,4 +1,4 @@
-"""``doctor``: causes for which runs would fail on this machine or cluster, and the remedies."""
+"""``doctor``: problems that would make runs fail on this machine or cluster, and the remedies."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
 
 
 def _place(loaded: Loaded | None, key: str) -> str:
-    """Return the place of the key in the file: ``exp.yaml:12:3: section.key``."""
+    """Return the position of the key in the file: ``exp.yaml:12:3: section.key``."""
     if loaded is None:
         return key
     place = loaded.source.place(Problem(tuple(key.split(".")), "", ""))
@@ -107,7 +107,7 @@ def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) 
 
 
 def _wandb(experiment: Experiment) -> Iterator[Finding]:
-    """Whether wandb's server takes the rows of a file that logs to it."""
+    """Whether wandb's server accepts the rows of a file that logs to it."""
     config = experiment.logging.wandb
     if config is None or not needs_key(config.mode):
         return

@@ -30,7 +30,7 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.trust import check_run
 
-#: Sections that an evaluation may change: place, devices and data. All others are those of the checkpoint.
+#: Sections that an evaluation may change: location, devices and data. All others come from the checkpoint.
 _CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
 _RANKS_MODULE = "hpc_train.training.checkpoint_evaluation"
 
@@ -75,10 +75,10 @@ def run_ranks(
     request: dict[str, Any],
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> tuple[ExitCode, RunPaths]:
-    """Start ranks that load the checkpoint and carry out ``request``; return how they ended.
+    """Start ranks that load the checkpoint and carry out ``request``; return their exit code.
 
-    Also return their run folder, alone in a temporary folder that the caller removes; on an error it stays.
-    ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
+    Also return their run folder, alone in a temporary folder that the caller removes; an error leaves it in
+    place. ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
     run_words, overrides = runs_and_overrides(words)
     paths = _one_run(command, run_words)
@@ -118,7 +118,7 @@ def _refuse_fixed(overrides: Sequence[str]) -> None:
 
 
 def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
-    """Return the newest attempt's experiment with the overrides, and with the size that ``auto`` found."""
+    """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
     changes = [*noted_changes(paths, newest_number(paths)), *overrides]
     experiment = frozen_experiment.load_changed(paths, changes).experiment
     if experiment.optimization.micro_batch_size != "auto":
@@ -145,7 +145,7 @@ def _snapshot(paths: RunPaths) -> Path | None:
 def _ranks_folder(
     folder: Path, experiment: Experiment, request: dict[str, Any], snapshot: Path | None
 ) -> RunPaths:
-    """Make a run folder whose ranks carry out the request instead of training."""
+    """Create a run folder whose ranks carry out the request instead of training."""
     run = RunPaths(folder)
     run.folder.mkdir(mode=0o700)
     frozen_experiment.write(run, experiment)

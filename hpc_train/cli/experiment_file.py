@@ -35,7 +35,7 @@ def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> 
 
 
 def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
-    """Return a file that ``submit`` would take, its plan, and its number of runs.
+    """Return a file that ``submit`` would accept, its plan, and its number of runs.
 
     Raises BadFileError with all problems.
     """

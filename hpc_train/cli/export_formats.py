@@ -1,4 +1,4 @@
-"""The formats of ``hpc-train export``: how one is chosen, and what each needs to be installed."""
+"""The formats of ``hpc-train export``: their selection and the packages that they need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NEEDED = {"onnx": ("onnx", "onnxscript")}
 
 
 def format_of(output: Path, choice: str | None) -> str:
-    """Return the chosen format, by default that of the suffix of ``output``.
+    """Return the chosen format, by default the one for the suffix of ``output``.
 
-    Raises UsageError if there is no such format, the suffix is that of another one, or a package is missing.
+    Raises UsageError if there is no such format, the suffix belongs to another one, or a package is missing.
     """
     of_suffix = next((form for form, end in PROGRAM_SUFFIXES.items() if output.suffix == end), WEIGHTS)
     form = of_suffix if choice is None else choice

@@ -21,7 +21,7 @@ _NAMED = 10
 
 
 def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: bool) -> None:
-    """Report for runs, each with the experiment that it will use, what has changed in their files.
+    """Report the changes in the files of runs, each given with the experiment that it will use.
 
     ``is_queued``: including the resources that a job requests. Runs with the same changes are reported
     together.
@@ -38,7 +38,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: 
 
 
 def either(ids: Sequence[str]) -> str:
-    """Return the run's id if there is one, else the number of runs."""
+    """Return the run's id if there is one run, else the number of runs."""
     return ids[0] if len(ids) == 1 else f"{len(ids)} runs"
 
 
@@ -70,9 +70,7 @@ class _File:
             return
 
     def lines(self, paths: RunPaths, used: Experiment, is_queued: bool) -> tuple[str, ...]:
-        """Return a heading and a line for each change, or that they can't be determined; empty without
-        changes.
-        """
+        """Return a heading and a line per change, or that they can't be determined; empty without changes."""
         try:
             if self._loaded is None:
                 return (self._unreadable(),)
@@ -88,16 +86,14 @@ class _File:
 
 
 def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
-    """Return what the file says for a run that has the swept values of ``frozen``."""
+    """Return the file's experiment for a run with the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
     values = swept_values(paths, data)
     return loaded.variant(values) if values else loaded.experiment
 
 
 def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
-    """Yield a line for each key that differs between the file then and now, and between the file and
-    the run.
-    """
+    """Yield a line per key that differs between the file then and now, and between file and run."""
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
         value = value_at(uses, change.path)

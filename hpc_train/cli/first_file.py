@@ -23,7 +23,7 @@ from hpc_train.registry import suggestion
 #: Marks values that only the user knows.
 CHANGE = "CHANGE"
 _COLUMN = 44
-#: Shorter descriptions repeat the key, longer ones hide the file.
+#: Shorter descriptions repeat the key, longer ones obscure the file.
 _COMMENT_LENGTHS = (20, 90)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
 
@@ -37,7 +37,7 @@ class FirstFile:
     data: str | None = None
     root: str | None = None
     model: str | None = None
-    #: The section of the cluster; None: for this machine.
+    #: The cluster's section; None: a file for this machine.
     job: JobSection | None = None
     #: The device of this machine.
     gpus: int = 0
@@ -54,7 +54,7 @@ class FirstFile:
 
 
 def first_file(chosen: FirstFile, output: Path) -> str:
-    """Return the file's text. Raises UsageError for a task that has no start here."""
+    """Return the file's text. Raises UsageError for a task without a template."""
     start = _start(chosen.task)
     data = chosen.data or start.data_for(chosen.root)
     content = {
@@ -145,13 +145,13 @@ def _num_samples(start: Start, name: str, chosen: FirstFile) -> int | None:
     args = start.own_keys.get("args", {}) if name == start.own_data else {}
     try:
         number = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
-    except Exception:  # data that can't be read are for `validate` to explain
+    except Exception:  # `validate` explains data that can't be read
         return None
     return number if isinstance(number, int) else None
 
 
 def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
-    """Return global and micro-batch size: each rank has a micro-batch, and a step no more than the data."""
+    """Return global and micro-batch size: one micro-batch per rank, and a step no larger than the data."""
     batch, micro = start.global_batch_size, start.micro_batch_size
     while True:
         size = max(batch, micro * ranks)

@@ -26,6 +26,6 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
 
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:
-    """Print how a step of the runs is divided, each different way once."""
+    """Print the step layout of the runs, each distinct one once."""
     for words, number in Counter(str(run.layout) for run in runs if run.layout).items():
         say(f"  {words}" if number == len(runs) else f"  {number} of {len(runs)} runs: {words}")

@@ -93,7 +93,7 @@ def _job_section(options: InitOptions) -> JobSection | None:
 
 
 def _lines_to_change(text: str) -> list[int]:
-    """Return the numbers of the lines with CHANGE, except the first, which explains the word."""
+    """Return the numbers of the lines with CHANGE, except the first one, which explains the marker."""
     return [number for number, line in enumerate(text.splitlines(), start=1) if "CHANGE" in line][1:]
 
 
@@ -110,7 +110,7 @@ def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) ->
 
 
 def _name(output: Path) -> str:
-    """Return a valid name of an experiment that is like the file's."""
+    """Return a valid experiment name similar to the file's."""
     return _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
 
 

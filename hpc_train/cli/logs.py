@@ -23,7 +23,7 @@ from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
 _POLL_S = 0.2
-#: Interval between questions that may go to the scheduler; its answers are cached for longer.
+#: Interval between queries that may reach the scheduler; its answers are cached for longer.
 _ASK_S = 1.0
 _CHUNK_BYTES = 1 << 16
 #: Number of lines of an existing log that ``logs -f`` prints.
@@ -43,7 +43,7 @@ def logs(
     """Print one rank's log to stdout.
 
     ``lines``: only this many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``.
-    ``last``: of several runs the one that started last. ``as_json``: as one object, with all logs of the run.
+    ``last``: selects the run that started last. ``as_json``: as one object, with all logs of the run.
     """
     if as_json and follow:
         raise UsageError("--json and --follow exclude each other; use one of them")
@@ -140,7 +140,7 @@ def _not_started(paths: RunPaths) -> str:
 
 
 def _say_earlier(paths: RunPaths) -> None:
-    """Name the newest attempt that trained, if the newest one has ended and did not."""
+    """Print the newest attempt that trained, if the newest one has ended and did not train."""
     newest = newest_number(paths)
     record = read_record(paths.attempt(newest))
     if record is None or record.end is None or "first_step" in record.events:
@@ -160,7 +160,7 @@ def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None
     while True:
         newest = newest_number(paths)
         has_ended = newest > number or end.has_come()
-        # Read after asking, so that the last lines are not missed.
+        # Read after the query, so that the last lines are not missed.
         if reader.print_new():
             continue
         if newest > number and attempt is None:
@@ -175,7 +175,7 @@ def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None
 
 
 class _End:
-    """Whether a run has ended: according to the folder at each call, to the scheduler once in a while."""
+    """Whether a run has ended: reads the folder at each call, queries the scheduler occasionally."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -193,7 +193,7 @@ class _End:
         return status.state not in GOING_ON
 
     def _tell(self, status: RunStatus) -> None:
-        """Print the reason for which the run waits, each time it changes."""
+        """Print the reason why the run waits, each time it changes."""
         words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
         if words and words != self._shown:
             say(f"{run_name(self._paths)}: {words}")
@@ -201,7 +201,7 @@ class _End:
 
 
 def _tail_offset(path: Path, lines: int) -> int:
-    """Return the offset of the last ``lines`` lines of the file, which is read from its end."""
+    """Return the offset of the last ``lines`` lines of the file; reads from its end."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -222,7 +222,7 @@ def _tail_offset(path: Path, lines: int) -> int:
 
 
 class _LogReader:
-    """Prints text appended to a file; one that does not exist yet counts as empty.
+    """Prints text appended to a file; a missing file counts as empty.
 
     ``lines``: how many of the existing lines are printed; 0: all.
     """

@@ -1,4 +1,4 @@
-"""How a run that has ended can be continued, as text: for ``submit``, ``resume`` and the end of a run."""
+"""Ways to continue a run that has ended, as text: for ``submit``, ``resume`` and the end of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LR = "optimization.optimizer.lr"
 
 
 def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
-    """Return what to do with a run that has ended with ``status``, one line per choice; none where a run
-    that is completed has saved nothing.
+    """Return the options for a run that has ended with ``status``, one per line; none for a completed run
+    that has saved nothing.
 
-    ``changes``: ``KEY=VALUE`` to resume with, as the experiment file has changed since.
+    ``changes``: ``KEY=VALUE`` to resume with, for changes of the experiment file since.
     """
     if status.state == "completed":
         export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
@@ -61,12 +61,12 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
 
 
 def has_saved(paths: RunPaths) -> bool:
-    """Tell whether the run has a checkpoint, intact or damaged, that starting again would lose."""
+    """Return True if the run has a checkpoint, intact or damaged, that starting again would lose."""
     return any(not is_left_over(path) for path in paths.checkpoints.glob("step-*"))
 
 
 def _all_damaged(paths: RunPaths) -> bool:
-    """Tell whether the run has checkpoints, none of which a resume would load."""
+    """Return True if the run has checkpoints, none of which a resume would load."""
     try:
         return has_saved(paths) and not committed(paths)
     except (BadFileError, OSError):
@@ -118,13 +118,13 @@ def _launcher_options(paths: RunPaths) -> list[str]:
 
 
 def next_attempt_words(paths: RunPaths, overrides: Sequence[str]) -> str:
-    """Return what a resume does next: which attempt, from which step, with which changes."""
+    """Return the next action of a resume: attempt, starting step and changes."""
     changed = f", from now on with {' '.join(overrides)}" if overrides else ""
     return f"attempt {newest_number(paths) + 1} {_continues(paths)}{changed}"
 
 
 def _continues(paths: RunPaths) -> str:
-    """Return where the run's next attempt starts, as the end of a sentence."""
+    """Return the start of the run's next attempt, as the end of a sentence."""
     try:
         saved = committed(paths)
     except (BadFileError, OSError):
@@ -135,7 +135,7 @@ def _continues(paths: RunPaths) -> str:
 
 
 def _after_divergence(paths: RunPaths) -> list[str]:
-    """The run is deterministic, so resuming it unchanged leads to the same NaN."""
+    """The run is deterministic, so resuming it unchanged produces the same NaN."""
     steps = ["resuming it unchanged would diverge again; start a changed run, for example with"]
     try:
         experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)

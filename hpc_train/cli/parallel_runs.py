@@ -1,6 +1,6 @@
-"""``submit --local --jobs N``: several runs of a sweep at a time, each with its own launcher process.
+"""``submit --local --jobs N``: concurrent runs of a sweep, each with its own launcher process.
 
-The program of that process is ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
+That process runs ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
 def slot_environment(
     environ: Mapping[str, str], slot: int, jobs: int, devices: int, device: str
 ) -> dict[str, str]:
-    """Return the environment of the run in one of ``jobs`` slots: its own GPUs and its part of the cores."""
+    """Return the environment of the run in a slot of ``jobs``: its own GPUs and its part of the cores."""
     threads = max(1, len(usable_cpus()) // (jobs * devices))
     # One bar can't show several runs: they print lines.
     found = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
@@ -50,7 +50,7 @@ def slot_environment(
 
 
 class Slots:
-    """Runs in training, each in a slot; a stop signal reaches all of them and ends the queue."""
+    """Active runs, each in a slot; a stop signal reaches all of them and ends the queue."""
 
     def __init__(self, jobs: int, launcher: str, devices: int, device: str) -> None:
         self._launcher, self._devices, self._device = launcher, devices, device
@@ -66,14 +66,14 @@ class Slots:
 
     @contextmanager
     def taking_signals(self) -> Iterator[None]:
-        """Within this context, stop signals of this process are passed on to the runs."""
+        """Forward this process's stop signals to the runs within this context."""
         with noted_signals() as self._noted:
             yield
 
     def start(self, paths: RunPaths, changes: Sequence[str] | None = None) -> None:
         """Start the run in a free slot. Only after ``wait_for_slot``.
 
-        ``changes``: those of a run that ended before it saved anything and starts again; None: a new run.
+        ``changes``: for a run that ended before it saved anything and starts again; None: a new run.
         """
         slot = self._slots.index(None)
         environment = slot_environment(os.environ, slot, len(self._slots), self._devices, self._device)

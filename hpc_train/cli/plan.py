@@ -1,4 +1,4 @@
-"""``plan``, and how a plan is shown."""
+"""``plan``, and printing of a plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _HEADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions:
-    """The options of ``plan`` and ``submit`` on who starts the runs."""
+    """The options of ``plan`` and ``submit`` that select the launcher."""
 
     local: bool = False
     devices: int | None = None
@@ -57,7 +57,7 @@ class LauncherOptions:
 
     @property
     def name(self) -> str:
-        """The launcher's."""
+        """The launcher's options."""
         return self.launcher or (LOCAL if self.local else DEFAULT)
 
     @property
@@ -97,7 +97,7 @@ class PlanOptions(LauncherOptions):
 
     as_json: bool = False
     script: bool = False
-    #: Samples per second of one rank; None: by earlier runs.
+    #: Samples per second of one rank; None: predicted from earlier runs.
     throughput: float | None = None
     #: Whether memory is predicted, which takes seconds; None: the environment decides.
     memory: bool | None = None
@@ -107,7 +107,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     """Show the runs that would be started."""
     launcher, loaded = options.load(), load(file, overrides)
     devices = options.devices
-    if devices is None:  # given devices need not be here
+    if devices is None:  # explicit devices need not exist here
         devices = launcher.choose_devices(loaded.experiment, None)
     search = next_trials(loaded)
     trials = search.starts if search else None
@@ -163,9 +163,7 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
 
 
 def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
-    """Return the line that reports a data root, or its pack, that is missing here; ranks find out after their
-    imports.
-    """
+    """Return the problem of a data root, or its pack, that is missing here: ranks fail only after imports."""
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
         message = f"{data.root} does not exist on this machine"
@@ -176,7 +174,7 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
 def wrong_layout(loaded: Loaded, *, is_queued: bool) -> list[str]:
     """Return the line on folders or files that the data root lacks.
 
-    ``is_queued``: an empty folder here may be one that only the nodes mount.
+    ``is_queued``: an empty folder here may be a mount point that only the nodes mount.
     """
     data = loaded.experiment.data
     try:
@@ -219,9 +217,7 @@ def _missing_pack(loaded: Loaded) -> list[str]:
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None if the images can't be listed in time, which only ranks need to, or
-    are not packed.
-    """
+    """Return the possible packs; None if images are not packed, or take too long to list before a start."""
     if not data_facts(data.name).is_packable:
         return None
     try:
@@ -242,7 +238,7 @@ def _say_pack(data: DataConfig) -> None:
 
 
 def launcher_problems(launcher: Launcher, loaded: Loaded) -> list[str]:
-    """Return the lines on keys that the launcher needs and the file lacks."""
+    """Return the problems with keys that the launcher needs and the file lacks."""
     return [loaded.problem(*problem) for problem in launcher.problems(loaded.experiment)]
 
 
@@ -265,7 +261,7 @@ def show(
 ) -> None:
     """Print the plan, and the batch scripts of its runs, to stdout.
 
-    ``more``: keys of the JSON. ``more_columns``: heads and cells of the table.
+    ``more``: further keys of the JSON. ``more_columns``: further heads and cells of the table.
     """
     if as_json:
         runs = {"runs": json_of_runs(made.runs, None)}
@@ -316,7 +312,7 @@ def _bubble(run: PlannedRun) -> str:
 
 
 def _hint(run: PlannedRun) -> str | None:
-    """Return how to shorten a pipeline's bubble, if it is long."""
+    """Return the remedy for a pipeline's bubble, if it is long."""
     if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
         return None
     waits = f"ranks wait {_bubble(run)} of a step"
@@ -361,7 +357,7 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
 
 
 def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
-    """Return the lines on ``model.init_from`` that names no weights: a run keeps those that it names now."""
+    """Return the problems of a ``model.init_from`` without weights. A run keeps the weights named now."""
     lines = []
     for text in dict.fromkeys(run.experiment.model.init_from for run in made.runs):
         try:
@@ -379,6 +375,6 @@ def say_remarks(loaded: Loaded) -> None:
 
 
 def lacking_parts(loaded: Loaded, made: Plan) -> list[str]:
-    """Return the lines on modules of the user's own that the plan names and that are not here."""
+    """Return the problems with the user's own modules that the plan names and that are missing here."""
     experiments = [run.experiment for run in made.runs]
     return [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]

@@ -32,17 +32,17 @@ class PlanCost:
     """The predicted cost of a plan's runs, in the plan's order; None if unknown."""
 
     runs: Sequence[Prediction | None]
-    #: The measured runs by name, of which predictions were made.
+    #: Name → measured run, for the runs that predictions are based on.
     measured: Mapping[str, MeasuredRun]
 
     @property
     def gpu_hours(self) -> float | None:
-        """Of all runs together."""
+        """GPU-hours of all runs together."""
         return _sum([None if each is None else each.gpu_hours for each in self.runs])
 
     @property
     def core_hours(self) -> float | None:
-        """The sum over all runs; None if that of any run is unknown."""
+        """The sum over all runs; None if any run's value is unknown."""
         return _sum([None if each is None else each.core_hours for each in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
@@ -68,7 +68,7 @@ class PlanCost:
 
 
 def cost_of(plan: Plan, launcher: str, throughput: float | None = None) -> PlanCost:
-    """Predict the plan's runs by earlier ones of the launcher, or by the samples per second of each rank."""
+    """Predict the plan's runs from the launcher's earlier runs, or from each rank's samples per second."""
     measured: dict[str, MeasuredRun] = {}
     known: dict[str, list[MeasuredRun]] = {}
     found: list[Prediction | None] = []
@@ -123,7 +123,7 @@ def _evaluations(run: PlannedRun) -> int:
 
 
 def say_cost(cost: PlanCost) -> None:
-    """Say by which runs the times were predicted, the sum, and how many attempts they need."""
+    """Print the runs that predictions are based on, the sum, and the number of attempts needed."""
     predictions = [each for each in cost.runs if each is not None]
     if not predictions:
         return
@@ -156,7 +156,7 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
 
 
 def _of_all(values: Sequence[float | None], count: int) -> float | None:
-    """Return the sum of ``count`` runs, of which a search has proposed only these ones so far."""
+    """Return the sum over ``count`` runs; a search has proposed only these so far."""
     total = _sum(values)
     return None if total is None or not values else total / len(values) * count
 

@@ -1,4 +1,4 @@
-"""What ``plan`` shows of a step of each run: memory by part, whether it fits, FLOPs, communication."""
+"""The step of each run in ``plan``: memory by part, whether it fits, FLOPs, communication."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _HEADS = (
     "TFLOPs per step",
     "sent GB",
 )
-#: GB below which the number does not matter.
+#: GB below which a number is not shown.
 _SHOWN = 0.001
 
 
 def predictions(
     made: Plan, launcher: Launcher, *, is_wanted: bool | None, on_this_machine: bool
 ) -> list[StepPrediction] | None:
-    """Return what each run's step takes; None where the user does not want to wait for it."""
+    """Return the prediction of each run's step; None if the user does not want to wait for it."""
     if is_wanted is None:
         is_wanted = os.environ.get(NO_MEMORY) != "1"
     if not is_wanted:
@@ -55,7 +55,7 @@ def json_of_runs(runs: Sequence[PlannedRun], found: Sequence[StepPrediction] | N
 
 
 def show_predictions(runs: Sequence[PlannedRun], found: Sequence[StepPrediction] | None) -> None:
-    """Print a table of the steps, and what it depends on."""
+    """Print a table of the steps, and the assumptions behind it."""
     if found is None:
         return
     put("")

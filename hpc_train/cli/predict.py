@@ -1,4 +1,4 @@
-"""``predict``: what a run's checkpoint predicts for images or for the validation data, as a file."""
+"""``predict``: writes a checkpoint's predictions for images or for the validation data to a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpc_train.run.files import read_json, replacing
 from hpc_train.run.output_files import refuse_target
 
 _FORMATS = (".jsonl", ".csv")
-#: Skipped samples that are named.
+#: Number of skipped samples that are named.
 _SHOWN = 5
 
 
@@ -42,8 +42,8 @@ def predict(
 ) -> ExitCode:
     """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
 
-    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv, and
-    if the run's task can't predict, or not in this format.
+    Raises UsageError if ``output`` exists without ``force``, or has a suffix other than .jsonl or .csv, or if
+    the run's task can't predict, or not in this format.
     """
     _refuse_output(output, force=force)
     images = None if data is None else str(expanded(data).absolute())
@@ -98,7 +98,7 @@ def _refuse_task(experiment: Experiment, suffix: str) -> None:
 
 
 def say_skipped(samples: Sequence[BadSample]) -> None:
-    """Say which samples ``data.on_bad_sample: skip`` has skipped, the first of them by name."""
+    """Report the samples that ``data.on_bad_sample: skip`` has skipped, the first ones by name."""
     for sample in samples[:_SHOWN]:
         say(f"predict: skipped, since it can't be read: {sample.name}: {sample.why}")
     if len(samples) > _SHOWN:
@@ -113,7 +113,7 @@ def _merged_rows(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suffix: str) -> int:
-    """Write the rows that ``read`` returns at each call as UTF-8, and return their number.
+    """Write the rows that each call of ``read`` returns as UTF-8, and return their number.
 
     A byte of a name that is not UTF-8 is written as ``\\udcff`` in both formats, as JSON escapes it.
     """
@@ -135,7 +135,7 @@ def _finite(value: Any) -> Any:
 
 
 def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:
-    """Yield a line per row, the first together with the names of the columns that any row has."""
+    """Yield a line per row, the first with a header of the columns that any row has."""
     columns = dict.fromkeys(name for row in read() for name in _cells(row))
     for number, cells in enumerate(map(_cells, read())):
         header = csv_line(columns) if number == 0 else ""
@@ -156,7 +156,7 @@ def _cells(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
-    """Return a cell per value, named by its place or its key; none of values that are lists themselves."""
+    """Return a cell per value, named by its position or key; empty if any value is nested itself."""
     parts = values if isinstance(values, dict) else dict(enumerate(values))
     if any(isinstance(part, list | dict) for part in parts.values()):
         return {}

@@ -1,6 +1,6 @@
-"""The queue's forecast for jobs that are not submitted yet: those that would never start, and start times.
+"""The queue's forecast for jobs that are not submitted yet: jobs that would never start, and start times.
 
-Called by ``plan``, ``submit`` and ``resume``. Empty for a launcher that is no ``ForecastLauncher``.
+Called by ``plan``, ``submit`` and ``resume``. Empty for a launcher that is not a ``ForecastLauncher``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QueueForecast:
 def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
     """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
 
-    The submission has its own time limit. ``new``: runs that exist are submitted once more.
+    The submission has its own time limit. ``new``: existing runs are submitted again.
     """
     try:
         return _refused(launcher, loaded, plan.runs if new else _to_submit(plan))
@@ -70,7 +70,7 @@ def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
 
 
 def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
-    """Say when each job would start, or why it would not."""
+    """Print each job's expected start, or why it would not start."""
     for job in forecast.jobs or ():
         which = _which(job, plan)
         if job.earliest_start is not None:
@@ -108,7 +108,7 @@ def _job_json(job: JobForecast) -> dict[str, Any]:
 
 
 def _local(utc: str) -> str:
-    """Return the time as a clock on the wall here shows it: ``today 14:05``."""
+    """Return the local time: ``today 14:05``."""
     time = datetime.fromisoformat(utc).astimezone()
     days = (time.date() - datetime.now(UTC).astimezone().date()).days
     day = {0: "today", 1: "tomorrow"}.get(days, f"{time:%Y-%m-%d}")

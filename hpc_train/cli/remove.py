@@ -27,7 +27,7 @@ class ForeignFolderError(UserError):
 
 
 def remove(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
-    """List the runs to remove, ask unless ``yes``, remove them.
+    """List the runs and remove them, after confirmation unless ``yes``.
 
     Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
     """
@@ -49,7 +49,7 @@ def remove(names_or_ids: Sequence[str], *, yes: bool, as_json: bool = False) -> 
     snapshots = {paths.siblings.snapshots for paths in runs}
     code = [item for folder in snapshots for item in remove_unused_code(folder)]
     for siblings in {paths.siblings for paths in runs}:
-        with suppress(OSError):  # it has other runs, or files that belong to none
+        with suppress(OSError):  # it has other runs, or files of no run
             siblings.folder.rmdir()
     if as_json:
         put_json(_to_json(facts, code))
@@ -86,7 +86,7 @@ def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
 
 
 def _fresh_status(launcher: Launcher, runs: Sequence[RunPaths]) -> list[RunStatus]:
-    """Return the launcher's status now; if its scheduler does not answer, that of completed runs is known."""
+    """Return the runs' current status; without an answer of the scheduler, use that of completed runs."""
     try:
         return launcher.status(runs, is_fresh=True)
     except NoSchedulerError:
@@ -124,9 +124,7 @@ def _entries(paths: RunPaths) -> set[str]:
 
 
 def _remove(paths: RunPaths) -> None:
-    """Remove the run; an attempt is claimed first, so that nobody starts one in a folder that is being
-    removed.
-    """
+    """Remove the run; an attempt is claimed first, so that no command starts one meanwhile."""
     number = claim_attempt(paths, "rm")
     try:
         before = [read_record(each) for each in paths.attempt_folders() if each.number < number]

@@ -22,7 +22,7 @@ _ENDINGS = (".html", ".htm")
 def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: bool = False) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 
-    Raises UsageError for a metric that none of the runs has, and what ``refuse_target`` raises.
+    Raises UsageError for a metric that none of the runs has, and the errors of ``refuse_target``.
     """
     if output.suffix.lower() not in _ENDINGS:
         raise UsageError(f"-o: {output} must end in .html, since it is a page for a browser")

@@ -1,4 +1,4 @@
-"""The commands on what runs have produced: names and options."""
+"""The commands on results of runs: names and options."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from hpc_train.validate.loading import Loaded
 from hpc_train.validate.rules import check_start
 
 _STRICT = "environment.strict=true"
-#: Not part of the run's identity: its place, and the sweep that it belongs to.
+#: Not part of the run's identity: its location and its sweep.
 _FIXED: dict[str, Callable[[Experiment], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
@@ -96,7 +96,7 @@ class _Resumption:
     loaded: Loaded
     devices: int | None
     versions: VersionChange
-    #: Changes of the attempt before, which was refused with them.
+    #: Changes of the previous attempt, which was rejected because of them.
     omitted_changes: list[str]
 
 
@@ -111,9 +111,9 @@ def resume(
     strict_env: bool = False,
     take_over: bool = False,
 ) -> ExitCode:
-    """Resume the runs: those of a queue at once, the others one after the other; return the worst end.
+    """Resume the runs: queued ones at once, the others one after the other; return the worst exit code.
 
-    ``strict_env``: refuse, here and on the nodes, if versions differ from those that the run had.
+    ``strict_env``: refuse, here and on the nodes, if versions differ from the run's earlier ones.
     """
     run_words, overrides = runs_and_overrides(words)
     if not run_words:
@@ -137,7 +137,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
     for paths in runs:
         name = request.launcher or last_launcher(paths)
         if request.launcher is None and is_factory(name):
-            check_run(paths)  # others must not name the code that is imported here
+            check_run(paths)  # the files of other users must not select the code that is imported here
         if load_launcher(name).is_queue:
             queued.setdefault((name, paths.siblings), []).append(paths)
         else:
@@ -201,7 +201,7 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
         if new_code is not None:
             new_code.apply(attempt)
         if request.overrides:
-            # Besides the overrides noted for an attempt of this number that never began.
+            # In addition to the overrides recorded for an attempt of this number that never began.
             noted = ((read_json(paths.run) or {}).get("changes") or {}).get(str(attempt)) or []
             note_change(paths, attempt, [*noted, *request.overrides])
         if resumption.versions.now is not None:
@@ -236,7 +236,7 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
-    """Report the overrides that the previous attempt had, and changes of files and versions since."""
+    """Report the overrides of the previous attempt, and changes of files and versions since."""
     for each in runs:
         if each.omitted_changes:
             changes = " ".join(each.omitted_changes)
@@ -349,7 +349,7 @@ def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
-    """Return the experiment as it is and as it would be. Raises UsageError if that is another run."""
+    """Return the current and the changed experiment. Raises UsageError if the latter is another run."""
     earlier = noted_changes(paths, newest_number(paths) + 1)
     before = load_changed(paths, earlier)
     if not overrides:
@@ -363,7 +363,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
 
 
 def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
-    """Say how to train with keys that a resume can't change: as a run of its own."""
+    """Report how to train with keys that a resume can't change: as a separate run."""
     run = run_name(paths)
     words = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
     words += f"  from step 0: `{new_run_command(paths, overrides)}`"

@@ -13,7 +13,7 @@ from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 
 _Key = Callable[[RunRow], Any]
-#: ``metric``: the one that the table shows.
+#: ``metric``: the metric that the table shows.
 _COLUMNS: dict[str, _Key] = {
     "run": lambda row: row.id,
     "experiment": lambda row: row.name,
@@ -27,9 +27,9 @@ _COLUMNS: dict[str, _Key] = {
 
 
 def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
-    """Return the rows by ascending value; those without a value come last.
+    """Return the rows by ascending value; rows without a value come last.
 
-    ``key``: a column, or a swept key, whose last part will do (``lr``). Raises UsageError for any other.
+    ``key``: a column, or a swept key, also by its last part (``lr``). Raises UsageError for any other.
     """
     names = short_names(list(dict.fromkeys(name for row in rows for name in row.values)))
     swept = {short: name for name, short in names.items()} | {name: name for name in names}
@@ -43,7 +43,7 @@ def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
 
 
 def _comparable(value: Any) -> tuple[int, float, str]:
-    """Return a key that orders numbers by value, then texts, then what has no value."""
+    """Return a key that orders numbers by value, then texts, then missing values."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return 2, 0.0, ""
     if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""The row of a run: what ``status`` shows of it, and its entry in ``status --json``."""
+"""The row of a run in ``status``, and its entry in ``status --json``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RunRow:
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
-        """Read the run's status; one whose launcher has died is corrected."""
+        """Read the run's status; it is corrected if the run's launcher has died."""
         return rows_of([paths])[0]
 
     @classmethod
@@ -99,17 +99,17 @@ class RunRow:
     ) -> RunRow:
         """Return the row of a run with the status ``now``.
 
-        ``with_accounting``: the scheduler is asked what the run's jobs used.
-        Unless ``is_full``, without what a table of many runs does not show and what takes long to read.
+        ``with_accounting``: the scheduler is queried for the usage of the run's jobs. Unless ``is_full``,
+        fields that a table of many runs does not show and that take long to read are omitted.
         """
         run = RunFiles.read(paths, with_events=is_full)
         facts = run.facts
         jobs = job_ids(facts)
-        # That of another run has no words.
+        # The status of another run has no words.
         has_recovery = is_full or (run.attempts and now.state in GOING_ON)
         recovery = recovery_of(run, now) if has_recovery else Recovery()
         values = facts.get("values")
-        # Only a run that trains needs more than one row: for its rate.
+        # Only a run in training needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         slow = [now.slow_words] if now.state == "running" else []
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
@@ -204,7 +204,7 @@ class RunRow:
 
 
 def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
-    """Read the status of the runs; a scheduler is asked once for all of its runs."""
+    """Read the status of the runs; a scheduler is queried once for all of its runs."""
     return rows_at(zip(runs, statuses(runs), strict=True))
 
 
@@ -223,7 +223,7 @@ def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
 def _details(
     run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
 ) -> dict[str, Any]:
-    """Return the fields of a row that the table of runs does not show. Of a long run, times are estimates
+    """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
     from a part of its rows.
     """
     paths, layout, best = run.paths, layout_of(run), _best(run.paths)

@@ -1,4 +1,4 @@
-"""The resources that a run has used, by its records, launcher and accounting: for ``status``."""
+"""The resources that a run has used, from its records, launcher and accounting: for ``status``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def used_by(
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
-    """Return the ranks, GPUs and cores of an attempt as the launcher starts it now; None if unknown."""
+    """Return the ranks, GPUs and cores of an attempt if the launcher started it now; None if unknown."""
     record, experiment = run.newest_record, run.experiment
     devices = None if record is None else record.devices or record.ranks
     try:

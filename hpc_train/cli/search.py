@@ -1,4 +1,4 @@
-"""``search``: submits a file with ``sweep.search`` again and again, until all its trials are done."""
+"""``search``: submits a file with ``sweep.search`` repeatedly, until all its trials are done."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hpc_train.search.base import Trial
 from hpc_train.search.proposals import Round
 from hpc_train.validate.loading import Loaded, load
 
-#: Between two looks at trials in a queue. Assumed: trials take minutes.
+#: Interval between checks of trials in a queue. Assumed: trials take minutes.
 _POLL_S = 30.0
 
 
 def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds: int | None) -> ExitCode:
-    """Start the next trials whenever some are missing; return how the worst run ended.
+    """Start the next trials whenever some are missing; return the worst exit code of the runs.
 
-    FAILED also if no trial has a value in the end. ``rounds``: the number of submits; None: until all trials
+    FAILED also if no trial has a value at the end. ``rounds``: the number of submits; None: until all trials
     are done. Raises UsageError if the file has no search.
     """
     loaded = load(file, overrides)
@@ -59,7 +59,7 @@ def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds:
 
 
 class _Started:
-    """The trials that this command has started: each once, so that it ends."""
+    """The trials that this command has started, each only once, so that the search ends."""
 
     def __init__(self, loaded: Loaded, section: SearchConfig) -> None:
         self._name, self._folder, self._section = loaded.experiment.name, experiment_folder(loaded), section
@@ -68,7 +68,7 @@ class _Started:
         self._again: set[str] = set()
 
     def note(self, made: Round) -> None:
-        """Record the trials that a submit has started; ``made``: those before it."""
+        """Record the trials that a submit has started; ``made``: the trials before it."""
         if self._known is None:
             self._known = {trial.run_id for trial in made.trials}
         self._again.update(trial.run_id for trial in made.again)
@@ -80,8 +80,8 @@ class _Started:
         return self._known is not None and run_id not in self._known
 
     def problem(self, made: Round) -> str | None:
-        """Return why to start no more trials: as many as a round has failed before they saved anything, and
-        no new one got further (without new ones: none of the search).
+        """Return why to start no more trials: a whole round of them failed before saving anything, and no new
+        trial got further (without new ones: no trial of the search).
         """
         failed = [trial for trial in made.trials if self.contains(trial.run_id) and self._is_lost(trial)]
         if len(failed) < self._section.max_concurrent:

@@ -1,4 +1,4 @@
-"""The next runs of a file with ``sweep.search``, and the state of the search in words."""
+"""The next runs of a file with ``sweep.search``, and a line on the state of the search."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GivenUp = Callable[[str], bool]
 
 
 def next_trials(loaded: Loaded, given_up: GivenUp = lambda run_id: False) -> Round | None:
-    """Return the state of the file's search, after a line on it; None without a search."""
+    """Print a line on the state of the file's search and return it; None without a search."""
     search = loaded.experiment.sweep.search
     if search is None:
         return None
@@ -35,7 +35,7 @@ def next_trials(loaded: Loaded, given_up: GivenUp = lambda run_id: False) -> Rou
 
 
 def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Round:
-    """Return the trials of the file's search so far, and those to start now.
+    """Return the trials of the file's search so far, and the trials to start now.
 
     Interrupted trials are resumed; trials that failed before they saved anything are started again.
     """
@@ -55,7 +55,7 @@ def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Rou
 
 
 def finish_submissions(launcher: Launcher, loaded: Loaded) -> None:
-    """Finish the submission of a command that died halfway: such trials count as running."""
+    """Finish the incomplete submission of a command that died: such trials count as running."""
     folder = experiment_folder(loaded)
     if launcher.is_queue and folder.folder.is_dir():
         with launcher.submitting(folder):

@@ -1,4 +1,4 @@
-"""Shared by ``submit`` and ``resume``: runs handed to a launcher, and the account of how they ended."""
+"""Shared by ``submit`` and ``resume``: starts runs with a launcher, and reports their end."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _results(paths: RunPaths, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _best(paths: RunPaths, rows: Sequence[Row]) -> Row | None:
-    """Return the best row by the metric of ``checkpoint.best`` or else ``early_stopping``, without these
-    by the first metric of ``PREFERRED`` that rows have; None without any.
+    """Return the best row by the metric of ``checkpoint.best`` or else ``early_stopping``, or without both by
+    the first metric of ``PREFERRED`` that rows have; None without any.
     """
     preferred = [BestSoFar(name, "min" if name == "loss" else "max") for name in PREFERRED]
     for best in (*_chosen(paths), *preferred):

@@ -39,7 +39,7 @@ class StatusOptions:
 
 @collecting_rarely()
 def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
-    """Show the given runs, or all."""
+    """Show these runs, or all."""
     runs = find_readable(words)
     pairs = list(zip(runs, statuses(runs), strict=True))
     if options.failed:
@@ -75,7 +75,7 @@ def _print_rows(rows: Sequence[RunRow], *, is_grouped: bool) -> None:
 
 
 def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
-    """Return place of the first row → line above it, for each experiment that is a sweep."""
+    """Return index of the first row → line above it, for each experiment that is a sweep."""
     states: dict[str, list[str]] = {}
     first: dict[str, int] = {}
     for place, row in enumerate(rows):
@@ -100,10 +100,10 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
 
 
 def _print_error(paths: RunPaths) -> None:
-    """Print the error of the newest attempt's rank; of a long traceback the user's own frames."""
+    """Print the error of the newest attempt's rank; a long traceback is cut to the user's own frames."""
     newest = paths.attempt(newest_number(paths))
     errors = {rank: path for rank, path in newest.files_of_ranks(".error").items() if path.is_file()}
-    # The one named in the reason: the others follow from it.
+    # The rank named in the reason: errors of the others follow from its error.
     reason = read_status(paths).reason or ""
     named = [rank for rank in errors if reason.startswith(f"rank {rank}:")]
     for rank in (named or list(errors))[:1]:

@@ -1,4 +1,4 @@
-"""``submit``: plans a file and starts its runs: all at once in a queue, one after the other elsewhere."""
+"""``submit``: plans a file and starts its runs, all at once in a queue, one after the other elsewhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SubmitOptions(LauncherOptions):
     dry_run: bool = False
     new: bool = False
     as_json: bool = False
-    #: Runs that this machine trains at a time.
+    #: Number of concurrent runs on this machine.
     jobs: int = 1
 
 
@@ -70,9 +70,9 @@ def submit(
     options: SubmitOptions,
     given_up: GivenUp = lambda run_id: False,
 ) -> ExitCode:
-    """Start the runs of the file; return how the worst run ended, or DONE once all are queued.
+    """Start the runs of the file; return the worst exit code of the runs, or DONE once all are queued.
 
-    ``given_up``: of a search, the trials that are not started again.
+    ``given_up``: the trials of a search that are not started again.
     """
     launcher = options.load()
     if options.jobs > 1 and not options.local:
@@ -83,7 +83,7 @@ def submit(
     loaded = load(file, overrides)
     folder = ExperimentPaths(runs_root() / loaded.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
-        check_experiment_folder(folder)  # in a shared runs folder it may be another user's, and closed
+        check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
     devices = _devices(launcher, loaded, options)
     search = next_trials(loaded, given_up)
     if search is not None and not search.starts:
@@ -145,7 +145,7 @@ def _say_no_key(loaded: Loaded) -> None:
 
 
 class _Submission:
-    """The runs of a plan on their way: created, then started in batches as large as the launcher takes."""
+    """The runs of a plan: creates them, then starts them in batches as large as the launcher accepts."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Submission:
         self._context: SubmitContext | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
-        #: Existing runs that are left as they are.
+        #: Existing runs that remain unchanged.
         self._left: dict[RunPaths, Experiment] = {}
         self._codes = [ExitCode.DONE]
 
@@ -255,7 +255,7 @@ class _Submission:
         print the status of the others.
         """
         is_queued = self._launcher.is_queue
-        #: By the changes of the file that they take: a queue takes those with the same ones at once.
+        #: By the changes of the file that they apply: a queue accepts runs with the same changes at once.
         again: dict[tuple[str, ...], list[RunPaths]] = {}
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
             is_again = starts_again(paths, status)
@@ -274,6 +274,6 @@ class _Submission:
                 self._codes.append(start_again(some, changes, self._options.name, self._devices))
 
     def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
-        """Return True if a trial of a search continues from its checkpoint: the search was stopped."""
+        """Return True if a search's trial continues from its checkpoint, because the search was stopped."""
         is_interrupted = run.id in self._again and status.state == INTERRUPTED
         return is_interrupted and not inputs_differ(paths, run.experiment)

@@ -25,7 +25,7 @@ from hpc_train.run.trust import check_run
 class SyncOptions:
     """The options of ``sync``."""
 
-    #: Destinations; none: those of each run's file.
+    #: Destinations; empty: those in each run's file.
     to: Sequence[str] = ()
     project: str | None = None
     output: Path | None = None

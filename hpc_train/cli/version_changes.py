@@ -1,4 +1,4 @@
-"""The versions that a resumed run will use, compared with those that it had."""
+"""The versions that a resumed run will use, compared with its earlier ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_train.run.versions import Differences, differences, in_words, versions
 
 @dataclass(frozen=True)
 class VersionChange:
-    """The differences between the versions that ranks will use and those that they had."""
+    """The differences between the versions that ranks will use and their earlier ones."""
 
     #: None if the ranks use an interpreter that can't be queried here.
     now: dict[str, str] | None
@@ -51,20 +51,20 @@ def version_change(
 ) -> VersionChange:
     """Compare the run's versions with those of this environment.
 
-    ``before``, ``after``: which other interpreter the run used, and will use.
+    ``before``, ``after``: the other interpreter that the run used, and will use.
     """
     if after:
         return VersionChange(None, not_looked_at=after)
     then, now = noted_versions(paths), versions()
     if not new_code and os.path.lexists(paths.code) and "hpc-train" in then:
-        now["hpc-train"] = then["hpc-train"]  # ranks import the one of the run's snapshot
+        now["hpc-train"] = then["hpc-train"]  # ranks import the hpc_train of the run's snapshot
     if before:
         return VersionChange(now, not_looked_at=f"{before}, which the run had")
     return VersionChange(now, differences(then, now))
 
 
 def _is_this(python: str) -> bool:
-    """Tell whether ``python`` is this interpreter, by whatever name of the same folder."""
-    # Links are kept: that of a virtual environment leads to another Python's folder.
+    """Return True if ``python`` is this interpreter, by any name in the same folder."""
+    # Links are not resolved: a virtual environment's link leads to another Python's folder.
     path, this = Path(python).expanduser(), Path(sys.executable)
     return path.parent == this.parent and path.resolve() == this.resolve()

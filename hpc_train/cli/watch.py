@@ -12,14 +12,14 @@ from hpc_train.errors import ExitCode, UsageError
 
 
 def watch(words: Sequence[str], *, interval_s: float) -> ExitCode:
-    """Show the given runs, or all, until the person quits. Raises UsageError where there is no terminal."""
+    """Show these runs, or all, until the user quits. Raises UsageError if there is no terminal."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     if not all(stream.isatty() for stream in streams) or os.environ.get("TERM", "dumb") == "dumb":
         raise UsageError(
             "watch: needs a terminal for input, output and errors; use `hpc-train status`, which prints the "
             "same once, or `hpc-train status --json`"
         )
-    find_readable(words)  # says what is skipped; a word that names no run is an error
+    find_readable(words)  # prints skipped runs; a word that names no run is an error
     from hpc_train.report.live.live_runs import RunsReader
     from hpc_train.report.live.watch_app import WatchApp  # with textual: 0.3 s
 

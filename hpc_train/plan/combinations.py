@@ -1,4 +1,4 @@
-"""The values of a sweep's runs: grid, list and draws, all combinations of them, less those excluded."""
+"""The values of a sweep's runs: all combinations of grid, list and draws, except excluded ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_train.plan.draws import draws, examples
 
 @dataclass(frozen=True)
 class Combination:
-    """The swept values of one run, and where the file has them."""
+    """The swept values of one run, and their positions in the file."""
 
     values: Mapping[str, Any]
     places: Mapping[str, KeyPath]

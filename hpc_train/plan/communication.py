@@ -27,11 +27,11 @@ class Communication:
     all_reduce_gb: float = 0.0
     all_gather_gb: float = 0.0
     reduce_scatter_gb: float = 0.0
-    #: Of activations, among ranks that share layers.
+    #: Collectives of activations among tensor-parallel ranks.
     tensor_gb: float = 0.0
     #: Activations and their gradients, between stages.
     pipeline_gb: float = 0.0
-    #: Of all, what stays within a node, and what goes between nodes.
+    #: The parts of the sum within a node and between nodes.
     within_node_gb: float = 0.0
     between_nodes_gb: float = 0.0
 
@@ -43,9 +43,9 @@ class Communication:
 def communication(
     strategy: str, degrees: Degrees, ranks_per_node: int, tensors: Mapping[str, int]
 ) -> Communication:
-    """Return what a rank sends. ``tensors``: kind of collective → bytes of the whole tensors in a step."""
+    """Return a rank's volumes. ``tensors``: kind of collective → bytes of the whole tensors in a step."""
     shards = traits_of(strategy).shards_parameters
-    # Data-parallel ranks reduce gradients over both axes, unless shards of them are reduced over copies.
+    # Data-parallel ranks reduce gradients over both axes, unless gradient shards are reduced over copies.
     scattered = tensors.get("reduce_scatter", 0)
     reduced = scattered / degrees.shard if shards else tensors.get("all_reduce", 0)
     reducing = degrees.replicate if shards else degrees.data_ranks
@@ -73,7 +73,7 @@ def _ring(ranks: int, nbytes: float) -> float:
 
 
 def _span(axis: str, degrees: Degrees) -> int:
-    """Return how many neighbouring ranks a group along this axis is spread over (``topology.degrees``)."""
+    """Return the number of neighbouring ranks that a group along this axis spans (``topology.degrees``)."""
     shard = degrees.tensor * degrees.shard
     return {
         "tensor": degrees.tensor,

@@ -1,4 +1,4 @@
-"""The memory of a rank's device: of GPUs by the name that a site gives them, of this machine by asking it."""
+"""The memory of a rank's device: by a GPU's name at a site, or by querying this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What the driver takes of the memory that nvidia-smi shows: 1 % and 0.25 GiB. Measured: 0.6 of 140.4 GiB of
-#: an H200. Read in reports of OutOfMemoryError: 0.4 of 15 (T4), 0.5 of 45 (L40S), 0.9 of 80 GiB (A100).
+#: The driver's share of the memory that nvidia-smi shows: 1 % and 0.25 GiB. Measured: 0.6 of 140.4 GiB of an
+#: H200. Read in reports of OutOfMemoryError: 0.4 of 15 (T4), 0.5 of 45 (L40S), 0.9 of 80 GiB (A100).
 _DRIVER_SHARE, _DRIVER_GIB = 0.01, 0.25
 #: The CUDA context with its kernels, and the workspaces of cuBLAS (32 MiB per handle on Hopper) and cuDNN.
 _CONTEXT_GIB = 1.5
 #: An NCCL communicator's buffers. Assumed: 4 MiB (NCCL_BUFFSIZE) per channel and peer that is connected.
 _COMMUNICATOR_GIB = 0.5
-#: The part of the rest that the prediction may reach: for its error, which was up to a tenth in eight cases
-#: on an H200, and fragmentation. There nvidia-smi showed 1.5 GiB above the allocated 6.1 of a GPT and 2.6
-#: above the 10.8 of a ResNet-50. On a CPU, of all memory (assumed).
+#: The usable part of the rest: allows for the prediction's error, which was up to a tenth in eight cases on
+#: an H200, and for fragmentation. There nvidia-smi showed 1.5 GiB above the allocated 6.1 of a GPT and 2.6
+#: above the 10.8 of a ResNet-50. On a CPU, the part of all memory (assumed).
 _USABLE = 0.9
 _GIB = 2**30
 _SMI_LIMIT_S = 30.0
@@ -25,21 +25,21 @@ _SMI_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank runs on."""
+    """The device of a rank."""
 
-    #: In words, for the plan.
+    #: Description for the plan.
     name: str
     is_gpu: bool
     #: As nvidia-smi shows it; None: unknown.
     memory_bytes: int | None
-    #: What to write so that it becomes known.
+    #: How to make the memory known.
     remedy: str = "write the name of a known GPU"
-    #: NCCL's, of a rank of the run.
+    #: Number of NCCL communicators of a rank.
     communicators: int = 0
 
     @property
     def limit_bytes(self) -> int | None:
-        """What a step may take."""
+        """Memory available to a step."""
         if self.memory_bytes is None:
             return None
         taken = 0.0
@@ -50,7 +50,7 @@ class Device:
 
 
 def device_here(device: str, ranks: int) -> Device:
-    """Return what each of ``ranks`` ranks of this machine has. ``device``: of the file."""
+    """Return the device of each of ``ranks`` ranks on this machine. ``device``: the file's."""
     found = None if device == "cpu" else _local_gpu()
     if found is not None:
         return found

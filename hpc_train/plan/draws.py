@@ -1,7 +1,7 @@
 """Random values of a sweep's parameters.
 
 A draw is a hash of (seed, number, key), so that more draws, or another parameter, do not change it. A new
-value of ``choice`` changes only the draws that it wins.
+value of ``choice`` changes only the draws that get it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from hpc_train.config.sweep_sections import CHOICE, Distribution, RandomConfig
 
-#: Significant digits of a drawn float: readable, and the same whatever the last bits of the math library.
+#: Significant digits of a drawn float: readable, and independent of the last bits of the math library.
 _DIGITS = 6
-#: The same with a step, whose multiples must stay multiples.
+#: Digits for draws with a step, whose multiples must stay multiples.
 _STEP_DIGITS = 12
-#: The bits that a float represents exactly.
+#: Bits that a float represents exactly.
 _BITS = 53
 
 

@@ -1,8 +1,9 @@
-"""How long a run takes and what it costs: arithmetic on measured times, without reading anything.
+"""Predicted time and cost of a run: arithmetic on measured times, without reading files.
 
 A step takes ``fixed_s`` + ``per_sample_s`` × the samples of one rank: its ⌈M/R⌉ micro-batches, whose time is
-proportional to their size. With measured runs of one size the fixed part is taken to be zero, which is exact
-for that size and predicts too much for larger steps; runs of two sizes give both parts. ``plan`` shows it.
+proportional to their size. With measured runs of one size, the fixed part is assumed to be zero, which is
+exact for that size and predicts too much for larger steps; runs of two sizes give both parts. ``plan`` shows
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpc_train.topology.degrees import Ranks
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank does in a step."""
+    """The work of one rank in a step."""
 
     #: Forward passes of one rank, ⌈M/R⌉.
     slots: int
@@ -29,7 +30,7 @@ class StepWork:
 
     @property
     def samples(self) -> int:
-        """Of one rank."""
+        """Samples of one rank per step."""
         return self.slots * self.micro_batch_size
 
 
@@ -42,16 +43,16 @@ class MeasuredRun:
     step_s: float
     #: One evaluation of all validation data.
     evaluation_s: float = 0.0
-    #: What training waits for one checkpoint.
+    #: Time that training waits per checkpoint.
     save_s: float = 0.0
-    #: From the begin of an attempt to its first step, and from its last step to its end.
+    #: From the start of an attempt to its first step, and from its last step to its end.
     start_s: float = 0.0
     stop_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by the samples of one rank, and the runs that tell it."""
+    """Seconds of a step as a function of one rank's samples, and the measured runs behind it."""
 
     fixed_s: float
     per_sample_s: float
@@ -64,35 +65,35 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Steps:
-    """How often a run does what."""
+    """Numbers of steps and evaluations of a run, and its checkpoint settings."""
 
     total: int
     evaluations: int
     checkpoint: CheckpointConfig
 
     def saves(self, training_s: float) -> int:
-        """Return the number of checkpoints of this many seconds; the last step is always saved."""
+        """Return the number of checkpoints in this many seconds; the last step is always saved."""
         return count_saves(self.checkpoint, self.total, training_s)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run takes. ``attempts``: None if an attempt has too little time to train at all."""
+    """Predicted time of a run. ``attempts``: None if an attempt has too little time to train at all."""
 
     step_s: float
     duration_s: float
     attempts: int | None
     gpu_hours: float | None
     core_hours: float | None
-    #: The runs that were measured; none where the throughput was given.
+    #: The measured runs; empty if the user specified the throughput.
     runs: tuple[str, ...]
 
 
 def fitted(runs: Sequence[MeasuredRun], work: StepWork) -> StepTime | None:
-    """Return the time of a step by the most similar runs; None without any.
+    """Return the time of a step, from the most similar runs; None without any.
 
-    Those with the nearest number of ranks count: communication depends on it. Of these, runs of two sizes
-    give the fixed part.
+    These are the runs with the nearest number of ranks, on which communication depends. Runs of two sizes
+    among them determine the fixed part.
     """
     if not runs:
         return None
@@ -109,7 +110,7 @@ def fitted(runs: Sequence[MeasuredRun], work: StepWork) -> StepTime | None:
 
 
 def _line(times: dict[int, list[MeasuredRun]]) -> StepTime | None:
-    """Return the line fitted through the sizes; None where it has no sense, as noise may make it."""
+    """Return the line fitted through the sizes; None if noise makes it implausible."""
     sizes = sorted(times)
     line = statistics.linear_regression(sizes, [_median(times[size]) for size in sizes])
     if line.slope <= 0 or line.intercept < 0:
@@ -122,12 +123,12 @@ def _median(runs: Iterable[MeasuredRun]) -> float:
 
 
 def given(samples_per_s: float) -> StepTime:
-    """Return the time of a step of ranks that each do this many samples per second."""
+    """Return the time of a step if each rank processes this many samples per second."""
     return StepTime(0.0, 1 / samples_per_s)
 
 
 def predicted(work: StepWork, steps: Steps, step_time: StepTime, size: Ranks) -> Prediction:
-    """Return what the run takes, with the evaluations, saves and starts of the measured runs."""
+    """Return the run's predicted time, with the evaluations, saves and starts of the measured runs."""
     step_s, runs = step_time.of(work), step_time.runs
     training_s = steps.total * step_s
     evaluation_s = _mean([run.evaluation_s * run.work.data_ranks / work.data_ranks for run in runs])
@@ -147,7 +148,7 @@ def predicted(work: StepWork, steps: Steps, step_time: StepTime, size: Ranks) ->
 
 
 def count_attempts(busy_s: float, start_s: float, attempt_s: float | None) -> int | None:
-    """Return how many attempts of ``attempt_s`` seconds do this work; None if they never end."""
+    """Return the number of attempts of ``attempt_s`` seconds for this work; None if they never finish it."""
     if attempt_s is None:
         return 1
     useful_s = attempt_s - start_s
@@ -155,7 +156,7 @@ def count_attempts(busy_s: float, start_s: float, attempt_s: float | None) -> in
 
 
 def count_saves(checkpoint: CheckpointConfig, num_steps: int, training_s: float) -> int:
-    """Return the number of checkpoints of an attempt with this many steps, the last one included."""
+    """Return the number of checkpoints of an attempt with this many steps, including the last one."""
     count = 1
     if checkpoint.every_steps is not None:
         count += max(0, num_steps - 1) // checkpoint.every_steps

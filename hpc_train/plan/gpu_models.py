@@ -1,7 +1,7 @@
 """The models of GPUs: memory for ``plan``, peak rate for model FLOPs utilization (MFU), both for ``doctor``.
 
-The rates are those of the vendors' data sheets, none is measured. The data sheets could not be fetched: A10,
-A40, A100, B200, B300, GB200, H20, H100 SXM, H200 SXM, L4, L40, L40S, MI300X and RTX PRO 6000 Workstation were
+The rates are from the vendors' data sheets, none is measured. The data sheets could not be fetched: A10, A40,
+A100, B200, B300, GB200, H20, H100 SXM, H200 SXM, L4, L40, L40S, MI300X and RTX PRO 6000 Workstation were
 compared with copies of them on other sites, the rest is not checked.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-#: The part of GDDR memory that is left where the vendor turns on ECC; HBM has its own bits for it. Read:
+#: The part of GDDR memory that remains if the vendor turns on ECC; HBM has its own bits for it. Read:
 #: nvidia-smi shows 15,360 MiB of a T4, 23,034 of an L4, 23,028 of an A10, 46,068 of an L40S
 #: (thundergolfer.com/blog/nvidia-gpu-memory-capacity).
 _LEFT_BY_ECC = 15 / 16
@@ -18,20 +18,20 @@ _LEFT_BY_ECC = 15 / 16
 
 @dataclass(frozen=True)
 class GPUModel:
-    """One model. Several rows may share ``sites``, of which the first counts for the memory."""
+    """One model. Several rows may share ``sites``; the first of them determines the memory."""
 
-    #: A regular expression of the name that a site or the driver gives it, in lower case.
+    #: A regular expression for the name used by a site or the driver, in lower case.
     sites: str
-    #: GB of the variants as sold; the first is that of a name without a size.
+    #: GB of the variants as sold; the first applies to a name without a size.
     sizes: tuple[int, ...]
-    #: A regular expression of the whole name that the driver reports, without the vendor. Names that fit no
-    #: row, such as a MIG slice's or a laptop's, have no peak.
+    #: A regular expression for the whole name that the driver reports, without the vendor. Names that match
+    #: no row, such as a MIG slice's or a laptop's, have no peak.
     names: str = ""
     #: TFLOP/s by ``precision:``, dense (without sparsity), at boost clock; fp64 by tensor cores if possible.
     tflops: dict[str, float] = field(default_factory=dict)
     #: The vendor's document.
     source: str = ""
-    #: Whether the GDDR memory has ECC turned on as sold.
+    #: Whether ECC of the GDDR memory is on as sold.
     has_ecc: bool = False
 
     def gib(self, written: list[int]) -> float:
@@ -52,8 +52,8 @@ _V100 = r"V100-{}-(?:16|32)GB"
 _PRO, _PRO_PAPER = "RTX PRO 6000 Blackwell ", "RTX PRO Blackwell white paper"
 _END = r"(?![a-z0-9])"
 
-#: The first row counts whose ``sites`` are in the name. Of 192 GB that are sold as B200, and 288 as B300,
-#: fewer are usable.
+#: The first row whose ``sites`` are in the name applies. Less than the nominal 192 GB of a B200 and 288 GB of
+#: a B300 is usable.
 GPU_MODELS = (
     GPUModel("gh200", (96, 144), r"GH200 (?:96GB HBM3|120GB|480GB|144G HBM3e)",
         _rates(990, tf32=494, fp32=67, fp64=67, fp8=1979), "GH200 data sheet"),
@@ -119,7 +119,7 @@ GPU_MODELS = (
     GPUModel("mi100", (32,)),
 )  # fmt: skip
 _VENDOR = re.compile(r"^(?:NVIDIA |Tesla |AMD )+")
-#: Before the name of a model: no letter of another word, as in ``opa100``, but that of a vendor.
+#: Before a model's name: no letters of another word, as in ``opa100``, except a vendor's name.
 _BEFORE = r"(?<![a-z0-9])(?:\d+x)?(?:nvidia|amd|tesla|quadro|geforce|gpu|rtx|gtx)*"
 #: ``a100-80gb``, ``a100_80g``, ``v100-32``, ``gpu80gb``.
 _WRITTEN = re.compile(
@@ -127,15 +127,15 @@ _WRITTEN = re.compile(
     r"|[-_ ](\d{2,3})g(?![a-z0-9])"
     r"|[-_](\d{2,3})(?![a-z0-9.])"
 )
-#: A slice of a GPU, of which the memory is written: ``1g.10gb``.
+#: A slice of a GPU, whose name contains its memory: ``1g.10gb``.
 _MIG = re.compile(r"(?<![0-9])\dg\.(\d{1,3})gb")
 _IS_GPU = re.compile(r"(?<![a-z0-9])gpu")
-#: Maximum of any GPU: a larger size is that of a disk or of the node.
+#: Maximum of any GPU: a larger size belongs to a disk or the node.
 _MOST_GIB = 288
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    """Return the peak of the device that the driver calls ``device``; None if it is not in the table."""
+    """Return the peak of a device by the driver's name for it; None if it is not in the table."""
     model = _driver_model(device)
     return None if model is None else model.tflops.get(precision)
 
@@ -155,17 +155,17 @@ def _driver_model(device: str) -> GPUModel | None:
 
 
 def gpu_memory_gib(name: str) -> float | None:
-    """Return the memory that nvidia-smi shows of a GPU, by its name; None if it is unknown.
+    """Return the memory that nvidia-smi shows for a GPU of this name; None if it is unknown.
 
-    A size in the name counts; of a name without one, the smallest variant of the model. Of a constraint
-    with several names, such as ``a100|h100``, the smallest that is known counts.
+    Uses the size in the name or, without one, the smallest variant of the model. For a constraint with
+    several names, such as ``a100|h100``, returns the smallest known size.
     """
     known = [gib for part in re.split(r"[|&,]", name.lower()) if (gib := _memory_of_one(part)) is not None]
     return min(known, default=None)
 
 
 def _memory_of_one(lower: str) -> float | None:
-    """Return the size of a name, if it is that of a GPU: other features have sizes as well."""
+    """Return the size in a name if the name is a GPU's: other features have sizes as well."""
     if piece := _MIG.search(lower):
         return int(piece[1])
     written = [found.groups() for found in _WRITTEN.finditer(lower)]

@@ -30,7 +30,7 @@ def content_hash(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> s
 
 
 def run_id(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
-    """Return the id of the run; the same experiment is the same run. ``scaled_by``: see above."""
+    """Return the id of the run; equal experiments have equal ids. ``scaled_by``: see above."""
     return content_hash(experiment, scaled_by)[:RUN_ID_LENGTH]
 
 
@@ -62,7 +62,7 @@ def _identity(experiment: Experiment, *, exclude_defaults: bool) -> dict[str, An
 
 
 def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Yield where two dumps differ; ``1`` and ``1.0`` do, as in the hash."""
+    """Yield the keys in which two dumps differ; ``1`` and ``1.0`` do, as in the hash."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before | after:
             yield from _differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))

@@ -1,8 +1,8 @@
 """Fingerprints of the files that a run is trained on: its data folder and its file of weights.
 
-The run id excludes ``data.root``, because the path differs between machines, and knows weights only by their
-path. So a run stores fingerprints of both when it is created, and ``submit`` and ``resume`` compare them.
-Nothing here reads more than a login node can afford: ``data_facts.file_content`` has the bounds.
+The run id excludes ``data.root``, because the path differs between machines, and contains only the path of
+weights. So a run stores fingerprints of both when it is created, and ``submit`` and ``resume`` compare them.
+Reading is bounded to suit a login node: ``data_facts.file_content`` has the limits.
 
 A fingerprint has parts, which are compared one by one, so that a run of an earlier version is compared by the
 parts that it recorded:
@@ -38,21 +38,21 @@ from hpc_train.paths import cache_folder, expanded
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
 _SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")
-#: Beside the folders of the images.
+#: Entries beside the folders of the images.
 _ANNOTATIONS = ("train.json", "val.json", "test.json")
-#: The folder of the validation images where there is none called ``val``.
+#: The folder of the validation images if there is none called ``val``.
 _TEST = "test"
-#: Assumed: how long a user waits. ImageNet's 1.3 million names take about 2 s from a local disk.
+#: Acceptable wait of a user, assumed. ImageNet's 1.3 million names take about 2 s from a local disk.
 LIMIT_S = 10.0
-#: The same for data of the user's own code, whose root may be a folder of anything.
+#: The limit for data of the user's own code, whose root may be any folder.
 _OWN_LIMIT_S = 3.0
 #: Files per folder whose size is included: each costs a stat, which is slow on a network disk.
 _SIZED_PER_FOLDER = 4
-#: Of a single file: evenly spaced blocks, including the first and the last.
+#: Blocks read of a single file: evenly spaced, including the first and the last.
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
-#: With more folders, looking at each costs as much as reading them.
+#: With more folders, a stat of each costs as much as reading them.
 _MAX_CACHED_FOLDERS = 20_000
-#: Of the cached names; version 2 knew folders by modification times, which an archive restores.
+#: Version of the cached names; version 2 identified folders by modification times, which an archive restores.
 _CACHE_VERSION = 3
 #: Runs are created by several threads, which mostly share their data: one of them reads these.
 _LOCK = threading.Lock()
@@ -92,7 +92,7 @@ def _parts_of(fingerprints: object, key: str) -> Mapping[str, str]:
 
 
 def _differ(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Compare common parts. Data of the user's own code may gain files, like caches, where they are."""
+    """Compare common parts. Data of the user's own code may gain files, such as caches, in its folder."""
     if "location" in now and then.get("location") == now["location"]:
         return False
     return any(then[part] != now[part] for part in now if part in then and part != "location")
@@ -101,7 +101,7 @@ def _differ(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
 def _data_parts(data: DataConfig, recorded: Mapping[str, str]) -> dict[str, str]:
     facts = data_facts(data.name)
     if data.root is None or (facts.implementation and not facts.is_in_root):
-        return {}  # the name says which data they are
+        return {}  # the name identifies the data
     if facts.fingerprint is not None:
         return facts.fingerprint(data)
     if facts.listing is not None:
@@ -141,7 +141,7 @@ def _fingerprint(path: str) -> dict[str, str]:
 
 @cache
 def _listed(section: str) -> dict[str, str]:
-    """Return the parts of data that are in listed files. ``section``: name, root and args, as JSON."""
+    """Return the parts of data stored in listed files. ``section``: name, root and args, as JSON."""
     data = DataConfig.model_validate_json(section)
     facts = data_facts(data.name)
     assert facts.listing is not None
@@ -174,7 +174,7 @@ def _of_own_data(root: str) -> dict[str, str]:
 
 
 def _readable(part: str, digest: Callable[[], str]) -> dict[str, str]:
-    """Return a part; nothing if its files can't be read from here: the ranks may be able to."""
+    """Return a part; empty if its files can't be read from here: the ranks may be able to."""
     try:
         return {part: digest()}
     except (OSError, ValueError):  # a list may contain names that no file can have
@@ -207,8 +207,8 @@ def _of_file(path: Path, blocks: int = _BLOCKS) -> str:
 
 
 def image_fingerprint(root: str, limit_s: float | None = None) -> dict[str, str]:
-    """Return hashes of the class names and, if there is time, of the images of each split and of the content
-    of a sample of them; without ``limit_s`` always.
+    """Return hashes of the class names and, within ``limit_s`` (None: no limit), of the images of each split
+    and of the content of a sample of them.
 
     Empty without a folder of training images. Raises OSError if a folder or an image can't be read.
     """
@@ -220,7 +220,7 @@ def image_fingerprint(root: str, limit_s: float | None = None) -> dict[str, str]
 def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]:
     """Return the hashes of names and sizes below ``root``, and the names of an even sample of the images.
 
-    The names are remembered as long as no folder has changed.
+    The names are cached as long as no folder has changed.
     """
     file = cache_folder() / f"data-{hashlib.sha256(os.fsencode(root)).hexdigest()[:20]}.json"
     known = _read(file)
@@ -253,9 +253,7 @@ def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]
 def _walk(
     root: str, splits: Iterable[str], suffixes: tuple[str, ...] = IMAGE_EXTENSIONS
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the split and each of its folders, relative to ``root``, with its images, sorted, without hidden
-    ones.
-    """
+    """Yield split and each of its folders, relative to ``root``, with sorted images, except hidden ones."""
     for split in splits:
         for folder, folders, names in os.walk(os.path.join(root, split), followlinks=True):  # noqa: PTH118
             visible = sorted(name for name in folders if not name.startswith("."))
@@ -295,7 +293,7 @@ def _add(digest: Any, *texts: str) -> None:
 
 
 def _times(root: str, folders: Iterable[str]) -> dict[str, int]:
-    """Return when each folder's entries or status changed last; folders that are gone are omitted."""
+    """Return the time of each folder's last change of entries or status; missing folders are omitted."""
     found = {}
     for inner in folders:
         with suppress(OSError):
@@ -322,7 +320,7 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
     if len(times) > _MAX_CACHED_FOLDERS or max(times.values()) > time.time_ns() - SETTLED_NS:
         return
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with suppress(OSError, ValueError):  # without a cache it is read again
+    with suppress(OSError, ValueError):  # without a cache the folder is read again
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps({"version": _CACHE_VERSION, **known}), encoding="utf-8")
         temporary.replace(file)

@@ -1,7 +1,7 @@
 """The names of packs: image folders packed into one file by ``hpc-train prepare``, below ``data.cache``.
 
-A pack has the name of its source's resolved location and fingerprint, so other images are another file. No
-torch: ``plan`` shows them too; ``datasets.packed`` reads them.
+A pack's name contains a hash of its source's resolved location and fingerprint, so other images have another
+file. No torch: ``plan`` shows them too; ``datasets.packed`` reads them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hpc_train.plan.input_files import image_fingerprint
 
 
 def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | None:
-    """Return the files that may be the pack of what ``data.root`` contains now, whether they exist or not.
+    """Return the possible packs of the current content of ``data.root``, whether they exist or not.
 
-    The first is of small images of one size, decoded; the other of decoded images of any size with
-    ``data.cache_pixels``, else of the image files. Decoded images depend on the number of channels; which
-    images of any size are decoded depends on the size of random crops, which is in the name. None where the
-    images can't be listed within ``limit_s``, or are not on this machine. Raises BadFileError if one is
+    The first contains small decoded images of one size; the other, decoded images of any size with
+    ``data.cache_pixels``, else the image files. Decoded images depend on the number of channels; the choice
+    of images of any size to decode depends on the size of random crops, which is in the name. None if the
+    images can't be listed within ``limit_s``, or are not on this machine. Raises BadFileError if an image is
     missing or may not be read, OSError if the disk fails.
     """
     assert data.cache is not None and data.root is not None, "the file has both keys"
@@ -55,6 +55,6 @@ def _pixels(data: DataConfig) -> str:
 
 
 def missing_pack(data: DataConfig) -> tuple[str, str]:
-    """Return what is wrong where no pack is of ``data.root`` as it is now, and what to do."""
+    """Return the problem and the remedy if no pack matches the current ``data.root``."""
     message = f"{data.cache} has no pack of the images that {data.root} contains now"
     return message, "run `hpc-train prepare` with this file, which writes it"

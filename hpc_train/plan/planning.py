@@ -1,4 +1,4 @@
-"""From a checked file to the runs to start: ranks, batches and cost.
+"""Plans the runs of a checked file: ranks, batches and cost.
 
 Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does not depend on torch.
 """
@@ -39,14 +39,14 @@ MAX_SAMPLES = 2**40
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One planned run; None where a number is not known before the start."""
+    """One planned run; a number is None if it is not known before the start."""
 
     id: str
     values: dict[str, Any]
     experiment: Experiment
-    #: As the launcher will start them.
+    #: Ranks that the launcher will start.
     size: Ranks
-    #: None where they don't fit the ranks, which ``check_start`` reports.
+    #: None if they don't fit the ranks, which ``check_start`` reports.
     degrees: Degrees | None
     micro_batches: int | None
     steps_per_epoch: int | None
@@ -54,7 +54,7 @@ class PlannedRun:
 
     @property
     def ranks(self) -> int | None:
-        """Of a range of nodes the maximum."""
+        """The number of ranks; for a range of nodes, the maximum."""
         return self.size.most
 
     @property
@@ -71,7 +71,7 @@ class PlannedRun:
 
     @property
     def layout(self) -> StepLayout | None:
-        """The arithmetic of a step; None where the ranks are not known."""
+        """The arithmetic of a step; None if the ranks are not known."""
         if self.ranks is None or self.data_ranks is None:
             return None
         optimization = self.experiment.optimization
@@ -94,15 +94,13 @@ class PlannedRun:
 
     @property
     def bubble(self) -> float | None:
-        """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without a pipeline or if
-        unknown.
-        """
+        """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without one or if unknown."""
         if self.degrees is None or self.stages is None or self.accumulation is None:
             return None
         return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
 
     def to_json(self) -> dict[str, Any]:
-        """Return its entry in ``plan --json``, without what is predicted."""
+        """Return its entry in ``plan --json``, without predictions."""
         return {
             "id": self.id,
             "values": self.values,
@@ -129,7 +127,7 @@ class Plan:
     runs: list[PlannedRun]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``plan --json`` prints (a contract)."""
+        """Return the output of ``plan --json`` (a contract)."""
         return {"version": JSON_VERSION, "name": self.name, "runs": [run.to_json() for run in self.runs]}
 
 
@@ -140,10 +138,10 @@ def make_plan(
     on_this_machine: bool = False,
     trials: Sequence[Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """Plan all runs of the file. ``ranks_of``: the launcher's answer for a run. ``trials``: of a search.
+    """Plan all runs of the file. ``ranks_of``: the launcher's ranks for a run. ``trials``: those of a search.
 
-    Raises BadFileError where the sweep is invalid, the data are smaller than a batch, or the warm-up is as
-    long as the run.
+    Raises BadFileError if the sweep is invalid, the data are smaller than a batch, or the warm-up is as long
+    as the run.
     """
     if on_this_machine:
         _refuse_scaling(loaded)
@@ -166,7 +164,7 @@ def make_plan(
 
 
 def _refuse_scaling(loaded: Loaded) -> None:
-    """Raise BadFileError where a sweep varies the size of a job, which has no effect on this machine."""
+    """Raise BadFileError if a sweep varies the size of a job, which has no effect on this machine."""
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
     problems = [
@@ -179,7 +177,7 @@ def _refuse_scaling(loaded: Loaded) -> None:
 
 
 def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
-    """Yield what is impossible with this many training samples."""
+    """Yield the problems with this number of training samples."""
     optimization = variant.experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
@@ -200,7 +198,7 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
 
 
 class _Sizes:
-    """Caches sizes: the runs of a sweep mostly share their data, and a folder of images is slow to count."""
+    """Caches sizes: the runs of a sweep mostly share their data, and counting a folder of images is slow."""
 
     def __init__(self) -> None:
         self._known: dict[str, int | None] = {}

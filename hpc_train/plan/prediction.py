@@ -1,8 +1,7 @@
-"""What a step of a planned run takes: memory by part, FLOPs, communication. Asked of a child that imports
-torch.
+"""Predicts a planned run's step: memory by part, FLOPs, communication. A child process imports torch for it.
 
-``predict`` is called by ``plan`` alone: a question takes seconds, and runs with the same model and
-parallelism are asked about once.
+``predict`` is called by ``plan`` alone: a prediction takes seconds, and runs with the same model and
+parallelism share one.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.child_process import Child
 
 _MODULE = "hpc_train.training.predicted_runs"
-#: From a cold network disk torch alone takes a minute.
+#: Importing torch from a cold network disk takes a minute.
 _LIMIT_S = 300.0
-#: For all questions after the first, which waits for torch; runs that remain are not predicted. Assumed.
+#: Limit for all questions after the first, which waits for torch; remaining runs are not predicted. Assumed.
 _TOTAL_S = 60.0
 _GB = 1e9
-#: Of the experiment, what a step's memory depends on.
+#: Keys of the experiment that affect a step's memory.
 _RELEVANT = (
     "task",
     "model",
@@ -47,12 +46,12 @@ _RELEVANT = (
     "compile",
     "optimization",
 )
-#: The parts of a rank's memory, in the order in which they are shown.
+#: The parts of a rank's memory, in display order.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 class _Answer(BaseModel):
-    """What the child answers; sizes in bytes."""
+    """The child's answer; sizes in bytes."""
 
     parts: dict[str, int] | None
     communicated: dict[str, int] = {}
@@ -65,30 +64,30 @@ class _Answer(BaseModel):
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One run's step; None where it is unknown."""
+    """One run's step; None: unknown."""
 
     device: Device
     #: GB by part, on the rank that needs the most, at the peak of a step.
     memory: dict[str, float] | None = None
-    #: Of the prediction: the file's or, under ``auto``, the largest that fits.
+    #: The size that was predicted for: the file's or, under ``auto``, the largest that fits.
     micro_batch_size: int | None = None
     largest_micro_batch_size: int | None = None
-    #: Of all ranks together, forward and backward, without what is computed twice.
+    #: Sum over all ranks, forward and backward, without recomputation.
     flops_per_step: float | None = None
     communication: Communication | None = None
     #: Why parts are unknown.
     problem: str | None = None
-    #: What is assumed of the data.
+    #: Assumption about the data.
     assumption: str | None = None
 
     @property
     def peak_memory_gb(self) -> float | None:
-        """The sum of the parts; without activations where those are unknown."""
+        """The sum of the parts; without activations if they are unknown."""
         return None if self.memory is None else sum(self.memory.values())
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within what a step may take; None if either is unknown."""
+        """Whether the peak is within the memory available to a step; None if either is unknown."""
         if self.memory is None or self.device.limit_bytes is None:
             return None
         is_over = sum(self.memory.values()) * _GB > self.device.limit_bytes
@@ -112,7 +111,7 @@ class StepPrediction:
 
 
 def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device]) -> list[StepPrediction]:
-    """Return the prediction for each run, in order. ``device_of``: what a run's ranks run on."""
+    """Return the prediction for each run, in order. ``device_of``: returns the device of a run's ranks."""
     found = []
     with closing(Child(_MODULE)) as child:
         answers = _Answers(child)
@@ -127,7 +126,7 @@ def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device
 
 
 class _Answers:
-    """Asks each question once, and none after ``_TOTAL_S``."""
+    """Sends each question once, and none after ``_TOTAL_S``."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -135,7 +134,7 @@ class _Answers:
         self._until: float | None = None
 
     def to(self, question: str) -> _Answer:
-        """Return the answer, or one that says why there is none."""
+        """Return the answer, or one with the reason for a missing prediction."""
         if question not in self._known:
             self._known[question] = self._ask(question)
         return self._known[question]
@@ -150,7 +149,7 @@ class _Answers:
 
 
 def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
-    """Return the question of a run in JSON, or a prediction that says why there is none."""
+    """Return the question of a run in JSON, or a prediction with the reason why there is no question."""
     experiment, degrees = run.experiment, run.degrees
     if degrees is None:
         return StepPrediction(device, problem="the number of ranks is unknown, or parallel: does not fit it")
@@ -174,7 +173,7 @@ def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
 
 
 def _communicators(run: PlannedRun) -> int:
-    """Return how many of NCCL's a rank has: of all ranks, and of each smaller axis of a DeviceMesh."""
+    """Return the number of a rank's NCCL communicators: of all ranks and of each smaller mesh axis."""
     degrees = run.degrees
     if degrees is None:
         return 0
@@ -194,7 +193,7 @@ def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str
 
 
 def _relevant(experiment: Experiment) -> dict[str, Any]:
-    """Return what memory depends on; of a number that only switches something on or off, which of both."""
+    """Return the settings that affect memory; numbers that only turn a feature on or off are normalized."""
     settings = experiment.model_dump(mode="json")
     _neutralize_optimization(settings["optimization"])
     data = settings["data"] | {"workers": 0}
@@ -222,7 +221,7 @@ def _neutralize_optimization(settings: dict[str, Any]) -> None:
 
 
 def _switch(value: Any) -> Any:
-    """Return one number in place of all that switch something on; what is off, and 1, stay as they are."""
+    """Replace each number that turns a feature on by the same one; 0 (off) and 1 are unchanged."""
     if isinstance(value, list):
         return [_switch(each) for each in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -31,7 +31,7 @@ def expand(loaded: Loaded, trials: Sequence[Mapping[str, Any]] | None = None) ->
     """Return the runs: all combinations, the last key of the grid varying fastest; one run without a sweep.
 
     ``trials``: the values that a search proposes; None: examples of them, to check the file. Raises
-    BadFileError with all problems of all combinations, and where two of them are the same run.
+    BadFileError with all problems of all combinations, also if two of them are the same run.
     """
     variants: list[Variant] = []
     problems: dict[str, None] = {}
@@ -55,7 +55,7 @@ def expand(loaded: Loaded, trials: Sequence[Mapping[str, Any]] | None = None) ->
 
 
 def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
-    """Return the id of the run that the file makes of ``values``; None if they do not fit or are excluded."""
+    """Return the id of the file's run with ``values``; None if they are invalid or excluded."""
     if loaded.experiment.sweep.is_excluded(values):
         return None
     try:
@@ -65,7 +65,7 @@ def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
 
 
 def _single(experiment: Experiment) -> Experiment:
-    """Return one run's experiment without the sweep, except for what a queue needs."""
+    """Return one run's experiment without the sweep, except for the keys that a queue needs."""
     without = SweepConfig(max_parallel=experiment.sweep.max_parallel)
     return experiment if experiment.sweep == without else experiment.model_copy(update={"sweep": without})
 

@@ -1,3 +1,1 @@
-"""What commands show of runs, during and after training: metrics, progress, tables of runs. Imports
-no torch.
-"""
+"""Reports on runs, during and after training: metrics, progress, tables of runs. Imports no torch."""

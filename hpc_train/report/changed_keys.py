@@ -19,11 +19,11 @@ from hpc_train.run.run_facts import run_facts
 _JSON = json.JSONEncoder(ensure_ascii=False)
 #: Shown elsewhere, or equal in the runs that they describe.
 _LEFT_OUT = ("name", "sweep")
-#: Values of one of these types that are equal are written alike.
+#: Types whose equal values are written identically.
 _SCALARS = {str, int, float, bool, type(None)}
 #: The value of a key that is not set.
 _ABSENT = object()
-#: Values by dotted key; the section of a run that has none.
+#: Values by dotted key, and those of a run without the section.
 _Section = dict[str, Any]
 _EMPTY: _Section = {}
 #: A run's sections by name.
@@ -34,7 +34,7 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
     """Return for each run the dotted keys whose values differ among the runs, in schema order.
 
     Includes the changes of resumes. A run whose frozen experiment can't be read has no keys and is not
-    compared; a key that one run lacks is None in it.
+    compared; a key that a run lacks is None for it.
     """
     settings = _read(runs, _written)
     differing = _differing(settings)
@@ -74,9 +74,9 @@ def _read(
 
 
 def _texts(sections: Mapping[str, Any] | None) -> dict[str, bytes] | None:
-    """Return each section in binary form, other for ``1`` than for ``1.0``; None if nested too deeply.
+    """Return each section in binary form, which differs between ``1`` and ``1.0``; None if nested too deeply.
 
-    In half the time of ``repr``. The old version of the format, which does not refer to earlier objects.
+    Twice as fast as ``repr``. Uses the old version of the format, without references to earlier objects.
     """
     try:
         return (
@@ -105,7 +105,7 @@ def _differing(settings: Mapping[RunPaths, _Settings]) -> list[tuple[str, str]]:
     return [
         (name, key)
         for name, flats in variants.items()
-        if len(flats) > 1  # of a sweep's sections most are equal in all runs
+        if len(flats) > 1  # most sections of a sweep are equal in all runs
         for key in dict.fromkeys(chain.from_iterable(flats))
         if _differ([flat.get(key, _ABSENT) for flat in flats])
     ]
@@ -120,20 +120,20 @@ def _variants(settings: Mapping[RunPaths, _Settings], section: str) -> list[_Sec
 
 def _differ(values: Sequence[Any]) -> bool:
     kinds = set(map(type, values))
-    if len(kinds) == 1 and kinds <= _SCALARS:  # of thousands of runs most are
+    if len(kinds) == 1 and kinds <= _SCALARS:  # most of thousands of runs are
         return len(set(values)) > 1
     first = _comparable(values[0])
     return any(_comparable(value) != first for value in values)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest suffix of each dotted key that means only this key: no two have the same one."""
+    """Return the shortest suffix of each dotted key that identifies it uniquely."""
     return {key: next(end for end in _ends(key) if _means_only(key, end, keys)) for key in keys}
 
 
 @lru_cache
 def _short_names(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return ``short_names``: the runs of a sweep have the same keys."""
+    """Return ``short_names``, cached: the runs of a sweep have the same keys."""
     return short_names(keys)
 
 
@@ -151,9 +151,9 @@ def value_text(value: Any) -> str:
 
 
 def _written(paths: RunPaths) -> dict[str, Any] | None:
-    """Return what ``resolved.json`` says, without the schema, which takes most of the time of many runs.
+    """Return the content of ``resolved.json``, without the schema, which is slow for many runs.
 
-    Of a run that resumes have changed, or that can't be read so, what ``_settings`` returns.
+    For a run that resumes have changed, or that can't be read this way, return the result of ``_settings``.
     """
     resolved = None if run_facts(paths).get("changes") else read_json(paths.resolved)
     if resolved is None:
@@ -181,7 +181,7 @@ def _flatten(section: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> N
 
 
 def _comparable(value: Any) -> tuple[type, Any]:
-    """Return what two values have in common only if they are written alike: ``1`` and ``1.0`` differ."""
+    """Return a key that is equal only for values that are written identically: ``1`` and ``1.0`` differ."""
     if value is _ABSENT or value is None or value == {}:
         return str, ""
     if isinstance(value, str | int | float):
@@ -196,5 +196,5 @@ def _ends(key: str) -> Iterator[str]:
 
 
 def _means_only(key: str, end: str, keys: Sequence[str]) -> bool:
-    """Tell whether ``end``, a suffix of ``key``, is no other key and no suffix of one; a whole key may be."""
+    """Return True if the suffix ``end`` identifies ``key`` uniquely; a whole key always does."""
     return end == key or (end not in keys and sum(each.endswith(f".{end}") for each in keys) == 1)

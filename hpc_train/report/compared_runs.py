@@ -1,4 +1,4 @@
-"""Runs as ``compare`` shows them: one by one, or averaged over runs that differ in some keys only."""
+"""Runs as ``compare`` shows them: individually, or averaged over runs that differ only in some keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are equal but for the keys over which their metrics are averaged."""
+    """Runs that differ only in the keys over which their metrics are averaged."""
 
     values: dict[str, Any]
     runs: list[Compared]
@@ -64,7 +64,7 @@ class Group:
 
 
 def grouped(runs: Iterable[Compared], over: Collection[str], metric: Metric) -> list[Group]:
-    """Return the groups, that of the best mean first."""
+    """Return the groups, the one with the best mean first."""
     members: dict[str, tuple[dict[str, Any], list[Compared]]] = {}
     for run in runs:
         values = {key: value for key, value in run.values.items() if key not in over}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of steps, divided into those that waited for data and the others."""
+    """The seconds of steps, divided into waits for data and the rest."""
 
     useful: float
     waited: float
@@ -22,22 +22,22 @@ class StepSeconds(NamedTuple):
 def goodput(
     paths: RunPaths, now: RunStatus, elapsed_s: float | None, rows: Iterable[Row] | None = None
 ) -> float | None:
-    """Return useful seconds divided by ``elapsed_s``, those of all attempts together; None if unknown.
+    """Return useful seconds divided by ``elapsed_s``, the seconds of all attempts together; None if unknown.
 
-    ``rows``: all of ``metrics.jsonl``, which is read otherwise. It contains each step once, whatever was done
-    twice.
+    ``rows``: all of ``metrics.jsonl``, which is read if omitted. It contains each step once, even if a step
+    was repeated.
     """
     if not elapsed_s:
         return None
     try:
         found = step_seconds(rows_in(paths.metrics) if rows is None else rows, counted_steps(paths, now))
-    except OSError:  # the other facts of the run are shown all the same
+    except OSError:  # the other facts of the run are still shown
         return None
     return None if found is None else min(found.useful / elapsed_s, 1.0)
 
 
 def counted_steps(paths: RunPaths, now: RunStatus) -> int:
-    """Return how many steps count: of a run that has stopped early, those that a checkpoint contains."""
+    """Return the number of useful steps: for a run that has stopped early, the steps in a checkpoint."""
     if now.state in ("running", "completed"):
         return now.step
     saved = paths.checkpoint_folders()
@@ -47,8 +47,9 @@ def counted_steps(paths: RunPaths, now: RunStatus) -> int:
 def step_seconds(rows: Iterable[Row], num_steps: int) -> StepSeconds | None:
     """Return the seconds of the first ``num_steps`` steps; None if no row has a time.
 
-    An attempt's first row has no time: its steps count as those of the next row that has one, and steps
-    after the last row as those of that row. So starting and compiling do not count.
+    An attempt's first row has no time: its steps are assumed to take as long as those of the next row that
+    has one, and steps after the last row as long as those of that row. So starting and compiling do not
+    count.
     """
     useful = waited = 0.0
     step_s: float | None = None

@@ -1,6 +1,6 @@
-"""Earlier runs that tell how long a new one will take: those that do the same work per sample.
+"""Earlier runs that predict the time of a new one, because they do the same work per sample.
 
-``plan`` asks. Only the ends of metrics are read, and of many runs the newest.
+Called by ``plan``. Reads only the ends of metrics, and only the newest of many runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_facts import run_facts
 
-#: Runs that are looked at, the newest first: reading one takes a millisecond.
+#: Number of runs that are examined, the newest first: reading one takes a millisecond.
 _MAX_RUNS = 100
 _MAX_EXPERIMENTS = 50
 #: Sections that define what a step computes: runs must have the same values there, except for the keys below.
@@ -66,9 +66,9 @@ _ANY = {
     "optimization.optimizer.weight_decay",
     "optimization.max_non_finite",
 }
-#: Of these only matters whether they are set: the folder may be another one.
+#: Only whether these are set matters: the folder may differ.
 _WHETHER = {"data.cache", "data.stage"}
-#: Of floats in these sections only matters whether they are 0 (off): momentum, EMA decay, mixup, flips.
+#: For floats in these sections, only whether they are 0 (off) matters: momentum, EMA decay, mixup, flips.
 _FRACTIONS = ("optimization.", "data.augment.")
 #: A name in an attempt's record, which may be damaged.
 _CHECKPOINT = re.compile(r"step-[0-9]{8,15}")
@@ -79,8 +79,8 @@ _Work = dict[str, Any]
 def measured_runs(root: Path, experiment: Experiment, launcher: str | None = None) -> list[MeasuredRun]:
     """Return the runs below ``root`` that do the same work per sample.
 
-    Those of the same experiment; if there are none, those of others. Runs whose newest attempt another
-    ``launcher`` started do not count, since a login node is no measure for the GPUs of a cluster.
+    They are those of the same experiment or, if there are none, of others. Runs whose newest attempt another
+    ``launcher`` started do not count, since a login node does not predict the GPUs of a cluster.
     """
     wanted = _work_of(experiment)
     own = root / experiment.name
@@ -92,7 +92,7 @@ def measured_runs(root: Path, experiment: Experiment, launcher: str | None = Non
 
 
 def same_work(experiment: Experiment) -> str:
-    """Return what is equal for experiments whose runs tell the time of each other."""
+    """Return a value that is equal for experiments whose runs predict each other's time."""
     return repr((experiment.name, sorted(_work_of(experiment).items())))
 
 
@@ -108,7 +108,7 @@ def _work(resolved: Mapping[str, Any]) -> _Work:
 
 
 def _counting(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys that count, with what must be equal."""
+    """Yield the dotted keys that count, with the values that must be equal."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in _ANY:
@@ -147,7 +147,7 @@ def _folders(parent: Path) -> list[Path]:
 def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> Iterator[MeasuredRun]:
     for paths in runs:
         found = None
-        # A damaged run, or one of somebody else.
+        # A damaged run, or another user's.
         with suppress(OSError, HpcTrainError, ArithmeticError, RecursionError):
             resolved = _resolved(paths)
             if resolved is not None and _does(resolved, wanted):
@@ -164,7 +164,7 @@ def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
 
 
 def _does(resolved: Mapping[str, Any], wanted: _Work) -> bool:
-    """Tell whether a run did the work. Keys that its version did not have get their defaults."""
+    """Return True if a run did the same work. Keys that its version did not have get their defaults."""
     found = _work(resolved)
     if wanted.keys() - found.keys():
         try:
@@ -217,7 +217,7 @@ def _outside(record: AttemptRecord, rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved: Mapping[str, Any]) -> float:
-    """Return what training waited for one checkpoint, by the number that the file's interval makes."""
+    """Return the seconds that training waited per checkpoint; the file's interval determines their number."""
     steps = [step for row in rows if type(step := row.get("step")) is int]
     if not record.checkpoint_stall_s or not steps:
         return 0.0
@@ -225,7 +225,7 @@ def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved:
         checkpoint = CheckpointConfig.model_validate(resolved.get("checkpoint"))
     except ValidationError:
         return 0.0
-    # The time is that of the whole attempt, and the rows are only its last ones.
+    # The time covers the whole attempt, but the rows are only the last ones.
     trained = max(steps) - _began(record, min(steps))
     return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)
 

@@ -1,4 +1,4 @@
-"""A metric's values over a run: which of two is better, the last and the best one."""
+"""A metric's values over a run: comparison of two values, the last and the best one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metric:
     @cached_property
     def goal(self) -> str:
         """``min`` or ``max``, by the metric's name."""
-        is_overlap = self.name.removeprefix("ema_").startswith("iou_")  # of a class that may be called time
+        is_overlap = self.name.removeprefix("ema_").startswith("iou_")  # a class may be called time
         return "min" if _LESS_IS_BETTER.search(self.name) and not is_overlap else "max"
 
     def __str__(self) -> str:
@@ -52,16 +52,16 @@ def metrics_in(rows: Iterable[Row]) -> set[Metric]:
 
 
 def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:
-    """Return the metric of this name, ``loss`` or ``train/loss``: of validation rows, else of training rows.
+    """Return the metric of this name, ``loss`` or ``train/loss``: in validation rows, else in training rows.
 
-    Without ``wanted`` the first of ``PREFERRED``. None if it is not among ``found``.
+    Without ``wanted``, the first of ``PREFERRED``. None if ``found`` does not contain it.
     """
     known = set(found)
     return next((metric for metric in candidate_metrics(wanted) if metric in known), None)
 
 
 def candidate_metrics(wanted: str | None) -> list[Metric]:
-    """Return the metrics that ``find_metric`` looks for, in its order."""
+    """Return the metrics that ``find_metric`` tries, in its order."""
     names = PREFERRED if wanted is None else (wanted,)
     found = [
         Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)
@@ -93,12 +93,12 @@ def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Po
 
 
 def is_better(one: Point, other: Point, metric: Metric) -> bool:
-    """Tell whether ``one`` is better than ``other``; both are finite."""
+    """Return True if ``one`` is better than ``other``; both are finite."""
     return one.value < other.value if metric.goal == "min" else one.value > other.value
 
 
 def sort_key(best: Point | None, metric: Metric) -> float:
-    """Return the key that sorts the best run first, and runs without a value last."""
+    """Return a sort key that puts the best run first, and runs without a value last."""
     if best is None:
         return math.inf
     return best.value if metric.goal == "min" else -best.value

@@ -1,6 +1,6 @@
 """Reads ``metrics.jsonl`` while it grows.
 
-A line is parsed only if its row may be asked for: the answer is the same as if all were parsed.
+A line is parsed only if its row may be needed: the result is the same as if all were parsed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
 TAIL_BYTES = 1 << 16
-#: Of the blocks that ``spread_rows`` reads: hundreds of rows. Assumed.
+#: Size of the blocks that ``spread_rows`` reads: hundreds of rows. Assumed.
 _SPREAD_BYTES = 1 << 16
-#: Read at a time when all rows are needed. Assumed.
+#: Bytes per read when all rows are needed. Assumed.
 _BLOCK_BYTES = 1 << 16
-#: Longer than any row of ours: a file of other content is not read into memory as one line.
+#: Longer than any row that hpc-train writes: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
 _ATTEMPT = b'"attempt":'
-#: Is in no line.
+#: Occurs in no line.
 _NO_ATTEMPT = b"\n\n"
 #: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
 PREFERRED = ("accuracy", "map", "loss")
@@ -35,8 +35,8 @@ PREFERRED = ("accuracy", "map", "loss")
 class MetricsReader:
     """Yields each row once; all rows again if the file was replaced.
 
-    ``tail_bytes``: of a file as it is found, only the rows in this many last bytes; None: all. ``part``: only
-    lines that contain it are parsed.
+    ``tail_bytes``: of an existing file, only the rows in its last ``tail_bytes`` bytes are read; None: all.
+    ``part``: only lines that contain it are parsed.
     """
 
     def __init__(self, path: Path, tail_bytes: int | None = None, part: bytes = b"") -> None:
@@ -48,7 +48,7 @@ class MetricsReader:
 
     @property
     def inode(self) -> int:
-        """The file that was read last, 0 before the first: another one's rows come from the start."""
+        """The file that was read last, 0 before the first: another file is read from the start."""
         return self._inode
 
     def new_rows(self) -> Iterator[Row]:
@@ -65,7 +65,7 @@ class MetricsReader:
             seen = os.fstat(file.fileno())
             if seen.st_ino != self._inode:  # a resume drops rows after its step: a new file of the same name
                 skipped = 0 if self._tail_bytes is None else max(0, seen.st_size - self._tail_bytes)
-                # What is left of the line at that place is not valid JSON, or is that line.
+                # The rest of the line at that offset is not valid JSON, or is that line.
                 self._inode, self._offset = seen.st_ino, skipped
             file.seek(self._offset)
             for line in file:
@@ -77,7 +77,7 @@ class MetricsReader:
 
 def _row(line: bytes) -> Row | None:
     try:
-        # As text: of bytes, json would guess the encoding of each line.
+        # As text: for bytes, json would guess the encoding of each line.
         row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return None
@@ -85,8 +85,8 @@ def _row(line: bytes) -> Row | None:
 
 
 def _may_be_evaluation(text: bytes) -> bool:
-    """Tell, without parsing, whether one of the rows in ``text`` may be that of an evaluation."""
-    return b'"val"' in text or b"\\" in text  # the word, or a way to write it that we do not use
+    """Return True if one of the rows in ``text`` may be an evaluation's; does not parse them."""
+    return b'"val"' in text or b"\\" in text  # the word, or a JSON spelling of it that we do not write
 
 
 def validation_rows(path: Path) -> list[Row]:
@@ -96,7 +96,7 @@ def validation_rows(path: Path) -> list[Row]:
 
 
 def _part_in(lines: bytes) -> bytes:
-    """Return the text that a line needs for its row to be an evaluation's, empty if any line may be one."""
+    """Return the text that each line of an evaluation row contains, empty if any line may be one."""
     return b"" if b"\\" in lines else b'"val"'
 
 
@@ -106,7 +106,7 @@ def rows_in(path: Path) -> Iterator[Row]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the file's complete lines, some at a time."""
+    """Yield the file's complete lines, in batches."""
     try:
         with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
@@ -118,12 +118,13 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) -> tuple[list[Row], bool]:
-    """Return the rows in order, and whether some were skipped: of more than ``max_rows`` every k-th.
+    """Return the rows in order, and whether some were skipped: above ``max_rows``, every k-th is kept.
 
     Evaluation rows are counted separately, against ``max_evaluations`` (None: ``max_rows``), so that none is
-    skipped because of the others. The first and the last row of each attempt are always there (of the first
-    ``max_evaluations`` attempts), and so is the last row of the file. Lines longer than any of ours are
-    skipped. Memory does not depend on the file; no rows if it can't be read.
+    skipped because of the others. The first and the last row of each attempt (of the first
+    ``max_evaluations`` attempts) are always included, and so is the last row of the file. Lines longer than
+    any that hpc-train writes are skipped. Memory does not depend on the file's size; no rows if it can't be
+    read.
     """
     max_evaluations = max_rows if max_evaluations is None else max_evaluations
     kept = {True: _Thinned(max_evaluations), False: _Thinned(max_rows)}
@@ -151,9 +152,9 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
 
 
 def _attempt_in(line: bytes) -> bytes:
-    """Return the key and the attempt's number as they are written in the line, which is not parsed.
+    """Return the key and the attempt's number as written in the line, which is not parsed.
 
-    Empty, which is in every line, if there is none.
+    Without one, return empty bytes, which every line contains.
     """
     begin = line.find(_ATTEMPT)
     end = line.find(b",", begin) + 1
@@ -163,9 +164,9 @@ def _attempt_in(line: bytes) -> bytes:
 def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
     """Return rows of the file in order, and the share of its bytes that was read, 1.0 for all.
 
-    Of a file larger than ``max_bytes``, the complete rows of evenly spaced blocks are read, the first and
-    the last block among them, so that the time does not depend on the file's size. Damaged files are not
-    raised: ([], 1.0).
+    If the file is larger than ``max_bytes``, the complete rows of evenly spaced blocks are read, including
+    the first and the last block, so that the time does not depend on the file's size. Damaged files raise no
+    error: ([], 1.0).
     """
     try:
         with open_regular(path) as file:
@@ -177,7 +178,7 @@ def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
             rows = []
             for begin in begins:
                 file.seek(begin)
-                # The first line of a block is not complete, unless it is that of the file.
+                # The first line of a block is incomplete, except in the first block.
                 block = file.read(_SPREAD_BYTES)
                 rows += _complete_rows(block[block.find(b"\n") + 1 if begin else 0 :])
     except (OSError, UnreadableFileError):
@@ -191,7 +192,7 @@ def _complete_rows(data: bytes) -> list[Row]:
 
 
 class _Thinned:
-    """Every k-th line with its place in the file; k is the power of two that keeps at most ``limit``."""
+    """Every k-th line with its offset in the file; k is the power of two that keeps at most ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self.lines: list[tuple[int, bytes]] = []
@@ -224,7 +225,7 @@ def _tail(path: Path, limit_bytes: int) -> bytes:
 def newest_judged(path: Path) -> list[Row]:
     """Return the newest evaluation at the end of the file, else its newest row, for ``last_metric``.
 
-    Of thousands of runs the other rows are not parsed.
+    The other rows are not parsed, which matters for thousands of runs.
     """
     data = _tail(path, TAIL_BYTES)
     if _may_be_evaluation(data):
@@ -244,7 +245,7 @@ def _rows_from_end(data: bytes, part: bytes = b"") -> Iterator[Row]:
 
 
 def number(value: object) -> float | None:
-    """Return a row's value as a float, None where it is not a number or out of range."""
+    """Return a row's value as a float, None if it is not a number or out of range."""
     if type(value) is float:  # most are
         return value
     try:
@@ -259,7 +260,7 @@ def metric_value(row: Row, name: str) -> float | None:
 
 
 def main_metric(row: Row) -> str | None:
-    """Return the metric by which a row is judged: the first of ``PREFERRED`` that it has."""
+    """Return the metric that evaluates a row: the first of ``PREFERRED`` that it has."""
     return next((name for name in PREFERRED if metric_value(row, name) is not None), None)
 
 

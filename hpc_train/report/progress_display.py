@@ -45,12 +45,12 @@ class Words:
     rate: str = ""
     left: str = ""
     loss: str = ""
-    #: All metrics of the last evaluation; and the judged one alone, where those don't fit.
+    #: All metrics of the last evaluation; and the judged one alone, if those don't fit.
     validation: str = ""
     judged: str = ""
     #: If training waits for data for more than a tenth of its time.
     wait: str = ""
-    #: What the run does instead of training.
+    #: The run's activity if it is not training.
     activity: str = ""
 
     def all(self) -> str:
@@ -58,7 +58,7 @@ class Words:
         return self.joined({self.activity, self.rate, self.left, self.loss, self.validation, self.wait})
 
     def joined(self, parts: Set[str]) -> str:
-        """Return those of the parts in the order in which they are shown."""
+        """Return these parts in display order."""
         order = (
             self.activity, self.rate, self.left, self.loss, self.validation, self.judged, self.wait,
         )  # fmt: skip
@@ -88,7 +88,7 @@ class Progress:
         self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
 
     def update(self) -> None:
-        """Read the files if enough time has passed, and show what is new."""
+        """Read the files if enough time has passed, and show changes."""
         now = time.monotonic()
         if now - self._read_at < READ_EVERY_S:
             return
@@ -106,7 +106,7 @@ class Progress:
         self._display.show(status, self._words(status))
 
     def _show_notices(self) -> None:
-        """Show, once, the lines that rank 0 wrote before it reported that it runs."""
+        """Show, once, the lines that rank 0 wrote before it reported that it is running."""
         if self._has_notices:
             return
         found = read_json(self._paths.attempt(self._attempt).notices) or {}
@@ -244,7 +244,7 @@ def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]
     """Return the name, the bar's width and the text that fit one line of ``width`` characters.
 
     The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the
-    rate, the wait for data and the validation, of which the judged metric stays longer, are dropped.
+    rate, the wait for data and the validation are dropped; the judged metric is dropped last.
     """
     kept_parts = {words.activity, words.left, words.loss}
     room = width - 1 - len(steps) - 3 * len(_GAP)
@@ -275,7 +275,7 @@ def _rich_progress() -> tuple[RichProgress, BarColumn]:
         text("fields[words]"),
         console=Console(stderr=True),
         transient=True,  # the final message takes the place of the bar
-        auto_refresh=False,  # no thread besides the signal handlers'
+        auto_refresh=False,  # no thread besides that of the signal handlers
         redirect_stdout=False,
     )
     return progress, column

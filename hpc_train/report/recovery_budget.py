@@ -1,4 +1,4 @@
-"""What ``status`` shows of a run's recovery: its remaining budget, excluded nodes, silent nodes."""
+"""A run's recovery for ``status``: its remaining budget, excluded nodes, silent nodes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.files import read_text
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
-#: Six heartbeats: clocks of nodes and file servers may differ by some of them.
+#: Six heartbeats: clocks of nodes and file servers may differ by a few heartbeats.
 _SILENT_S = 180.0
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """``budget`` is None where nobody requeues the run, or its file can't be read."""
+    """``budget`` is None if nothing requeues the run, or its file can't be read."""
 
     budget: Left | None = None
     excluded_nodes: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     records = run.records
     try:
         limits = _limits(run)
-    except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: reported where it matters
+    except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
     words = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
@@ -76,7 +76,7 @@ def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
     return tuple(found)
 
 
-#: Cached by the runs' ``recovery`` sections: most are equal, and a resolved file takes longer to read.
+#: Cached by the text of ``recovery`` sections: most are equal, and a resolved file takes longer to read.
 _known: dict[tuple[str, ...], Limits] = {}
 
 

@@ -1,4 +1,4 @@
-"""What ``status`` and ``compare`` read of a run: ``run.json`` and the records of its attempts, once each."""
+"""A run's files for ``status`` and ``compare``: ``run.json`` and its attempts' records, read once each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFiles:
     paths: RunPaths
     #: ``run.json``; empty if it can't be read.
     facts: Mapping[str, Any]
-    #: First one first; None: a record that can't be read.
+    #: In order of attempts; None: a record that can't be read.
     attempts: list[tuple[AttemptPaths, AttemptRecord | None]]
 
     @classmethod
@@ -37,9 +37,9 @@ class RunFiles:
 
     @cached_property
     def experiment(self) -> Experiment | None:
-        """The experiment of the newest attempt, before the first as planned.
+        """The experiment of the newest attempt or, before the first, the planned one.
 
-        None for a damaged file, which is reported where it matters.
+        None for a damaged file, which other commands report.
         """
         from hpc_train.run import frozen_experiment  # the schema: 0.2 s, which few runs need
         from hpc_train.run.create import effective_experiment
@@ -58,7 +58,7 @@ class RunFiles:
 
     @property
     def records(self) -> list[AttemptRecord]:
-        """The readable records, that of the first attempt first."""
+        """The readable records, in order of attempts."""
         return [record for _, record in self.attempts if record is not None]
 
     @property
@@ -72,5 +72,5 @@ class RunFiles:
         return self.attempts[-1][1] if self.attempts else None
 
     def is_running(self, record: AttemptRecord, now: RunStatus) -> bool:
-        """Tell whether the attempt with this record runs, according to the run's status."""
+        """Return True if the attempt with this record is running, according to the run's status."""
         return record is self.newest_record and now.state == "running"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hpc_train.console import columns, one_line, put
 from hpc_train.errors import shortened
 
-#: Columns that may be cut, in the order in which they are cut, with their minimum width.
+#: Columns that may be cut, in this order, with their minimum width.
 _MIN_WIDTHS = (
     ("last metric or reason", 14),
     ("experiment", 8),

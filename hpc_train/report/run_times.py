@@ -1,4 +1,4 @@
-"""How long a run has trained, will take, and took to restart: from its attempts' records and newest rows."""
+"""A run's elapsed, remaining and recovery time, from its attempts' records and newest rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
     """Return the seconds of all attempts together, without the time in queues; None before the first.
 
-    An attempt that ended without a record lasted until rank 0's last line of log.
+    An attempt that ended without a record lasted until the last line of rank 0's log.
     """
     attempts = run.recorded
     if not attempts:
@@ -45,7 +45,7 @@ def attempt_span(
 ) -> tuple[float, float] | None:
     """Return when an attempt began and ended, in seconds since 1970; None if unknown.
 
-    One that is running ends now; one that ended without a record at rank 0's last line of log.
+    A running attempt ends now; one without a recorded end, at the last line of rank 0's log.
     """
     start = timestamp(record.start)
     end = timestamp(record.end)
@@ -58,7 +58,7 @@ def attempt_span(
 
 
 def attempt_spans(run: RunFiles, now: RunStatus) -> list[tuple[AttemptRecord, tuple[float, float]]]:
-    """Return the attempts whose ``attempt_span`` is known, with it."""
+    """Return the attempts with a known ``attempt_span``, and the span."""
     return [
         (record, span)
         for attempt, record in run.recorded
@@ -67,7 +67,7 @@ def attempt_spans(run: RunFiles, now: RunStatus) -> list[tuple[AttemptRecord, tu
 
 
 def timestamp(text: str | None) -> float | None:
-    """Return an ISO 8601 time as seconds since 1970; None if it is none."""
+    """Return an ISO 8601 time as seconds since 1970; None if it is invalid."""
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
     except (ValueError, OverflowError, OSError):
@@ -77,7 +77,7 @@ def timestamp(text: str | None) -> float | None:
 def remaining_s(now: RunStatus, rows: Sequence[Row]) -> float | None:
     """Return the seconds until a running run's last step at the rate of its newest rows; None if unknown.
 
-    Unknown too if ``now`` has a reason: the run is suspended, or about to end.
+    Also unknown if ``now`` has a reason: the run is suspended, or about to end.
     """
     mine = [row for row in rows if row.get("attempt") == now.attempt and row.get("split") == "train"]
     pairs = [(number(row.get("time")), number(row.get("step"))) for row in mine]

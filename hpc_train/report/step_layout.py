@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | None:
-    """Return the ranks of the newest attempt; before the first the planned ranks, None if unknown.
+    """Return the ranks of the newest attempt or, before the first, the planned ranks; None if unknown.
 
-    ``facts``: of ``run.json``.
+    ``facts``: the content of ``run.json``.
     """
     if record is not None and record.ranks is not None:
         return record.ranks
@@ -26,11 +26,11 @@ def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | No
 
 
 def layout_of(run: RunFiles) -> StepLayout | None:
-    """Return how a step is divided; None where the ranks or the frozen experiment are unknown."""
+    """Return the layout of a step; None if the ranks or the frozen experiment are unknown."""
     ranks, planned = ranks_of(run.facts, run.newest_record), _planned(run.facts)
     if ranks is None:
         return None
-    # An experiment is only read where its values matter.
+    # An experiment is only read if its values matter.
     if planned and planned.ranks == ranks and planned.micro_batch_size and not run.facts.get("changes"):
         return planned
     return _from_experiment(run, ranks)

@@ -1,4 +1,4 @@
-"""What a run's allocated time was spent on: the parts of which goodput is the first."""
+"""The parts of a run's allocated time, of which the first is goodput."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
 
-#: In the order in which they are shown; what is left of the time is the last one.
-#: ``training``: steps that count. ``data``: their waits for data. ``saving``: waits for checkpoints.
-#: ``starting``: until an attempt's first step. ``stopping``: from the signal to the end. ``lost``: steps that
-#: no checkpoint contains. ``other``: evaluations, and what is not measured.
+#: In display order; the last one is the remaining time. ``training``: steps that count. ``data``: their waits
+#: for data. ``saving``: waits for checkpoints. ``starting``: until an attempt's first step. ``stopping``:
+#: from the signal to the end. ``lost``: steps that no checkpoint contains. ``other``: evaluations, and
+#: unmeasured time.
 PARTS = ("training", "data", "saving", "starting", "stopping", "lost", "other")
 
 
 def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, float]:
-    """Return the seconds of each of ``PARTS``; together those of all attempts. Empty before the first.
+    """Return the seconds of each of ``PARTS``; their sum is the time of all attempts. Empty before the first.
 
-    ``rows``: of ``metrics.jsonl``. A part that was not recorded is 0.
+    ``rows``: the rows of ``metrics.jsonl``. A part that was not recorded is 0.
     """
     spans = attempt_spans(run, now)
     total_s = sum(end - start for _, (start, end) in spans)
@@ -59,7 +59,7 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
 
 
 def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
-    """Return by attempt when its last row was written."""
+    """Return the time of each attempt's last row."""
     found: dict[int, float] = {}
     for row in rows:
         attempt, time = row.get("attempt"), number(row.get("time"))
@@ -69,9 +69,9 @@ def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
 
 
 def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
-    """Return how long each evaluation took: from the row before, less the steps since, to its own row.
+    """Return the duration of each evaluation: from the previous row to its own, minus the steps between.
 
-    Evaluations of one step, such as that of the averaged weights, follow each other.
+    Evaluations at the same step, such as the evaluation of the averaged weights, run one after the other.
     """
     found: list[float] = []
     step_s, before = 0.0, None
@@ -87,7 +87,7 @@ def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
 
 
 def _within(total_s: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts and the rest of the time; what exceeds it, as estimates may, is cut from the last."""
+    """Return the parts and the rest of the time; if estimates exceed the time, the last parts are cut."""
     found, left = {}, total_s
     for name, seconds in parts.items():
         found[name] = min(max(seconds, 0.0), left) if seconds == seconds else 0.0  # not NaN

@@ -1,4 +1,4 @@
-"""What a run has used and lost, as ``status`` of a named run shows it: hours, time by cause, memory, CPU."""
+"""Resources used and time lost by a run, for ``status`` of a named run: hours, time by cause, memory, CPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from hpc_train.run.run_status import RunStatus
     from hpc_train.topology.degrees import Ranks
 
-#: Bytes of ``metrics.jsonl`` that are read of a long run, about 20,000 rows: its other rows are taken to be
-#: alike.
+#: Bytes of ``metrics.jsonl`` that are read for a long run, about 20,000 rows: other rows are assumed to be
+#: similar.
 MAX_BYTES = 4 << 20
-#: Part of the time → how it is called. ``training`` is what goodput counts, ``queue`` is not allocated.
+#: Part of the time → its label. ``training`` is the part that goodput counts, ``queue`` is not allocated.
 _LOST = {
     "queue": "queue",
     "starting": "starts",
@@ -43,7 +43,7 @@ class Usage:
     core_hours: float | None
     #: Seconds by cause: those of ``time_use.PARTS``, ``evaluation`` and ``queue``.
     time: dict[str, float] = field(default_factory=dict)
-    #: Of the device with the most, by the run's own rows.
+    #: Maximum over devices, by the run's own rows.
     peak_gpu_memory_gib: float | None = None
     #: By the scheduler's accounting.
     peak_memory_gib: float | None = None
@@ -56,7 +56,7 @@ class Usage:
         return dict(vars(self))
 
     def details(self) -> list[tuple[str, str]]:
-        """Return label and text of each line; empty texts where nothing is known."""
+        """Return label and text of each line; a text is empty if nothing is known."""
         hours = [
             f"{rounded(value)} {unit}"
             for value, unit in ((self.gpu_hours, "GPU-hours"), (self.core_hours, "core-hours"))
@@ -89,10 +89,10 @@ def usage_of(
     size: Ranks | None,
     job: JobUsage | None,
 ) -> Usage | None:
-    """Return what the run has used; None before its first attempt.
+    """Return the run's usage; None before its first attempt.
 
-    ``rows``: of its metrics, ``share`` of them (``spread_rows``). ``size``: as its launcher would start it.
-    ``job``: what the scheduler's accounting says, if there is any.
+    ``rows``: the part ``share`` of its metric rows (``spread_rows``). ``size``: its size if its launcher
+    started it now. ``job``: the scheduler's accounting, if there is any.
     """
     if not run.recorded:
         return None
@@ -127,7 +127,7 @@ def _hours(run: RunFiles, now: RunStatus, size: Ranks | None, count: int | None)
 
 
 def _queue_s(run: RunFiles) -> float:
-    """Return the seconds in a queue: before the first attempt, and between an attempt and its requeue."""
+    """Return the seconds in the queue: before the first attempt, and between an attempt and its requeue."""
     records = run.records
     if not records or records[0].job is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Attempts: each is claimed by one process, and has a record of who ran it, where, and how it ended."""
+"""Attempts: each is claimed by one process and has a record of its process, place and termination reason."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CAUSES = (
 )  # fmt: skip
 #: In chronological order. ``begin``: the batch script runs. ``rank``: rank 0's process is running.
 #: ``joined``: the process group is formed. ``loaded``: model and checkpoint are loaded. ``first_step``: the
-#: first step is done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the
-#: checkpoint is committed. ``end``: the batch script continues after the ranks, or its next start gives the
-#: run up. ``requeue``: Slurm was asked to requeue the job.
+#: first step is done. ``signal``: rank 0 received the request to stop. ``agreed``: all ranks know. ``saved``:
+#: the checkpoint is committed. ``end``: the batch script continues after the ranks, or its next start gives
+#: up the run. ``requeue``: the requeue was requested from Slurm.
 EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
 _MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
-#: The key of ``job`` in the file.
+#: Key of ``job`` in ``attempt.json``.
 _JOB_KEY = "slurm_job"
 
 
@@ -54,12 +54,12 @@ class AttemptRecord:
     #: Exit code per rank; negative: the signal that ended it.
     exit_codes: list[int] | None = None
     reason: str | None = None
-    #: Of a scheduler: the job's id (on Slurm ``A_t`` of an array's task) and how often it was started again.
+    #: The scheduler's job id (on Slurm ``A_t`` for an array's task) and how often the job was started again.
     job: str | None = None
     restart: int | None = None
     #: The cluster that the job belongs to: job ids are unique within one only. None: not recorded (0.2).
     cluster: str | None = None
-    #: Of a scheduler: the job's time limit at its start, in seconds, and the requested one if it is longer.
+    #: The scheduler's time limit of the job at its start, in seconds, and the requested one if it is longer.
     time_limit_s: float | None = None
     requested_limit_s: float | None = None
     #: How long before that limit ranks stop, if the scheduler's warning comes too early for the limit.
@@ -72,7 +72,7 @@ class AttemptRecord:
     save_s: float | None = None
     #: Total time that training waited for saves, in seconds.
     checkpoint_stall_s: float | None = None
-    #: Where rank 0's first step spent its time: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
+    #: Parts of the time of rank 0's first step: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
     #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
     first_step: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
@@ -89,7 +89,7 @@ class AttemptRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
-        """Raises TypeError where a required key is missing."""
+        """Raises TypeError if a required key is missing."""
         known: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
         known["job"] = data.get(_JOB_KEY)
         ranks = known.get("rank_processes") or []
@@ -144,8 +144,8 @@ def in_ms(timestamp: float) -> str:
 def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) -> int:
     """Claim the next attempt for this process and ``launcher``; return its number, from 1.
 
-    The folder appears together with its record, atomically: of several processes that claim at the same time,
-    each gets its own number. ``facts``: more fields of the record.
+    The folder and its record are created atomically: each of several processes that claim at the same time
+    gets its own number. ``facts``: more fields of the record.
     """
     while True:
         number = newest_number(paths) + 1
@@ -156,8 +156,8 @@ def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) ->
 def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **facts: Any) -> bool:
     """Claim attempt ``number``; False if another process has claimed it before.
 
-    For a command that has seen that the attempt before ``number`` has ended: of several such commands one
-    claims it, and the others leave nothing behind.
+    For a command that has seen the end of the previous attempt: one of several such commands claims the
+    attempt, and the others leave no files.
     """
     paths.attempts.mkdir(exist_ok=True)
     listed = checkpoints.listing(paths, number)
@@ -171,8 +171,8 @@ def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **f
 
 @contextmanager
 def no_claims(paths: RunPaths) -> Iterator[None]:
-    """Keep others from claiming an attempt within this context: ``clean`` may only remove files of a run that
-    nobody starts.
+    """Keep other commands from claiming an attempt within this context: ``clean`` may only remove files of a
+    run that no other command starts.
 
     Waits while another command holds the lock. The lock ends with its process.
     """
@@ -194,7 +194,7 @@ def newest_number(paths: RunPaths) -> int:
 def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRecord | None:
     """Return the attempt's record including rank 0's events; None if it can't be read.
 
-    Without ``with_events`` the file of those is not read: for who ran the attempt, and from when to when.
+    Without ``with_events``, the file of events is not read; enough for the attempt's process, start and end.
     """
     data = read_json(attempt.record)
     if data is None:

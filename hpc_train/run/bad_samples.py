@@ -17,7 +17,7 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.files import UnreadableFileError, open_regular, read_text
 
 Part = Literal["train", "val"]
-#: What identifies a bad sample.
+#: Identifies a bad sample.
 SampleKey = tuple[Part, int]
 
 
@@ -37,7 +37,7 @@ class BadSample:
 
     @property
     def title(self) -> str:
-        """Its index and its file, as text."""
+        """The sample's index and file, as text."""
         number = f"sample {self.index}"
         title = number if self.name == number else f"{number} ({self.name})"
         return f"validation {title}" if self.split == "val" else title

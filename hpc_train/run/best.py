@@ -1,4 +1,4 @@
-"""The best evaluation of a run, and how long it has been: functions of the rows of evaluations alone.
+"""The best evaluation of a run and the number of evaluations since, computed from evaluation rows alone.
 
 Ranks follow the rows while they train, and again when they resume, so a resumed run has the same best
 evaluation and stops at the same step. A checkpoint's manifest names the best evaluation up to its step.
@@ -25,12 +25,12 @@ class Best:
     step: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads: ``best`` of ``manifest.json`` and ``status --json``."""
+        """Return the JSON that ``from_json`` reads: ``best`` of ``manifest.json`` and ``status --json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> Best | None:
-        """Return None if ``data`` is none, or was not written by ``to_json``."""
+        """Return None if ``data`` is None or was not written by ``to_json``."""
         if not isinstance(data, dict):
             return None
         metric, value, step = data.get("metric"), _finite(data.get("value")), data.get("step")
@@ -46,8 +46,8 @@ class Best:
 class BestSoFar:
     """Follows one metric over the evaluations, in the order of their steps.
 
-    An evaluation is the new best if it is better than the best by more than ``min_delta``. One that is NaN or
-    infinite never is.
+    An evaluation is the new best if it is better than the best by more than ``min_delta``. A NaN or infinite
+    value is never the best.
     """
 
     metric: str
@@ -59,7 +59,7 @@ class BestSoFar:
     num_evaluations: int = 0
 
     def add_row(self, row: Row) -> None:
-        """Add the row of an evaluation; one without the metric changes nothing."""
+        """Add the row of an evaluation; a row without the metric changes nothing."""
         if self.metric in row:
             self.add(row["step"], row[self.metric])
 

@@ -36,7 +36,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 #: The key of a file's hash in the manifest.
 _HASH = "xxh3_128"
 _HEXADECIMAL = re.compile("[0-9a-f]{32}")
-#: In a folder that was set aside.
+#: File in a folder that was set aside.
 _WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
 _SET_ASIDE = re.compile(r"step-[0-9]{8,15}\.bad(?:-[0-9]+)?")
@@ -93,7 +93,7 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: CheckpointPaths) -> Manifest:
-        """Raise BadFileError if it is missing or invalid, NewerVersionError if its version is too new."""
+        """Raises BadFileError if it is missing or invalid, NewerVersionError if its version is too new."""
         data = read_object(checkpoint.manifest)
         version = data.get("version")
         if type(version) is int and version > FORMAT_VERSION:
@@ -168,7 +168,7 @@ def newest_attempt(paths: RunPaths) -> int:
 
 
 def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
-    """Tell whether ``attempt`` may read the checkpoint.
+    """Return True if ``attempt`` may read the checkpoint.
 
     An attempt may read its own checkpoints, and those of an earlier attempt only if they were listed when a
     later attempt started. Raises NewerVersionError: an attempt that did not list a checkpoint would
@@ -251,14 +251,13 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
 
 
 def _folders(paths: RunPaths) -> list[CheckpointPaths]:
-    """Newest first; without other spellings of the same step with more zeros."""
+    """Newest first; other spellings of the same step with more zeros are excluded."""
     folders = paths.checkpoint_folders()[::-1]
     return [found for found in folders if found == paths.checkpoint(found.step)]
 
 
 def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
-    """Return the names for the record (``attempt.json``) of a new attempt: what is valid for the previous
-    one.
+    """Return the checkpoints to list in a new attempt's ``attempt.json``: those valid for the previous one.
 
     Call it before that record is written. ``attempt`` is the number of the new one; optional.
     """
@@ -291,7 +290,7 @@ def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[s
 
 
 def _file_problem(path: Path, entry: FileEntry) -> str | None:
-    """Raises OSError if a file server does not answer, which says nothing about the file."""
+    """Raises OSError if a file server does not answer: the file may be intact."""
     return retried(lambda: _try_file(path, entry), path, transient=_SERVER_IS_AWAY)
 
 
@@ -331,7 +330,7 @@ def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
         folder.rename(target)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # the name is enough, and a full disk may be the reason why it is bad
+    with suppress(OSError):  # the name is enough; a full disk may have caused the damage
         (target / _WHY).write_text(why + "\n", encoding="utf-8")
     return target
 
@@ -346,15 +345,15 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
 
 
 def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
-    """Remove what ``attempt`` no longer needs and return the folders' names.
+    """Remove the folders that ``attempt`` no longer needs and return their names.
 
-    These are its committed checkpoints except the newest ``keep`` (at least two) and those that are the best
-    up to one of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a
-    later attempt exists: it may have listed what this one does not need.
+    These are its committed checkpoints except the newest ``keep`` (at least two) and the best one up to each
+    of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a later
+    attempt exists, which may have listed checkpoints that this one does not need.
     """
     found = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
     kept = found[: max(keep, MIN_KEEP)]
-    # Of each: a resume falls back to an earlier one if the newest turns out to be damaged.
+    # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
     best_steps = {best.step for each in kept if (best := _best_at(each)) is not None}
     surplus = [each for each in found[len(kept) :] if each.step not in best_steps]
     removed = []
@@ -376,28 +375,26 @@ def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Tell whether this is an unfinished save or removal."""
+    """Return True if this is an unfinished save or removal."""
     return _LEFT_OVER.fullmatch(folder.name) is not None and _is_real_folder(folder)
 
 
 def is_set_aside(folder: Path) -> bool:
-    """Tell whether ``set_aside`` renamed the folder."""
+    """Return True if ``set_aside`` renamed the folder."""
     return _SET_ASIDE.fullmatch(folder.name) is not None and _is_real_folder(folder)
 
 
 def _is_real_folder(path: Path) -> bool:
-    """Links are never written by us: a link leads to somebody else's files."""
+    """Return False for a link: hpc-train writes none, so it leads to somebody else's files."""
     return path.is_dir() and not path.is_symlink()
 
 
 def move_away(folder: Path) -> Path:
-    """Give the folder a name that no checkpoint has; ``prune`` removes it if nobody did before."""
+    """Rename the folder to a name that no checkpoint has; ``prune`` removes it if nobody did before."""
     name = folder.name.partition(".")[0]
     return folder.rename(folder.with_name(f"{name}.removed-{secrets.token_hex(4)}"))
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint's folder; it is renamed first, so that a partly removed one never counts as
-    valid.
-    """
+    """Remove a checkpoint's folder; it is renamed first, so that a partly removed folder is never valid."""
     shutil.rmtree(move_away(folder))

@@ -40,9 +40,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The code and the versions around a command, the same for all runs that it creates.
+    """The code and the versions of a command, the same for all runs that it creates.
 
-    Asking git takes longer than creating a run, so a command that creates many asks once.
+    Running git takes longer than creating a run, so a command that creates many runs does it once.
     """
 
     #: ``code`` of ``run.json``.
@@ -51,7 +51,7 @@ class Surroundings:
 
     @classmethod
     def read(cls, snapshot: Path | None) -> Surroundings:
-        """``snapshot``: of the code that the runs use; None: whatever ranks find in their current folder."""
+        """``snapshot``: the code that the runs use; None: ranks use the code in their current folder."""
         return cls(commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot), versions())
 
 
@@ -70,10 +70,10 @@ def create_run(
 ) -> bool:
     """Create the run's folder atomically. Returns False if it exists.
 
-    All but the folder's own entry is on disk then: the caller syncs the experiment's folder, once for all
-    runs. ``snapshot`` and ``surroundings``: of the code that the run uses; None: they are read here.
-    ``values``: the swept keys and their values. ``layout``: of a step, as planned. Raises UntrustedError if
-    another user could replace the run.
+    Everything except the folder's own entry is then on disk: the caller syncs the experiment's folder once
+    for all runs. ``snapshot`` and ``surroundings``: the code that the run uses; None: they are read here.
+    ``values``: the swept keys and their values. ``layout``: the planned layout of a step. Raises
+    UntrustedError if another user could replace the run.
     """
     if paths.folder.exists():
         return False
@@ -99,7 +99,7 @@ def create_run(
 
 
 def _input_facts(experiment: Experiment) -> dict[str, Any]:
-    """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError where weights are missing."""
+    """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if weights are missing."""
     initial = source_facts(experiment.model.init_from)
     return initial | {"inputs": fingerprints(experiment) | initial["inputs"]}
 
@@ -116,7 +116,7 @@ def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
 
 
 def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
-    """Record in ``run.json`` what ``attempt`` and later ones change; one ``KEY=VALUE`` each."""
+    """Record in ``run.json`` the changes of ``attempt`` and later ones, one ``KEY=VALUE`` per change."""
     run = _run_to_change(paths)
     changes = {str(number): listed for number, listed in _changes(run).items()}
     changes[str(attempt)] = list(overrides)
@@ -142,9 +142,7 @@ def refused_changes(paths: RunPaths) -> list[str]:
 
 
 def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
-    """Tell whether an attempt from ``number`` on ended because of its file, and none had done a step until
-    then.
-    """
+    """Return True if an attempt from ``number`` on ended because of its file, before any completed a step."""
     for attempt in paths.attempt_folders():
         if number <= attempt.number < before:
             record = read_record(attempt)
@@ -156,7 +154,7 @@ def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
 
 
 def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
-    """Record in ``run.json`` that ``attempt`` and later ones use another snapshot than those before."""
+    """Record in ``run.json`` that ``attempt`` and later ones use another snapshot than earlier attempts."""
     run = _run_to_change(paths)
     before = run.get("code") or {}
     earlier = [*before.pop("earlier", []), before | {"until_attempt": attempt - 1}]
@@ -172,7 +170,7 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
 
 
 def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
-    """Record in ``run.json`` the data of the next attempt; what was trained on so far is kept."""
+    """Record in ``run.json`` the data of the next attempt; the earlier data remain recorded."""
     run = _run_to_change(paths)
     if has_saved:
         facts: dict[str, Any] = {"inputs": fingerprints(experiment) | (run.get("inputs") or {})}
@@ -188,16 +186,16 @@ def noted_versions(paths: RunPaths) -> dict[str, str]:
 
 
 def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
-    """Return the keys whose files, by ``experiment``, differ from those at the run's creation."""
+    """Return the keys of ``experiment`` whose files differ from those at the run's creation."""
     recorded = (read_json(paths.run) or {}).get("inputs")
     now = fingerprints(experiment, recorded)
-    with suppress(BadFileError):  # gone: a run that has begun does not need it
+    with suppress(BadFileError):  # the weights are gone: a run that has begun does not need them
         now |= source_facts(experiment.model.init_from)["inputs"]
     return other_inputs(recorded, now)
 
 
 def origin_of(paths: RunPaths) -> Origin | None:
-    """Return what the run was created from, None if that was not recorded."""
+    """Return the source that the run was created from, None if it was not recorded."""
     source = (read_json(paths.run) or {}).get("source")
     try:
         return Origin(**source) if isinstance(source, dict) else None
@@ -206,7 +204,7 @@ def origin_of(paths: RunPaths) -> Origin | None:
 
 
 def was_submitted_here(paths: RunPaths) -> bool:
-    """Tell whether the run's code is that of the current folder."""
+    """Return True if the run's code is that of the current folder."""
     code = (read_json(paths.run) or {}).get("code") or {}
     return code.get("folder") == str(Path.cwd())
 
@@ -255,7 +253,7 @@ def _run_facts(
 
 
 def _code_facts(snapshot: Path) -> dict[str, Any]:
-    """Return which code a run uses: the commit, the snapshot, and the folder it was taken from."""
+    """Return the code that a run uses: the commit, the snapshot, and the folder it was taken from."""
     folder = Path.cwd()
     commit = commit_of(folder) or {"commit": None, "dirty": None}
     return commit | {"snapshot": snapshot.name, "folder": str(folder)}

@@ -1,6 +1,4 @@
-"""Timestamps of an attempt's events: rank 0 writes them to a small file, which is read with the attempt's
-record.
-"""
+"""Timestamps of an attempt's events: rank 0 writes a small file, which is read with the attempt's record."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ class EventLog:
     """Rank 0's record of one attempt. Errors in writing an event are ignored."""
 
     attempt: AttemptPaths
-    #: Where the time of the first step went, see ``AttemptRecord``; written with the next event.
+    #: Parts of the first step's time, see ``AttemptRecord``; written with the next event.
     first_step: dict[str, float] = field(default_factory=dict)
     _events: dict[str, str] = field(default_factory=dict)
     _save_s: float | None = None
@@ -37,15 +35,13 @@ class EventLog:
             self._write()
 
     def signalled(self, name: str, time: str) -> None:
-        """Record which signal asked to stop, and when."""
+        """Record the signal that requested the stop, and its time."""
         self._signal = self._signal or name
         self._events.setdefault("signal", time)
         self._write()
 
     def saved(self, duration_s: float, stall_s: float) -> None:
-        """Record the longest save, and the total time that training waited for saves: ``stall_s`` for this
-        one.
-        """
+        """Record the longest save, and add ``stall_s`` to the total time that training waited for saves."""
         self._save_s = max(round(duration_s, 3), self._save_s or 0.0)
         self._stall_s += stall_s
         self._write()
@@ -59,6 +55,6 @@ class EventLog:
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:
-    """Return the name of the signal that asked rank 0 to stop, or None."""
+    """Return the name of the signal that stopped rank 0, or None."""
     name = (read_json(attempt.events) or {}).get("signal")
     return name if isinstance(name, str) else None

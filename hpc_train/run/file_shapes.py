@@ -110,14 +110,14 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }
 
 
-#: Types of which JSON has no subtypes.
+#: Types without subtypes in JSON.
 _EXACT = {str, bool, NoneType}
-#: Tells whether a value is of some kind.
+#: Returns True if a value is of some kind.
 _Check = Callable[[object], bool]
 
 
 def fits(data: Mapping[str, Any], name: str) -> bool:
-    """Tell whether ``data`` is valid content of the file of that name."""
+    """Return True if ``data`` is valid content of the file of that name."""
     code = data.get("code") if name == "run.json" else None
     return _fits(data, _checks(name)) and (not code or _fits(code, _checks("code")))
 
@@ -138,7 +138,7 @@ def _checks(name: str) -> dict[str, _Check]:
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Tell whether a value from JSON is of ``kind``: a type, a union, ``list[…]`` or ``dict[…, …]``."""
+    """Return True if a value from JSON is of ``kind``: a type, a union, ``list[…]`` or ``dict[…, …]``."""
     return _check_of(kind)(value)
 
 

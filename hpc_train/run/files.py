@@ -25,7 +25,7 @@ from hpc_train.run.file_shapes import fits
 
 #: On NFS, a file that another node replaces while it is read is stale; the next read finds the new one.
 _STALE_READS = 3
-#: A link that leads to itself; a socket, or a pipe that nobody reads; a folder that is to be written.
+#: A link to itself; a socket, or a pipe without a reader; a folder opened for writing.
 _NO_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR}
 _FLAGS = {
     "rb": os.O_RDONLY,
@@ -37,7 +37,7 @@ MAX_SMALL_BYTES = 64 << 20
 #: Measured (ext4): beyond eight, threads that wait for fsync gain nothing.
 _WRITERS = 8
 
-#: What a file system answers that does not have a call: vfat, CIFS, FUSE and object-store mounts.
+#: Errors of a file system that lacks a call: vfat, CIFS, FUSE and object-store mounts.
 _UNSUPPORTED = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class UnreadableFileError(ValueError):
 
 
 def hidden_beside(path: Path) -> Path:
-    """Return a new hidden name in the folder of ``path``: for what is renamed to it, or was it."""
+    """Return a new hidden name in the folder of ``path``, for a file before or after its time as ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
@@ -58,7 +58,7 @@ def hidden_beside(path: Path) -> Path:
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that replaces ``path`` atomically when the block ends without an error.
 
-    With ``sync`` it is on disk then. An OSError names ``path``; one of a write names no file itself.
+    With ``sync`` it is on disk then. An OSError names ``path``, also for a failed write, which names no file.
     """
     temporary = hidden_beside(path)
     try:
@@ -89,7 +89,7 @@ def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
 
 
 def write_new(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write a file into a folder that nobody else can see yet, and that is renamed once it is complete.
+    """Write a file into a folder that other processes can't see yet, and that is renamed once it is complete.
 
     With ``sync`` its content is on disk when this returns; the caller syncs the folder.
     """
@@ -140,7 +140,7 @@ def read_regular(path: Path | str, max_bytes: int) -> bytes:
     """
     descriptor, size = _open(path)
     try:
-        # What has been added since is not read.
+        # Content added since is not read.
         if size > max_bytes:
             raise UnreadableFileError(f"{path}: larger than {max_bytes} bytes")
         parts = []
@@ -153,7 +153,7 @@ def read_regular(path: Path | str, max_bytes: int) -> bytes:
 
 
 def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a file, at most ``max_bytes``, and whether they are all of it.
+    """Return the last bytes of a file, at most ``max_bytes``, and whether they are the whole file.
 
     Raises like ``open_descriptor``.
     """
@@ -165,7 +165,7 @@ def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
 
 
 def tail_text(path: Path, max_bytes: int) -> str:
-    """Return the text within the last ``max_bytes`` of a file; empty if something else is in its place.
+    """Return the text within the last ``max_bytes`` of a file; empty if the path is not a regular file.
 
     Raises OSError, also for a missing file.
     """
@@ -176,7 +176,7 @@ def tail_text(path: Path, max_bytes: int) -> str:
 
 
 def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
-    """Open a file; what is written to it is buffered. Raises like ``open_descriptor``."""
+    """Open a file with buffered writes. Raises like ``open_descriptor``."""
     return os.fdopen(open_descriptor(path, _FLAGS[mode]), mode)
 
 
@@ -225,7 +225,7 @@ def sync_file(descriptor: int) -> None:
 
 
 def free_space(folder: Path) -> int | None:
-    """Return the free bytes of a file system; None if it does not tell, as mounts of object stores may."""
+    """Return the free bytes of a file system; None if it does not report them, as with some object stores."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -249,10 +249,10 @@ def report_unsupported(call: str, consequence: str) -> None:
 def create_folder(
     target: Path, fill: Callable[[Path], None], *, mode: int = 0o777, syncs_parent: bool = True
 ) -> bool:
-    """Create a folder atomically, with what ``fill`` writes into the folder that it is given.
+    """Create a folder atomically; ``fill`` writes its content into the folder that it receives.
 
     False if another process has created ``target`` meanwhile; an empty folder there is replaced.
-    ``syncs_parent``: false where the caller syncs it, once for several folders.
+    ``syncs_parent``: False if the caller syncs it, once for several folders.
     """
     temporary = hidden_beside(target)
     temporary.mkdir(mode=mode)
@@ -275,7 +275,7 @@ def _is_taken(folder: Path) -> bool:
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return ``work`` of each item, done by a few threads: for writes that mostly wait for fsync.
+    """Return ``work`` of each item, run by a few threads: for writes that mostly wait for fsync.
 
     After the first error, which is raised, no further item is begun.
     """

@@ -16,9 +16,9 @@ from hpc_train.paths import RunPaths, expanded, runs_root
 from hpc_train.registry import nearest
 
 _ANY_RUN = RunPaths(Path())
-#: The files by which a folder is known as a run's.
+#: The files that identify a run's folder.
 _FILES = (_ANY_RUN.run.name, _ANY_RUN.experiment.name)
-#: Name in a run's folder → what its readers need to be allowed to do with it.
+#: Name in a run's folder → the access that its readers need.
 _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN.checkpoints)} | {
     path.name: os.R_OK for path in (_ANY_RUN.run, _ANY_RUN.experiment, _ANY_RUN.status)
 }
@@ -26,11 +26,11 @@ _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN
 
 @dataclass(frozen=True)
 class _Known:
-    """What is below the runs folder, looked at once."""
+    """The content of the runs folder, listed once."""
 
     #: Experiment's name → run id → its folder.
     runs: dict[str, dict[str, RunPaths]]
-    #: Experiments and runs that this user may not read.
+    #: Experiments and runs that this user has no permission to read.
     hidden: list[Path]
 
     @classmethod
@@ -67,9 +67,9 @@ def find_runs(words: Sequence[str]) -> list[RunPaths]:
 
 
 def find_and_skip(words: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
-    """Return ``find_runs`` of the words and the experiments and runs that this user may not read.
+    """Return ``find_runs`` of the words, and the experiments and runs that this user may not read.
 
-    Of those that ``words`` mean; without words all.
+    The latter are those that ``words`` mean, or all without words.
     """
     known = _Known.below(runs_root())
     return known.find(words), known.unreadable(words)
@@ -120,7 +120,7 @@ def _names(parent: Path) -> list[str]:
 
 
 def is_run(paths: RunPaths) -> bool:
-    """Tell whether this is a run's folder that the user may read."""
+    """Return True if this is a run's folder that the user may read."""
     return _has_files(paths) and is_readable(paths)
 
 
@@ -135,7 +135,7 @@ def _has_files(paths: RunPaths) -> bool:
 
 
 def is_readable(paths: RunPaths) -> bool:
-    """Tell whether this user may read the run's own files; ranks' logs and checkpoints are not checked."""
+    """Return True if this user may read the run's own files; ranks' logs and checkpoints are not checked."""
     folder = str(paths.folder)
     if not _may(folder, os.R_OK | os.X_OK):
         return False
@@ -143,7 +143,7 @@ def is_readable(paths: RunPaths) -> bool:
 
 
 def _may(path: Path | str, mode: int) -> bool:
-    """Tell whether this process's effective user may access the file in this way, if there is one."""
+    """Return True if this process's effective user may access the file in this way, if there is one."""
     if os.access(path, mode, effective_ids=True):
         return True
     try:

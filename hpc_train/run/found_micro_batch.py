@@ -1,7 +1,6 @@
 """``micro_batch.json``: the result of ``micro_batch_size: auto``.
 
-Found once and kept for the run's lifetime: the size affects the numerics of a step, so all attempts use the
-same one.
+Determined once for the run's lifetime: the size affects the numerics of a step, so all attempts use it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Found:
     size: int
     #: The next larger size, which did not fit; None if there is none.
     too_large: int | None
-    #: Of the attempt that found it.
+    #: The attempt that found it.
     ranks: int
     attempt: int
 
@@ -35,9 +34,7 @@ class Found:
 
 
 def kept(paths: RunPaths) -> Found | None:
-    """Return the size that the run has found; None before that. Raises StorageError if the file can't be
-    read.
-    """
+    """Return the size that was found; None before that. Raises StorageError if the file can't be read."""
     if not paths.micro_batch.exists():
         return None
     data = read_json(paths.micro_batch) or {}
@@ -62,8 +59,8 @@ def kept_size(paths: RunPaths) -> int | None:
 def _replace_first(temporary: Path, target: Path) -> None:
     """Rename to a target that does not exist, on a file system without hard links.
 
-    Of several processes the one that creates the folder of the claim does it; a later one only if the target
-    is still missing, because that process has died.
+    Among several processes, the one that creates the claim's folder renames; a later one does so only if the
+    target is still missing, because that process has died.
     """
     try:
         target.with_name(f".{target.name}.claim").mkdir()
@@ -82,7 +79,7 @@ def keep(paths: RunPaths, found: Found) -> Found:
     try:
         write_json(temporary, found.to_json(), sync=True)
         try:
-            os.link(temporary, paths.micro_batch)  # fails where a rename would replace
+            os.link(temporary, paths.micro_batch)  # fails if a rename would replace the target
         except FileExistsError:
             pass
         except OSError as error:

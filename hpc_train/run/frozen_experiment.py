@@ -23,7 +23,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_text, write_new
 from hpc_train.validate.loading import Loaded, load
 
-#: Text that any YAML 1.1 or 1.2 reader takes for text; all other text is quoted.
+#: Text that any YAML 1.1 or 1.2 reader parses as text; all other text is quoted.
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./+-]*|[0-9]+(min|h)")
 #: JSON has no such numbers; Python writes them nevertheless, each at the end of a line here.
 _NOT_FINITE = re.compile("(-?Infinity|NaN)(?=,?$)", re.MULTILINE)
@@ -32,7 +32,7 @@ _WORDS_OF_YAML = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes by our rules and writes no anchors; by libyaml, if it is there, in a quarter of the time."""
+    """Quotes by our rules and writes no anchors; uses libyaml if available, in a quarter of the time."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -68,7 +68,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def read(paths: RunPaths) -> Experiment:
-    """Return what the run was created with. Raises BadFileError; names are not looked up again."""
+    """Return the run's original experiment. Raises BadFileError; names are not looked up again."""
     try:
         return Experiment.model_validate(json.loads(read_text(paths.resolved)))
     except (OSError, ValueError, RecursionError, ValidationError):  # reported below
@@ -76,12 +76,12 @@ def read(paths: RunPaths) -> Experiment:
 
 
 def load_changed(paths: RunPaths, overrides: Sequence[str], *, check_names: bool = False) -> Loaded:
-    """Load what the run was created with, changed by ``KEY=VALUE`` overrides. Raises BadFileError."""
+    """Load the run's original experiment, changed by ``KEY=VALUE`` overrides. Raises BadFileError."""
     return load(_frozen(paths), overrides, check_names=check_names)
 
 
 def _frozen(paths: RunPaths) -> Path:
-    if paths.resolved.exists() and not paths.resolved.is_file():  # a pipe would be waited for
+    if paths.resolved.exists() and not paths.resolved.is_file():  # reading a pipe would block
         raise BadFileError(f"{paths.resolved}: is not a plain file")
     return paths.resolved
 

@@ -17,18 +17,18 @@ SILENT_LIMIT_S = 600.0
 
 
 def living(record: AttemptRecord) -> bool | None:
-    """Tell whether the attempt's launcher is alive; None if that can't be seen from here."""
+    """Return True if the attempt's launcher is alive; None if this machine can't determine it."""
     if record.end is not None or record.launcher_process is None:
         return False
     return record.launcher_process.is_alive()
 
 
 def lives(paths: RunPaths, record: AttemptRecord) -> bool | None:
-    """Tell whether the attempt still runs: ``living``, but False after a long silence of another machine.
+    """Return True if the attempt still runs: ``living``, except after a long silence of another machine.
 
-    A machine, container or host name that is gone never answers again. Continuing without it is safe: an
+    A machine, container or host name may no longer exist and never answer. Continuing without it is safe: an
     attempt owns the run, so later commits of an older one do not count. An attempt of a launcher plug-in, or
-    on Slurm, may wait in a queue, where silence means nothing.
+    on Slurm, may wait in a queue, during which silence means nothing.
     """
     found = living(record)
     if found is None and record.launcher in {None, "local"} and silent_s(paths, record) > SILENT_LIMIT_S:
@@ -54,7 +54,7 @@ def minutes(seconds: float) -> str:
 
 
 def _clock(paths: RunPaths) -> float:
-    """Return the time by the clock that stamps the run's files: a file server's may differ from ours."""
+    """Return the time of the clock that stamps the run's files: a file server's may differ from ours."""
     probe = paths.folder / f".clock.{secrets.token_hex(4)}"
     try:
         probe.touch()
@@ -76,9 +76,9 @@ def end_living(paths: RunPaths, *, take_over: bool = False) -> AttemptRecord | N
     """Make sure that no rank of the newest attempt writes any more, before another attempt begins.
 
     Returns its record if its launcher is alive or, on another machine, may be alive: then nothing was done
-    and no attempt may begin. With ``take_over`` one may begin if that can't be seen from here. Ranks that
-    outlived their launcher are killed; a process named in the record is left alone unless its own environment
-    says that it is such a rank. Raises TryAgainError if one does not end.
+    and no attempt may begin. With ``take_over`` an attempt may begin if this machine can't determine it.
+    Ranks that outlived their launcher are killed; a process named in the record is only killed if its own
+    environment identifies it as such a rank. Raises TryAgainError if a rank does not end.
     """
     record = newest_record(paths)
     if record is None:

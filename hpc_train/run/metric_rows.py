@@ -17,7 +17,7 @@ from hpc_train.run.files import UnreadableFileError, open_regular
 #: One row of ``metrics.jsonl``.
 Row = dict[str, Any]
 
-#: Not metrics: where and when a row was recorded.
+#: Not metrics: step and time at which a row was recorded.
 POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 _BLOCK_BYTES = 1 << 16
@@ -41,7 +41,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def looks_like_row(line: bytes) -> bool:
-    """Tell, without parsing, whether a line may contain a row."""
+    """Return True if a line may contain a row; does not parse it."""
     return line.startswith(b"{") and line.rstrip().endswith(b"}") and b'"step"' in line and b'"split"' in line
 
 

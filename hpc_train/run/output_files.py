@@ -1,4 +1,4 @@
-"""Where commands may write the file that ``-o`` names: never into a run's folder, or over something else."""
+"""Checks the file that ``-o`` names: never in a run's folder, never over anything but a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpc_train.run.find import is_run
 
 
 def refuse_target(target: Path) -> None:
-    """Raise UserError if ``target`` can't be written, or writing it would replace something else than a file.
+    """Raise UserError if ``target`` can't be written, or it exists and is not a regular file.
 
-    StorageError if its folder is missing, or it is a link, a folder or a device; UsageError inside of a run's
-    folder.
+    StorageError if its folder is missing, or it is a link, a folder or a device; UsageError if it is inside a
+    run's folder.
     """
     if not target.parent.is_dir():
         raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")

@@ -1,8 +1,8 @@
-"""Identifies the process that a file names: it may have ended long ago, and its pid been reused.
+"""Identifies the process that a file names: it may have ended, and its pid may have been reused.
 
 Reads /proc directly instead of through psutil, whose ``create_time()`` is a wall-clock time derived from the
 boot time: files of every version record the start in clock ticks, with boot id and PID namespace, which
-psutil does not report. Where the kernel has pidfds, signals are sent through one, so that they can't reach
+psutil does not report. If the kernel has pidfds, signals are sent through one, so that they can't reach
 another process; psutil checks first and then calls kill.
 """
 
@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 def keep_exit_statuses() -> None:
-    """Undo an ignored SIGCHLD, which a process inherits from the one that started it. Main thread only.
+    """Undo an ignored SIGCHLD, which a process inherits from its parent. Main thread only.
 
     While it is ignored, the kernel discards the exit status of every child, and ``subprocess`` reports 0.
     """
@@ -39,7 +39,7 @@ def keep_exit_statuses() -> None:
 def exit_code(child: subprocess.Popen[Any], *, block: bool = False) -> int | None:
     """Return the child's exit code, or None while it runs; with ``block`` wait for its end.
 
-    A status that something else in this process has collected counts as a failure; ``Popen`` reports 0.
+    A status that other code in this process has collected counts as a failure; ``Popen`` reports 0.
     """
     if child.returncode is None:
         try:
@@ -50,7 +50,7 @@ def exit_code(child: subprocess.Popen[Any], *, block: bool = False) -> int | Non
 
 
 def start_in_own_session(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start a process that signals of the terminal do not reach, and that leads its process group.
+    """Start a process that leads its own process group and receives no signals of the terminal.
 
     If a sandbox refuses setsid, the process remains in this session.
     """
@@ -91,7 +91,7 @@ class Process:
 
     @classmethod
     def from_json(cls, data: object) -> Process | None:
-        """Read what ``to_json`` wrote; None if it is something else."""
+        """Parse the result of ``to_json``; None for anything else."""
         types = {"host": str, "boot_id": str, "pid_namespace": str, "pid": int, "start_ticks": int}
         if not isinstance(data, dict) or any(type(data.get(key)) is not kind for key, kind in types.items()):
             return None
@@ -100,11 +100,11 @@ class Process:
         return cls(**{key: data[key] for key in types})
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` reads."""
+        """Return the JSON form that ``from_json`` reads."""
         return asdict(self)
 
     def is_alive(self) -> bool | None:
-        """Tell whether it is alive; None if that can't be seen from here: another machine or container."""
+        """Return True if it is alive; None if that can't be determined: another machine or container."""
         if self.boot_id != _boot_id():
             # The same name after another boot is this machine, restarted.
             return False if self.host == socket.gethostname() else None
@@ -113,9 +113,10 @@ class Process:
         return _start_ticks(self.pid) == self.start_ticks
 
     def is_rank_of(self, run: Path, attempt: int) -> bool:
-        """Tell whether the process itself says that it is a rank of that attempt, whatever a file says.
+        """Return True if the process's own environment identifies it as a rank of that attempt.
 
-        Launchers put attempt and run folder into a rank's environment, which no other user can write.
+        Does not trust the file: launchers put attempt and run folder into a rank's environment, which no
+        other user can write.
         """
         environment = _environment(self.pid)
         if environment.get(ATTEMPT_VARIABLE.encode()) != str(attempt).encode():
@@ -129,7 +130,7 @@ class Process:
     def send(self, number: int, run: Path, attempt: int) -> bool:
         """Send a signal if it is alive and a rank of that attempt; return whether it was sent.
 
-        A process that reuses its pid is safe, and so is any other process that a file names.
+        Never signals a process that reuses its pid, nor any other process that a file names.
         """
         try:
             descriptor = os.pidfd_open(self.pid)
@@ -163,7 +164,7 @@ class Process:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return field 22 of /proc/PID/stat, or None for a process that is gone or a zombie."""
+    """Return field 22 (start time) of /proc/PID/stat, or None for a process that is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

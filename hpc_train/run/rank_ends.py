@@ -31,12 +31,12 @@ def tell_end(attempt: AttemptPaths, rank: int, code: int, node: str | None = Non
 
 
 def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
-    """Write what went wrong. Raises OSError for errors of the disk."""
+    """Write the rank's error. Raises OSError for errors of the disk."""
     write_text(attempt.error(rank), text.rstrip() + "\n")
 
 
 def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
-    """Return the ends by rank; a rank killed by a signal has none."""
+    """Return the exit code and node by rank; a rank killed by a signal has none."""
     found = {}
     for rank, path in attempt.files_of_ranks(".exit").items():
         code, _, node = _read(path).partition(" ")

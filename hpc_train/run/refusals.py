@@ -1,6 +1,6 @@
 """Errors whose cause is the environment of a process: reached limits, variables, refused system calls.
 
-Called where a traceback would be shown otherwise: by the command line, and by a rank before its first step.
+Called instead of showing a traceback: by the command line, and by a rank before its first step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from hpc_train.errors import shortened
 from hpc_train.run.resource_limits import reached
 from hpc_train.run.storage_errors import place_of
 
-#: Beginnings of the variables that libraries read as they are imported.
+#: Prefixes of the variables that libraries read on import.
 _READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_", "TRITON_")
 
 
 def refusal(error: BaseException) -> str | None:
-    """Return ``error`` in one line that names its cause in this environment; None if it has none there."""
+    """Return ``error`` in one line that names its cause in this environment; None if it is elsewhere."""
     found, limits = reached(error)
     if limits and found is not None:
         return f"{_line(found)}{limits}; raised at {place_of(found)}"

@@ -1,6 +1,6 @@
 """The operating system's limits on a process (``ulimit``), and which of them an error message reports.
 
-Called where a rank reports its own error, and by launchers for a rank that ended before it could.
+Called by ranks to report their own error, and by launchers for a rank that ended before it could.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from traceback import extract_tb
 
 _MIB = 1 << 20
-#: ulimit's option → the limit, what it limits, and the unit of its value.
+#: ulimit's option → the limit, its description, and the unit of its value.
 _LIMITS = {
     "-v": (resource.RLIMIT_AS, "the address space", "MiB"),
     "-d": (resource.RLIMIT_DATA, "the data segment", "MiB"),
@@ -49,7 +49,7 @@ _REMEDY = "raise it with `ulimit` where the ranks are started, or ask the admini
 
 
 def current() -> dict[str, str]:
-    """Return this process's limits in words, by ulimit's option; without those that are unlimited."""
+    """Return this process's limits as text, by ulimit's option; unlimited ones are omitted."""
     found = {}
     for option, (kind, name, unit) in _LIMITS.items():
         size, _ = of_process(kind)
@@ -65,7 +65,7 @@ def _in_mib(size: int) -> str:
 
 
 def of_process(kind: int) -> tuple[int, int]:
-    """Return the soft and the hard limit; unlimited where a sandbox refuses to show them."""
+    """Return the soft and the hard limit; unlimited if a sandbox refuses to show them."""
     try:
         return resource.getrlimit(kind)
     except OSError:
@@ -81,11 +81,11 @@ def usable_cpus() -> set[int]:
 
 
 def prepare_rank() -> None:
-    """Prepare this process for what a sandbox or the shell limits, before it imports torch."""
+    """Prepare this process for the limits of a sandbox or the shell, before it imports torch."""
     try:
         os.sched_getaffinity(0)
     except OSError:
-        del os.sched_getaffinity  # torch counts CPUs in another way if the function does not exist
+        del os.sched_getaffinity  # torch counts CPUs differently if the function does not exist
     soft, hard = of_process(resource.RLIMIT_CPU)
     if soft == hard and 1 < hard != resource.RLIM_INFINITY:
         # The signal of the soft limit names the cause. At the hard limit the kernel sends SIGKILL.
@@ -94,15 +94,15 @@ def prepare_rank() -> None:
 
 
 def clause(message: str, limits: Mapping[str, str], ended_by: int | None = None) -> str:
-    """Return a clause that names the limits that ``message``, or the signal ``ended_by``, reports as reached.
+    """Return a clause that names the reached limits, according to ``message`` or the signal ``ended_by``.
 
-    Starts with a semicolon; empty if it reports none, or none that is in ``limits``.
+    Starts with a semicolon; empty if none is reported, or none that is in ``limits``.
     """
     return _named([*_SIGNALS.get(ended_by or 0, ()), *_reported(message)], limits)
 
 
 def reached_limits(error: BaseException | None) -> str:
-    """Return clauses that name the limits of this process that ``error``, or what caused it, has reached.
+    """Return clauses that name the limits of this process that ``error``, or its cause, has reached.
 
     Each begins with a semicolon. Empty if the error is of another kind, or nothing is limited. A cgroup's
     limit of memory is never named: the kernel kills a process instead.
@@ -111,9 +111,9 @@ def reached_limits(error: BaseException | None) -> str:
 
 
 def reached(error: BaseException | None) -> tuple[BaseException | None, str]:
-    """Return ``error`` or its cause that has reached a limit, and the clauses of ``reached_limits``.
+    """Return the error (``error`` or its cause) that reached a limit, and the clauses of ``reached_limits``.
 
-    If a sandbox refuses system calls that fail like that, the clause names them instead.
+    If a sandbox refuses system calls that fail in the same way, the clause names them instead.
     """
     while error is not None:
         if options := _options(error):
@@ -164,7 +164,7 @@ def _named(options: Iterable[str], limits: Mapping[str, str]) -> str:
 
 
 def explained(text: str, limits: Mapping[str, str] | None = None) -> str:
-    """Return an error or a traceback whose last line that reports a reached limit names its value.
+    """Return an error or a traceback, with the limit's value added to the last line about a reached limit.
 
     ``limits``: default: those of this process.
     """
@@ -213,5 +213,5 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
         if number == "0" or controllers == controller:
             root = _CGROUPS if number == "0" else _CGROUPS / controller
             own = PurePosixPath(path.lstrip("/"))
-            # In a container the path may be the host's; then only the root is there.
+            # In a container the path may be the host's; then only the root exists.
             yield from {root / own, *(root / parent for parent in own.parents), root}

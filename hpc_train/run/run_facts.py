@@ -11,13 +11,13 @@ from typing import Any
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json
 
-#: More than a user has: with one run more than this, no entry would be left when it is needed again. Each
-#: takes a few kilobytes.
+#: More runs than a user has: with one more than this, each entry would be evicted before it is needed again.
+#: An entry takes a few kilobytes.
 _MAX_RUNS = 100_000
 
 
 def run_facts(paths: RunPaths) -> Mapping[str, Any]:
-    """Return the content of ``run.json``, empty if it can't be read; nobody may change it.
+    """Return the content of ``run.json``, empty if it can't be read; callers must not change it.
 
     The file is read again only if it was replaced since.
     """

@@ -28,10 +28,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "attempt": (int,),
     "reason": (str, type(None)),
 }
-#: What ranks are slow at, with the number; and how many of them are named.
+#: Why ranks are slow, with the number; and the maximum number of named ranks.
 _SLOW = {"forward": "forward {:.2f} × the median", "data_wait": "waits {:.0%} of a step longer for data"}
 _MAX_SLOW = 4
-#: Keys that the file has only while they say something.
+#: Keys that the file omits while they are empty.
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "compiling": (dict, type(None)),
     "slow_ranks": (dict, type(None)),
@@ -51,10 +51,10 @@ class RunStatus:
     #: From 1; 0 before the first.
     attempt: int = 0
     reason: str | None = None
-    #: While rank 0 compiles: ``graph``, from 1, and ``since``, from when the seconds of all its graphs count
-    #: (UTC, ISO 8601).
+    #: While rank 0 compiles: ``graph``, from 1, and ``since``, the start of compiling all its graphs (UTC,
+    #: ISO 8601).
     compiling: dict[str, Any] | None = None
-    #: Of slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
+    #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
     slow_ranks: dict[str, dict[str, float]] | None = None
 
@@ -80,7 +80,7 @@ class RunStatus:
 
     @property
     def slow_words(self) -> str:
-        """Which ranks are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
+        """The ranks that are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
         found = []
         for rank, ratios in (self.slow_ranks or {}).items():
             for name, words in _SLOW.items():

@@ -1,7 +1,7 @@
-"""Errors of the operating system: which may be temporary, how often a write is retried, what the user reads.
+"""Errors of the operating system: temporary or permanent, retries of a write, messages to the user.
 
 The same rules for everything that a rank or a command reads and writes. A message names the path, its owner
-or the limit that is the cause; none of them is assumed.
+or the limit that is the cause, if it could be determined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REASONS = {
 #: Errors that may be temporary, or are the node's and not the file system's.
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, _EREMOTEIO})
 
-#: Errors of the file system for every node: trying again elsewhere does not help.
+#: Errors of the file system for every node: retrying elsewhere does not help.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def retried(
     """Run ``work``, which must be repeatable, and retry on temporary errors at ``path``.
 
     Blocks for the pauses between retries. Raises the last OSError, and permanent errors at once. ``tells``:
-    log a warning for each retry.
+    whether to log a warning for each retry.
     """
     for pause_s in RETRY_AFTER_S:
         try:
@@ -74,7 +74,7 @@ def retried(
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError or TransientStorageError, naming ``path``, where opening or using it fails."""
+    """Raise StorageError or TransientStorageError, naming ``path``, if opening or using it fails."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def replaced_file(error: UnreadableFileError) -> StorageError:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
-    """Return the message for an operating system error in using ``path``, where ``error`` names no other."""
+    """Return the message for an operating system error at ``path``, unless ``error`` names another path."""
     if error.errno in TRANSIENT:
         return TransientStorageError(f"{path}: {_reason(error)}")
     limits = reached_limits(error)
@@ -100,8 +100,8 @@ def storage_error(error: OSError, path: Path) -> StorageError | TransientStorage
 def error_words(error: OSError, path: Path | None = None) -> str:
     """Return an operating system error in one line: its path, the cause, the limit and the remedy.
 
-    ``path``: what was used, if ``error`` does not know it. Without either, the line of code is named, and the
-    places that are full or read-only. Causes are looked up, never assumed.
+    ``path``: the path in use, if ``error`` has none. Without either, the message names the line of code, and
+    the places that are full or read-only. Causes are looked up, never assumed.
     """
     named = path or _path_of(error)
     if named is None:
@@ -112,7 +112,7 @@ def error_words(error: OSError, path: Path | None = None) -> str:
 
 
 def error_clauses(error: BaseException | None) -> str:
-    """Return clauses for the end of a traceback: who owns the path that was refused, which limit is reached.
+    """Return clauses for the end of a traceback: the owner of the refused path, the reached limit.
 
     Empty for errors of other kinds.
     """
@@ -155,7 +155,7 @@ def _remedy(error: OSError, path: Path) -> str:
 
 
 def _used_up(path: Path) -> str:
-    """Return that the file system of ``path`` has no inodes left, if it has space: ``df`` looks fine then."""
+    """Return a clause if the file system of ``path`` has space, as ``df`` shows, but no inodes left."""
     with suppress(OSError):
         found = os.statvfs(_existing(path))
         if found.f_bavail > 0 and found.f_files and found.f_favail == 0:
@@ -164,7 +164,7 @@ def _used_up(path: Path) -> str:
 
 
 def _owner_words(path: Path) -> str:
-    """Return which file or folder refuses this user, with its owner and mode."""
+    """Return the file or folder that refuses this user, with its owner and mode."""
     there, is_forbidden = _refusing(path)
     try:
         found = there.stat()
@@ -181,7 +181,7 @@ def _owner_words(path: Path) -> str:
 
 
 def _refusing(path: Path) -> tuple[Path, bool]:
-    """Return the file or folder whose owner and mode forbid to use ``path``, and whether they do."""
+    """Return the file or folder whose mode decides on access to ``path``, and whether it forbids access."""
     there = _existing(path)
     if there != path:
         return there, not os.access(there, os.W_OK | os.X_OK)
@@ -209,7 +209,7 @@ def _user_name(number: int) -> str:
 
 
 def _unnamed_remedy(error: OSError) -> str:
-    """Return which of the places that every process writes is full or read-only; empty if none is."""
+    """Return the place that is full or read-only among those that every process writes; empty if none is."""
     found = [str(place) for place in _usual_places() if _is_cause(error, place)]
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""What the screen shows of a rank's traceback: the frames of the user's own code; the log has the rest."""
+"""Shortens a rank's traceback for the terminal to the frames of the user's own code; the log has the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_FRAMES = 4
 _MAX_MESSAGE = 3
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line \d+')
-#: What Python writes instead of the further frames of a recursion.
+#: Python's replacement for the repeated frames of a recursion.
 _REPEATED = re.compile(r"^  \[Previous line repeated \d+ more times?\]$")
 #: Installed packages, Python's own modules, compiled strings, and a run's copy of this package.
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<|/package/hpc_train/")
@@ -23,17 +23,17 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 @dataclass
 class _Part:
-    """One traceback of a chain: its frames, each with its lines of source, and what it says at its end."""
+    """One traceback of a chain: its frames, each with its source lines, and its final message."""
 
     frames: list[list[str]] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
 
 
 def shortened_traceback(text: str, log: Path | None = None) -> str:
-    """Return ``text`` in at most ``MAX_LINES`` lines; where a longer one is cut, ``log`` has the whole of it.
+    """Return ``text`` in at most ``MAX_LINES`` lines; a longer one is cut and refers to ``log`` for the rest.
 
-    Of the last traceback of a chain that has any, the frames of the user's code stay; where there are none,
-    the innermost frames. Files of a run's snapshot are named by their path in the work tree.
+    Keeps the frames of the user's code in the last traceback of the chain that has any; without any, the
+    innermost frames. Files of a run's snapshot are named by their path in the work tree.
     """
     lines = text.splitlines()
     if len(lines) <= MAX_LINES:
@@ -54,9 +54,9 @@ def shortened_traceback(text: str, log: Path | None = None) -> str:
 
 
 def users_traceback(error: BaseException) -> str | None:
-    """Return the shortened traceback of an error that passed through the user's code; None of any other.
+    """Return the shortened traceback of an error that passed through the user's code; None for any other.
 
-    The others are errors of the disk, of an installed package, or our own, whose frames all count.
+    Other errors are those of the disk, of an installed package, or our own, and need all frames.
     """
     text = "".join(traceback.format_exception(error))
     is_users = any(_is_own(frame) for part in _parts(text.splitlines()) for frame in part.frames)
@@ -64,7 +64,7 @@ def users_traceback(error: BaseException) -> str | None:
 
 
 def users_frame(error: BaseException) -> str | None:
-    """Return where in the user's code it was raised, as ``model.py:12 in forward``; None of other errors."""
+    """Return the line of the user's code that raised it: ``model.py:12 in forward``; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_foreign(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else None

@@ -1,4 +1,4 @@
-"""Whether another user could have written what a run executes.
+"""Whether another user could have written the files that a run executes.
 
 A run folder names code to import (``experiment.yaml``), processes to signal (``attempt.json``) and caches to
 load, so ``submit``, ``resume`` and the batch script check it before they start anything. Root and the user
@@ -7,7 +7,7 @@ who runs the command are trusted. The rules, from the inside out:
 - A snapshot of the code, and everything below it: owned by a trusted user, not writable by group or others.
 - The run folder: the same. If other users can enter it (``chmod go+rx``), everything below it too.
 - The experiment's folder, ``.slurm`` and ``.code``: the same, except that write permission with the sticky
-  bit is accepted, which keeps other users from replacing what is ours.
+  bit is accepted, which keeps other users from replacing our files.
 - The runs folder: may belong to anyone and be writable by a group (a project's shared folder), and by
   everyone with the sticky bit (``/tmp``). Without the sticky bit a member can rename its entries, but can
   only put their own folders in place, which the rules above reject. Its parents are not checked.
@@ -29,7 +29,7 @@ _ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
 
 
 class UntrustedError(UserError):
-    """What would be run could have been written by another user."""
+    """Another user could have written the files that a run would execute."""
 
 
 def make_experiment_folder(folder: ExperimentPaths) -> None:
@@ -61,7 +61,7 @@ def check_run(paths: RunPaths) -> None:
 
 
 def is_trusted(paths: RunPaths) -> bool:
-    """Tell whether what the run names may be executed."""
+    """Return True if the code that the run names may be executed."""
     try:
         check_run(paths)
     except (OSError, UntrustedError):
@@ -78,7 +78,7 @@ def check_own(path: Path) -> None:
 
 
 def check_holder(folder: Path) -> None:
-    """Raise UntrustedError if other users can replace what is in ``folder``."""
+    """Raise UntrustedError if other users can replace files in ``folder``."""
     _check_owner(folder, folder.lstat())
     seen = folder.stat()
     _check_owner(folder, seen)

@@ -1,7 +1,6 @@
-"""The versions of Python and of the packages that affect a run's numbers, and the differences between two
-sets.
+"""The versions of Python and of the packages that affect a run's numbers, and their differences.
 
-Called at creation and by ``resume`` on the login node, and by ranks; imports nothing to find out.
+Called at creation and by ``resume`` on the login node, and by ranks; none of the packages is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hpc_train import __version__
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
 _TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
 
-#: Package → its version then and now; None: not installed.
+#: Package → its earlier and its current version; None: not installed.
 Differences = dict[str, tuple[str | None, str | None]]
 
 

@@ -17,15 +17,15 @@ from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 
 KEY = "model.init_from"
-#: Of files of weights; anything else names a run.
+#: Suffixes of weight files; any other value names a run.
 FILE_EXTENSIONS = (".safetensors", ".pth", ".pt")
 
 
 def find_source(text: str) -> Path:
     """Return the file, or the folder of the run's newest checkpoint, as an absolute path.
 
-    ``text``: of the key; a folder that this function returned is returned again. Raises BadFileError if
-    there is none.
+    ``text``: the key's value; a folder returned by this function is returned unchanged. Raises BadFileError
+    if there is none.
     """
     path = expanded(text).absolute()
     if text.endswith(FILE_EXTENSIONS):
@@ -42,7 +42,7 @@ def find_source(text: str) -> Path:
 
 
 def described(source: Path) -> str:
-    """Return the source in words: a file's path, or a run's id and the step."""
+    """Return the source as text: a file's path, or a run's id and the step."""
     if source.is_file():
         return str(source)
     return f"run {source.parent.parent.name} at step {CheckpointPaths(source).step}"
@@ -57,14 +57,14 @@ def source_facts(text: str | None) -> dict[str, Any]:
 
 
 def fingerprint(source: Path) -> dict[str, str]:
-    """Return that of a file, or of a checkpoint's manifest, which has the hashes of all its files."""
+    """Return the fingerprint of a file, or of a checkpoint's manifest, which contains all files' hashes."""
     return file_fingerprint(str(source if source.is_file() else CheckpointPaths(source).manifest))
 
 
 def pinned(paths: RunPaths, experiment: Experiment) -> Experiment:
     """Return the experiment with ``init_from`` as it was resolved when the run was created.
 
-    Raises BadFileError if that is gone or was changed since.
+    Raises BadFileError if the source is gone or was changed since.
     """
     run = read_json(paths.run) or {}
     source = run.get("init_from")

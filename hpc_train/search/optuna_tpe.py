@@ -23,7 +23,7 @@ def propose(request: SearchRequest) -> Sequence[Mapping[str, Any]]:
     try:
         study = optuna.create_study(
             direction="maximize" if request.mode == "max" else "minimize",
-            # Running trials, and those of this batch, count as bad ones, so that a batch spreads out.
+            # Running trials, and trials of this batch, are treated as bad, so that a batch spreads out.
             sampler=optuna.samplers.TPESampler(seed=request.seed, constant_liar=True),
         )
         for trial in request.trials:
@@ -46,7 +46,7 @@ def _optuna() -> Any:
 
 def _distribution(optuna: Any, distribution: Distribution) -> Any:
     kinds = optuna.distributions
-    if distribution.kind == CHOICE:  # places, since Optuna takes numbers and text only
+    if distribution.kind == CHOICE:  # positions, since Optuna accepts only numbers and text
         return kinds.CategoricalDistribution(range(len(distribution.ends)))
     low, high = distribution.bounds
     step, is_log = distribution.step, distribution.kind.startswith("log_")
@@ -62,7 +62,7 @@ def _as_trial(optuna: Any, trial: Trial, parameters: Mapping[str, Distribution])
     state = {
         "finished": states.COMPLETE,
         "running": states.RUNNING,
-        "diverged": states.PRUNED,  # without a value it ranks behind all others
+        "diverged": states.PRUNED,  # without a value, it ranks behind all others
         "failed": states.FAIL,
     }
     chosen = {key: _place(parameters[key], value) for key, value in trial.values.items()}

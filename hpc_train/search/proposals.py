@@ -1,4 +1,4 @@
-"""The next runs of a search: as many as may run at a time and are missing."""
+"""The next runs of a search: as many as are missing and may run concurrently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_train.plan.draws import rounded
 from hpc_train.registry import load, refusing_exit
 from hpc_train.search.base import SearchMethod, SearchRequest, Trial
 
-#: After this many answers without anything new there is assumed to be nothing new.
+#: After this many answers without a new proposal, the search space is assumed to be exhausted.
 _TRIES = 10
 
 
@@ -22,9 +22,9 @@ class Round:
     """The state of a search, and the values of the runs to start now."""
 
     trials: list[Trial]
-    #: Of new trials.
+    #: The values of new trials.
     proposals: list[dict[str, Any]]
-    #: The trials to start again: interrupted ones before new ones are proposed. Those that failed come last,
+    #: The trials to start again: interrupted ones before new ones are proposed. Failed trials come last,
     #: since they may fail again.
     again: list[Trial]
 
@@ -50,10 +50,10 @@ def next_round(
     trials: Sequence[Trial],
     is_excluded: Callable[[Mapping[str, Any]], bool] = lambda values: False,
 ) -> Round:
-    """Ask the method for the values of the runs to start now; the same trials have the same answer.
+    """Request the values of the runs to start now from the method; the same trials have the same result.
 
-    ``is_excluded``: whether values are not run. Raises BadFileError if the method is unknown or answers with
-    values that are not in the search space.
+    ``is_excluded``: whether values are excluded. Raises BadFileError if the method is unknown or returns
+    values outside the search space.
     """
     made = Round(list(trials), [], [])
     free = max(0, search.max_concurrent - made.running)
@@ -94,7 +94,7 @@ def _new(
     trials: Sequence[Trial],
     is_excluded: Callable[[Mapping[str, Any]], bool],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the answers as they are written into files, those that are new and not excluded."""
+    """Yield the new answers that are not excluded, as written into files."""
     seen = {comparable(dict(trial.values)) for trial in trials}
     for answer in answers:
         values = varied(search.parameters, _checked(answer, search))

@@ -35,16 +35,16 @@ def trials_of(
     runs: Sequence[RunPaths],
     is_due: Callable[[RunPaths, RunStatus], bool],
 ) -> list[Trial]:
-    """Return the runs that the file makes of some values of the parameters, in the order of their creation.
+    """Return the runs that match the file with any values of the parameters, in order of creation.
 
-    Others, such as those of the file before it was changed, are no trials. Neither are runs that no scheduler
-    was asked to start. ``is_due``: whether a run that has ended is to be started again.
+    Other runs, such as those of an earlier version of the file, are not trials. Neither are runs that were
+    not submitted to a scheduler. ``is_due``: whether a run that has ended is to be started again.
 
     Raises NoResultError if completed runs have values of other metrics only.
     """
     ordered = sorted(runs, key=lambda paths: (str(run_facts(paths).get("created")), paths.folder.name))
     with one_child():
-        #: A run that was trained again (``--new``) replaces the one before.
+        #: A run that was trained again (``--new``) replaces the previous one.
         found = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
     kept = [(id_, paths, values) for id_, (paths, values) in found.items() if not _is_unsubmitted(paths)]
     known = statuses([paths for _, paths, _ in kept])
@@ -61,7 +61,7 @@ def trials_of(
 
 
 def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the run's id and values, if the file makes it of values of the parameters."""
+    """Yield the run's id and values, if it matches the file with values of the parameters."""
     try:
         data = frozen_experiment.read(paths).model_dump(mode="json")
         recorded = recorded_values(paths)
@@ -69,7 +69,7 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
         return
     values = {}
     for key in search.parameters:
-        with suppress(KeyError, TypeError):  # a parameter whose condition does not hold may be absent
+        with suppress(KeyError, TypeError):  # a parameter whose condition is false may be missing
             values[key] = recorded[key] if key in recorded else value_at(data, split_key(key))
     kept = varied(search.parameters, values)
     id_ = paths.folder.name.partition("-")[0]

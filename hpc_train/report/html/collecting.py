@@ -1,4 +1,4 @@
-"""Reads runs for the page: each file once, the rows of metrics as far as they are shown."""
+"""Reads runs for the page: each file once, and only the metric rows that are shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hpc_train.report.time_use import attempt_cause, time_use
 from hpc_train.run.find import run_names
 from hpc_train.run.run_status import RunStatus
 
-#: How metrics of single classes begin.
+#: Prefixes of metrics of single classes.
 CLASSES = ("iou_", "ema_iou_")
 
 
@@ -46,7 +46,7 @@ class Attempt:
     ranks: int | None
     #: Seconds since 1970.
     span: tuple[float, float] | None
-    #: Where its first step spent its time; empty if unknown.
+    #: Parts of the time of its first step; empty if unknown.
     first_step_words: str
     #: The last step of its rows; None if it has none.
     last_step: int | None
@@ -54,7 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunData:
-    """What the page has of one run."""
+    """One run on the page."""
 
     paths: RunPaths
     name: str
@@ -75,7 +75,7 @@ class RunData:
 
     @property
     def goodput(self) -> float | None:
-        """The share of its time in steps that count."""
+        """The share of its time spent in useful steps."""
         total = sum(self.time_use.values())
         return self.time_use["training"] / total if total and self.time_use["training"] else None
 
@@ -87,7 +87,7 @@ class RunData:
         return Point(curve.values[-1], curve.steps[-1]) if curve else None
 
     def best(self, metric: Metric) -> Point | None:
-        """Return the metric's best value; the curve has it, since thinning keeps extremes."""
+        """Return the metric's best value; the curve contains it, since thinning keeps extremes."""
         best: Point | None = None
         curve = self.curves.get(metric)
         for step, value in zip(curve.steps, curve.values, strict=True) if curve else ():
@@ -99,7 +99,7 @@ class RunData:
 
 @dataclass(frozen=True)
 class Collected:
-    """The runs, the best one first by ``metric``; those without it last."""
+    """The runs, the best by ``metric`` first; runs without it last."""
 
     runs: list[RunData]
     #: None: no run has measured any.
@@ -107,12 +107,12 @@ class Collected:
 
     @cached_property
     def keys(self) -> list[str]:
-        """The keys in which the runs differ, the same ones for all runs that can be read."""
+        """The keys in which the runs differ, the same for all runs that can be read."""
         return list(dict.fromkeys(key for run in self.runs for key in run.values))
 
     @cached_property
     def metrics(self) -> list[Metric]:
-        """What any of the runs has measured, in the order of the rows."""
+        """The metrics that any of the runs has measured, in the order of the rows."""
         return list(dict.fromkeys(metric for run in self.runs for metric in run.curves))
 
 
@@ -124,7 +124,7 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     names, values = run_names(runs), changed_keys(runs)
     has_details = len(runs) > DETAILED
     share = ALL_ROWS // max(len(runs), 1) // 2
-    # Classes are shown of the best runs only.
+    # Metrics of classes are shown for the best runs only.
     left_out = CLASSES if has_details and not (wanted or "").rpartition("/")[2].startswith(CLASSES) else ()
     found = [
         _read(paths, status, names[paths], values[paths], share, left_out)

@@ -17,7 +17,7 @@ from hpc_train.run.metric_rows import POSITION
 DATA_WAIT = Metric("train", "data_wait_percent")
 #: More than any step; arithmetic on larger numbers is not exact, or overflows.
 MAX_STEP = 2**53
-#: Of which ``bool`` is none.
+#: ``bool`` is excluded.
 _NUMBERS = {int, float}
 
 
@@ -34,7 +34,7 @@ class Curve:
     def thinned(self, max_points: int) -> Curve:
         """Return at most ``max_points`` (or 4) points: first and last, and lowest and highest of each part.
 
-        So no peak is lost, as one would be in a mean or in every k-th point.
+        So no peak is lost, unlike with a mean or every k-th point.
         """
         count = len(self)
         if count <= max(max_points, 4):

@@ -1,6 +1,7 @@
-"""What the newest evaluation of a run has left besides its row: confusion matrices, pictures, texts.
+"""Files of a run's newest evaluation besides its row: confusion matrices, pictures, texts.
 
-The files may be anybody's: they are bounded, and links that lead out of the run's folder are not followed.
+Another user may have written the files: reading is bounded, and links out of the run's folder are not
+followed.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ def confined_text(path: Path, run: RunPaths, max_bytes: int) -> str | None:
 
 
 def is_confined(path: Path, run: RunPaths) -> bool:
-    """Tell whether the file is in the run's folder once links are followed."""
+    """Return True if the file is in the run's folder once links are followed."""
     return path.resolve().is_relative_to(run.folder.resolve())
 
 
 def newest_evaluation(run: RunPaths) -> Evaluation | None:
-    """Return the newest evaluation that left files which can be shown."""
+    """Return the newest evaluation with files that can be shown."""
     try:
         folders = run.evaluation_folders()
     except OSError:

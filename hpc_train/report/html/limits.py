@@ -1,4 +1,4 @@
-"""How much of the runs a page has: it stays below 20 MB and usable, whatever the runs contain."""
+"""Limits that keep a page usable and below 20 MB, whatever the runs contain."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ CURVE_POINTS = 500
 ALL_POINTS = 250_000
 #: Rows of metrics that are read for a page, half of them evaluations. Measured: 200,000 take 2 s.
 ALL_ROWS = 200_000
-#: Rows of training and of evaluations that are read of a run, however many runs there are.
+#: Minimum number of training rows and of evaluation rows read per run, for any number of runs.
 MIN_ROWS = 10
 MIN_EVALUATIONS = 100
 CHARTS = 24
-#: Metrics of a run that are kept; one with 150 classes has that many.
+#: Maximum number of metrics per run; a run with 150 classes has this many.
 METRICS = 400
 NAME_LENGTH = 100
-#: Runs, the best ones first, that have a colour; confusion matrices and pictures; their file.
+#: Number of runs, the best first, that have a colour; confusion matrices and pictures; their file.
 HIGHLIGHTED = 8
 EVALUATED = 4
 DETAILED = 12
-#: Rows of training that are read of each of those, and as many of evaluations.
+#: Training rows that are read of each highlighted run, and as many evaluation rows.
 DETAILED_ROWS = 8000
 #: Bars of the time use and rows of its table.
 TIME_BARS = 20
@@ -29,7 +29,7 @@ ATTEMPT_LINES = 400
 MARKS = 400
 CELL_LENGTH = 160
 FILE_CHARS = 40_000
-#: Of an evaluation's files: bytes of a table, classes of a confusion matrix that is shown whole, bytes and
+#: An evaluation's files: bytes of a table, classes of a confusion matrix that is shown whole, bytes and
 #: number of the pictures of a run.
 TABLE_BYTES = 4 << 20
 CONFUSION_CLASSES = 16

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 GRID = 1000
-#: Attempts that ended so leave no mark.
+#: Attempts with these causes have no mark.
 _UNMARKED = {"completed", "running", "unknown"}
 #: Shown as throughput and data wait.
 _SHOWN_ELSEWHERE = {Metric("train", "step_s"), Metric("train", "data_wait_s")}
@@ -69,17 +69,17 @@ class LineChart:
     x: Scale
     y: Scale
     marks: list[Mark] = field(default_factory=list)
-    #: What the chart shows, for those who can't see it.
+    #: Description of the chart for screen readers.
     summary: str = ""
 
     @property
     def x_ticks(self) -> list[tuple[float, str]]:
-        """Place in percent from the left, and label."""
+        """Position in percent from the left, and label."""
         return [(round(100 * self.x.place(value), 2), short(value)) for value in self.x.ticks(4)]
 
     @property
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Place in percent from the top, and label."""
+        """Position in percent from the top, and label."""
         return [(round(100 - 100 * self.y.place(value), 2), short(value)) for value in self.y.ticks(4)]
 
     @property
@@ -98,7 +98,7 @@ class LineChart:
         return [line for line in self.lines if line.color is not None]
 
     def data(self) -> dict[str, Any]:
-        """Return what the page's script shows below the pointer."""
+        """Return the data that the page's script shows below the pointer."""
         return {
             "x": [self.x.low, self.x.high],
             "y": [self.y.low, self.y.high, int(self.y.is_log)],
@@ -110,7 +110,7 @@ class LineChart:
 
 
 def line_charts(collected: Collected) -> list[LineChart]:
-    """Return the charts: the metric that runs are compared by first, then the other ones of evaluations."""
+    """Return the charts: first the metric by which runs are compared, then other metrics of evaluations."""
     metrics = list(_ordered(collected))[:CHARTS]
     num_curves = sum(metric in run.curves for run in collected.runs for metric in metrics)
     max_points = min(CURVE_POINTS, max(4, ALL_POINTS // max(num_curves, 1)))
@@ -121,7 +121,7 @@ def line_charts(collected: Collected) -> list[LineChart]:
 
 
 def _ordered(collected: Collected) -> Iterator[Metric]:
-    """Yield the metrics that have a chart; classes' IoU has a section of its own."""
+    """Yield the metrics that have a chart; classes' IoU has a separate section."""
     found = [
         each
         for each in collected.metrics
@@ -170,7 +170,7 @@ def _summary(metric: Metric, title: str, runs: Sequence[RunData]) -> str:
 
 
 def _marks(runs: Sequence[RunData], x: Scale) -> Iterator[Mark]:
-    """Yield a mark for each attempt that ended early, at its last row; those of highlighted runs first."""
+    """Yield a mark for each attempt that ended early, at its last row; highlighted runs come first."""
     for place, run in enumerate(runs):
         for attempt in run.attempts:
             step = attempt.last_step

@@ -1,5 +1,5 @@
-"""Renders the page. Whatever comes from runs is escaped by the template engine, control characters included;
-the page's own security policy lets it run no other script and load nothing.
+"""Renders the page. The template engine escapes all text from runs, control characters included; the page's
+own security policy lets it run no other script and load nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PART_TITLES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table of runs, and what it is sorted by; an empty text is last."""
+    """A cell of the table of runs, and its sort key; an empty text is last."""
 
     text: str
     key: float | str | None = None
@@ -53,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunLine:
-    """A line of the table of runs; ``place`` counts from the best."""
+    """A row of the table of runs; ``place`` counts from the best."""
 
     place: int
     run: RunData
@@ -62,7 +62,7 @@ class RunLine:
 
 @dataclass(frozen=True)
 class PartBar:
-    """A part of a bar of time use; place and width in percent."""
+    """A part of a bar of time use; position and width in percent."""
 
     part: str
     x: float
@@ -109,7 +109,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: object) -> object:
-    """Return text without characters that act, which the engine then escapes; its own output unchanged."""
+    """Return text with control characters as escapes, for the engine to escape; its own output unchanged."""
     return printable(value) if type(value) is str else value
 
 
@@ -238,7 +238,7 @@ def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:
 
 
 def _time_bars(runs: Sequence[RunData]) -> list[TimeBar]:
-    """Return the bar of all runs together, then those of the first runs."""
+    """Return the bar of all runs together, then the bars of the first runs."""
     timed = [run for run in runs if run.time_use]
     bars = [_time_bar(run.name, run.time_use) for run in timed[: limits.TIME_BARS]]
     if len(timed) > 1:
@@ -265,7 +265,7 @@ def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation]]:
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
-    """Return the IoU of each class in the newest evaluation, and its step, where a run has any."""
+    """Return the IoU of each class in the newest evaluation, and its step, for runs that have any."""
     found = []
     for run in runs[: limits.EVALUATED]:
         pairs = [

@@ -1,4 +1,4 @@
-"""Axes: values → places, and round numbers to label them with."""
+"""Axes: values → positions, and round numbers as labels."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class Scale:
         low, high = min(values, default=0.0), max(values, default=1.0)
         if low > 0 and high / low > _LOG_FROM:
             return cls(low / 1.1, _bounded(high * 1.1), is_log=True)
-        margin = 0.1 * (high / 2 - low / 2)  # their difference may be no float
+        margin = 0.1 * (high / 2 - low / 2)  # their difference may overflow
         if low == high:
             margin = abs(low) * 0.1 or 1.0
         return cls(_bounded(low - margin), _bounded(high + margin))
 
     def place(self, value: float) -> float:
-        """Return where ``value`` is, from 0 to 1."""
+        """Return the position of ``value``, from 0 to 1."""
         return self.places([value])[0]
 
     def places(self, values: Iterable[float]) -> list[float]:
-        """Return where the values are, each from 0 to 1."""
+        """Return the positions of the values, each from 0 to 1."""
         if self.is_log:
             low = _log(self.low)
             span = _log(self.high) - low
             above = [_log(value) - low for value in values]
         else:
-            low = self.low / 2  # halves: the difference of two floats may be none
+            low = self.low / 2  # halves: the difference of two floats may overflow
             span = self.high / 2 - low
             above = [value / 2 - low for value in values]
         return [min(max(each / span, 0.0), 1.0) if span > 0 else 0.5 for each in above]
 
     def ticks(self, about: int = 4) -> list[float]:
-        """Return about that many round numbers within the scale, in rising order."""
+        """Return about this many round numbers within the scale, in ascending order."""
         if self.is_log:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, round((last - first) / about))

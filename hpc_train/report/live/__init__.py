@@ -1,1 +1,1 @@
-"""The full-screen view of ``watch``: what it reads of runs, how it shows that, and its keys."""
+"""The full-screen view of ``watch``: reading runs, showing them, and its keys."""

@@ -29,19 +29,19 @@ _BLOCKS, _NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table; ``width``: at most, without the gap to the next."""
+    """A column of the table; ``width``: the maximum, without the gap to the next."""
 
     head: str
     width: int
     text: Callable[[LiveRun], str]
-    #: Columns of a higher one go first where the screen is too narrow; 0: always shown.
+    #: Columns with a higher number are dropped first if the screen is too narrow; 0: always shown.
     rank: int = 0
     #: Kept even if it is cut to this width.
     least: int | None = None
 
 
 def _note(run: LiveRun) -> str:
-    """Return why the run is as it is, else its newest metric."""
+    """Return the reason for the run's state, else its newest metric."""
     if words := run.status.reason or run.status.activity:
         return words
     name, value = run.metric or ("", None)
@@ -110,7 +110,7 @@ def columns_for(runs: Sequence[LiveRun], width: int) -> dict[Column, int]:
 
 
 def _widened(used: Mapping[Column, int], width: int) -> dict[Column, int]:
-    """Give the last column what is left."""
+    """Give the last column the remaining width."""
     left = width - sum(used.values()) - _GAP * (len(used) - 1)
     return {column: place + (max(0, left) if column is COLUMNS[-1] else 0) for column, place in used.items()}
 
@@ -121,7 +121,7 @@ def cells(run: LiveRun, columns: Mapping[Column, int]) -> tuple[str, ...]:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar of ``width`` characters of which ``share`` is filled."""
+    """Return a bar of ``width`` characters, filled by ``share``."""
     full = math.floor(share * width)
     return "█" * full + "░" * (width - full)
 
@@ -129,7 +129,7 @@ def bar(share: float, width: int) -> str:
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return the values as at most ``width`` blocks between their minimum and maximum.
 
-    Of more values each block is a mean; a block with NaN or infinity is a cross.
+    With more values, each block is a mean; a block with NaN or infinity is a cross.
     """
     count = min(width, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []

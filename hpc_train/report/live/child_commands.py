@@ -1,6 +1,6 @@
-"""``cancel`` and ``resume`` on a key: the same commands, each as a process of its own.
+"""``cancel`` and ``resume`` by key: the same commands, each as a separate process.
 
-So the screen does not wait for them, and a local run that was resumed continues when the screen is left.
+So the screen does not wait for them, and a resumed local run continues after the screen is closed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Command:
     """``hpc-train cancel RUN`` or ``hpc-train resume RUN``, started when it is made."""
 
     def __init__(self, words: str, paths: RunPaths, name: str) -> None:
-        """``name``: the run's in messages."""
+        """``name``: the run's name in messages."""
         self.title = f"{words} {name}"
-        # A file, not a pipe: nobody may read any more.
+        # A file, not a pipe: the reader may have exited.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self._read = 0
         self._last = ""
@@ -45,7 +45,7 @@ class Command:
         return exit_code(self._process) is not None
 
     def new_lines(self) -> list[str]:
-        """Return what it has said since the last call, safe for a terminal."""
+        """Return its output since the last call, safe for a terminal."""
         is_over = self.is_over
         data = os.pread(self._output.fileno(), 1 << 16, self._read)
         end = len(data) if is_over else data.rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Which runs the screen lists, and in which order."""
+"""Selection and order of the runs that the screen lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hpc_train.report.live.live_runs import LiveRun
 from hpc_train.run.run_status import STATES
 
-#: In the order of interest: what needs attention comes first.
+#: In order of interest: states that need attention come first.
 _BY_STATE = ("failed", "unknown", "running", "requeued", "pending", "interrupted", "cancelled", "completed")
 
 
@@ -31,8 +31,8 @@ SORTS: dict[str, Callable[[LiveRun], Any]] = {
 def chosen(runs: Sequence[LiveRun], words: str, sort: str) -> list[LiveRun]:
     """Return the runs that match all words, in the order ``sort``.
 
-    A word that is a state means that state; any other is part of a run's name, experiment, job, nodes or
-    reason, in upper or lower case.
+    A word that is a state matches that state; any other matches a part of a run's name, experiment, job,
+    nodes or reason, ignoring case.
     """
     wanted = words.lower().split()
     found = [run for run in runs if all(_matches(run, word) for word in wanted)]

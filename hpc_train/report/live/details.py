@@ -1,4 +1,4 @@
-"""What the pane below the table, and the view on ``enter``, say of one run."""
+"""Details of one run, for the pane below the table and the view on ``enter``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DetailsReader:
         self._inode: int | None = None
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
-        """Return what is known now; ``is_full``: all attempts and more of the log."""
+        """Return the current details; ``is_full``: with all attempts and more of the log."""
         limit = MANY if is_full else FEW
         files = RunFiles.read(self.paths)
         lines = [
@@ -95,7 +95,7 @@ def _on(run: LiveRun) -> str:
 
 
 def _row_words(row: Row) -> str:
-    """Return ``step 120: loss 0.5 lr 0.01``, without what `_speed` shows."""
+    """Return ``step 120: loss 0.5 lr 0.01``, without the values that `_speed` shows."""
     if not row:
         return ""
     shown = {name: value for name, value in list(row.items())[:_MAX_METRICS] if name not in _SPEED}

@@ -1,7 +1,7 @@
-"""``RunsReader``: what the screen shows of runs, read again and again at little cost.
+"""``RunsReader``: the state of runs for the screen, read repeatedly at low cost.
 
-A file is opened only if its size, inode or modification time has changed, and metrics are read from where
-the last reading ended.
+A file is opened only if its size, inode or modification time has changed, and reading of metrics continues at
+the end of the last reading.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
-#: Training rows whose losses are drawn, and of which the rate is the mean.
+#: Number of training rows whose losses are drawn and whose rate is averaged.
 HISTORY = 60
-#: A run that has ended is asked about this seldom as long as its files stay: it may be requeued by hand.
+#: Seconds between queries about a run that has ended and whose files do not change: a user may requeue it.
 ENDED_EVERY_S = 60.0
 #: Inode, size and modification time; None: the file does not exist.
 _Stamp = tuple[int, int, int] | None
@@ -35,10 +35,10 @@ _Stamp = tuple[int, int, int] | None
 
 @dataclass(frozen=True)
 class LiveRun:
-    """A run as its files and its scheduler describe it. Its texts are not safe for a terminal."""
+    """A run as described by its files and its scheduler. Its texts are not safe for a terminal."""
 
     paths: RunPaths
-    #: As every command takes it.
+    #: The name that every command accepts.
     name: str
     experiment: str
     status: RunStatus
@@ -46,7 +46,7 @@ class LiveRun:
     nodes: tuple[str, ...] = ()
     #: Seconds until the last step; None if unknown.
     eta_s: float | None = None
-    #: Of the newest training rows, the newest one last; NaN and infinite ones among them.
+    #: Losses of the newest training rows, the newest last, including NaN and infinite values.
     losses: tuple[float, ...] = ()
     #: The newest row of training and of an evaluation.
     train: Row = field(default_factory=dict)
@@ -59,13 +59,13 @@ class LiveRun:
 
     @property
     def share(self) -> float:
-        """The share of the steps that are done, 0 if unknown."""
+        """The share of completed steps, 0 if unknown."""
         total = self.status.total_steps
         return min(1.0, max(0.0, self.status.step / total)) if total else 0.0
 
     @property
     def rate(self) -> tuple[float, str] | None:
-        """Samples or, where rows have none, steps per second, and that unit."""
+        """Samples or, if rows have none, steps per second, and that unit."""
         samples, step_s = number(self.train.get("samples_per_s")), number(self.train.get("step_s"))
         if samples is not None:
             return samples, "samples/s"
@@ -90,7 +90,7 @@ class LiveRun:
 
 
 class RunsReader:
-    """Reads the runs that ``words`` mean, without words all, at each call."""
+    """Reads the runs that ``words`` mean, or all without words, at each call."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = list(words)
@@ -99,9 +99,9 @@ class RunsReader:
         self._folders: tuple[object, ...] = ()
 
     def read(self) -> list[LiveRun]:
-        """Return the runs as they are now; a scheduler is asked once for all of its runs.
+        """Return the current state of the runs; a scheduler is queried once for all of its runs.
 
-        Raises UserError where a launcher fails; OSError for errors of the disk.
+        Raises UserError if a launcher fails, OSError for errors of the disk.
         """
         self._find()
         now_s = time.monotonic()
@@ -112,20 +112,20 @@ class RunsReader:
         return [each.shown(self._names[each.paths]) for each in known]
 
     def _find(self) -> None:
-        """Look for new runs and removed ones where a folder has changed."""
+        """Look for new and removed runs in folders that have changed."""
         folders = _stamps_of_folders(self._words)
         if folders == self._folders:
             return
         try:
             found = find_and_skip(self._words)[0]
-        except UsageError:  # what a word meant was removed
+        except UsageError:  # the run that a word means was removed
             found = [paths for paths in self._names if is_run(paths)]
         self._folders, self._names = folders, run_names(found)
         self._known = {paths: known for paths, known in self._known.items() if paths in self._names}
 
 
 def _stamps_of_folders(words: Sequence[str]) -> tuple[object, ...]:
-    """Return what changes when a run is created or removed."""
+    """Return a value that changes when a run is created or removed."""
     root = runs_root()
     folders = [root, *(Path(word) for word in words if os.sep in word)]
     with suppress(OSError), os.scandir(root) as entries:
@@ -134,7 +134,7 @@ def _stamps_of_folders(words: Sequence[str]) -> tuple[object, ...]:
 
 
 def stamp(path: Path) -> _Stamp:
-    """Return what differs once the file has changed; None if there is none."""
+    """Return a value that differs once the file has changed; None if there is no file."""
     try:
         seen = os.stat(path)  # noqa: PTH116  (of each run)
     except OSError:
@@ -143,7 +143,7 @@ def stamp(path: Path) -> _Stamp:
 
 
 class _Known:
-    """A run, and what was read of it so far."""
+    """A run, and the content read from it so far."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
@@ -154,14 +154,14 @@ class _Known:
         self._metrics = MetricsTail(paths.metrics)
 
     def is_to_be_asked(self, now_s: float) -> bool:
-        """Tell whether its status may have changed."""
+        """Return True if its status may have changed."""
         stamps = tuple(map(stamp, (self.paths.status, self.paths.run, self.paths.attempts)))
         has_changed, self._stamps = stamps != self._stamps, stamps
         return has_changed or self._status.state in GOING_ON or now_s - self._asked_s >= ENDED_EVERY_S
 
     def answered(self, status: RunStatus, now_s: float) -> None:
         self._status, self._asked_s = status, now_s
-        if status.attempt:  # before the first there is none
+        if status.attempt:  # none before the first attempt
             self._record = newest_record(self.paths)
 
     def shown(self, name: str) -> LiveRun:
@@ -194,7 +194,7 @@ class MetricsTail:
         self._stamp: _Stamp = None
 
     def update(self) -> None:
-        """Read what is new. Raises OSError for errors of the disk."""
+        """Read the new rows. Raises OSError for errors of the disk."""
         seen = stamp(self._path)
         if seen == self._stamp:
             return

@@ -11,19 +11,19 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import UnreadableFileError, open_regular
 
-#: Of a log as it is found, and of what is added between two calls; the rest is skipped.
+#: Bytes read of an existing log, and of the text added between two calls; the rest is skipped.
 TAIL_BYTES = 1 << 16
 #: Characters of a line that are shown.
 _MAX_LINE = 2000
 
 
 def log_of(paths: RunPaths) -> Path:
-    """Return rank 0's log of the newest attempt; before its ranks start, what the job printed, if it did."""
+    """Return rank 0's log of the newest attempt; before its ranks start, the job's output, if any."""
     return launcher_of(paths).output(paths) or paths.attempt(max(newest_number(paths), 1)).log(0)
 
 
 class LogTail:
-    """Yields the last lines of a file, then those that are added; a replaced file is read again."""
+    """Yields the last lines of a file, then appended lines; a replaced file is read again."""
 
     def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The thread that reads runs and asks schedulers, so that keys are answered meanwhile."""
+"""The thread that reads runs and queries schedulers, so that keys work meanwhile."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hpc_train.run.storage_errors import error_words
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read at once. ``details``: of the selected run, if there is one."""
+    """The result of one reading. ``details``: of the selected run, if there is one."""
 
     runs: list[LiveRun]
     details: Details | None
-    #: Why something could not be read; the rest is as it was.
+    #: Why something could not be read; the rest is unchanged.
     problem: str = ""
 
 
 class ReadingThread(threading.Thread):
     """Reads every ``interval_s`` seconds, and at once when something else is selected.
 
-    Daemonic: a file server or scheduler that does not answer keeps nobody from leaving.
+    Daemonic: a file server or scheduler that does not answer does not delay exit.
     """
 
     def __init__(self, reader: RunsReader, interval_s: float, deliver: Callable[[Reading], object]) -> None:
@@ -54,7 +54,7 @@ class ReadingThread(threading.Thread):
             self._condition.notify()
 
     def stop(self) -> None:
-        """End the thread once it has delivered what it reads now; return at once."""
+        """End the thread after it has delivered its current reading; return at once."""
         with self._condition:
             self._is_stopped = True
             self._condition.notify()
@@ -68,7 +68,7 @@ class ReadingThread(threading.Thread):
                 self._deliver(self._read(with_runs=False))
 
     def _wait(self, due_s: float) -> bool:
-        """Wait until ``due_s`` or a request; tell whether details alone are requested."""
+        """Wait until ``due_s`` or a request; return True if only details are requested."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._wants_runs or self._wants_details or self._is_stopped,
@@ -83,7 +83,7 @@ class ReadingThread(threading.Thread):
         try:
             self._runs = self._reader.read() if with_runs else self._runs
             details = self._read_details()
-        except Exception as error:  # of a plug-in or a disk: shown, and tried again
+        except Exception as error:  # an error of a plug-in or a disk: shown, and retried
             details, problem = None, problem_words(error)
         return Reading(self._runs, details, problem)
 

@@ -1,4 +1,4 @@
-"""What opens above the table of ``watch``: help, a question, a run's details, its log.
+"""Screens that open above the table of ``watch``: help, a question, a run's details, its log.
 
 Texts of runs are shown as ``rich.text.Text`` or without markup: nothing in them is interpreted.
 """
@@ -22,7 +22,7 @@ from hpc_train.report.live.details import Details
 from hpc_train.report.live.log_tail import LogTail, log_of
 from hpc_train.report.live.reading_thread import problem_words
 
-#: Key, as it is printed → what it does; the table of docs/watch.md.
+#: Key, as printed → its effect; the table of docs/watch.md.
 KEYS = {
     "up, down": "select a run; also page up, page down, home, end",
     "enter": "details of the run: metrics, attempts and their ends, log",
@@ -42,7 +42,7 @@ _BACK: list[BindingType] = [("escape,q", "app.pop_screen", "back")]
 
 
 class Question(ModalScreen[bool]):
-    """Asks; the answer is whether ``y`` was pressed."""
+    """Shows a question; the result is True if ``y`` was pressed."""
 
     DEFAULT_CSS = """
     Question { align: center middle; }
@@ -75,7 +75,7 @@ class Help(ModalScreen[None]):
 
 
 class DetailsView(Screen[None]):
-    """Everything about one run; the app calls ``show`` whenever it was read again."""
+    """Everything about one run; the app calls ``show`` after each reading."""
 
     DEFAULT_CSS = "DetailsView > Static { height: 1; text-style: reverse; }"
     BINDINGS = _BACK
@@ -105,7 +105,7 @@ def styled(lines: Iterable[tuple[str, str]]) -> Text:
 
 
 class LogView(Screen[None]):
-    """The end of a run's log, followed: new lines scroll it unless one has scrolled up."""
+    """The end of a run's log, followed: new lines scroll it unless the user has scrolled up."""
 
     DEFAULT_CSS = """
     LogView > Static { height: 1; text-style: reverse; }
@@ -160,10 +160,10 @@ class _Follower(threading.Thread):
             self._is_stopped.wait(_FOLLOW_EVERY_S)
 
     def _read(self) -> list[str]:
-        """Return what is new; why nothing can be read once, until it changes."""
+        """Return new lines; if nothing can be read, the reason, once until it changes."""
         try:
             lines, problem = self._new_lines(), ""
-        except Exception as error:  # of a plug-in or a disk: shown, and tried again
+        except Exception as error:  # an error of a plug-in or a disk: shown, and retried
             problem = problem_words(error)
             lines = [] if problem == self._problem else [f"--- {one_line(problem)}"]
         self._problem = problem

@@ -1,6 +1,6 @@
-"""``WatchApp``: the full-screen view of runs. Only ``cli.watch`` imports it, since textual takes a while.
+"""``WatchApp``: the full-screen view of runs. Only ``cli.watch`` imports it, since importing textual is slow.
 
-A thread reads (``reading_thread``); this one shows what it delivers and answers keys.
+A thread reads (``reading_thread``); this one shows the results and handles keys.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class WatchApp(App[None]):
     ]
 
     def __init__(self, reader: RunsReader, interval_s: float) -> None:
-        # Without colours of its own where there should be none: the terminal's two remain.
+        # No colours of its own if colours are disabled: the terminal's two remain.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.animation_level = "none"
         self._thread = ReadingThread(reader, interval_s, lambda reading: self.post_message(HasRead(reading)))
@@ -114,9 +114,9 @@ class WatchApp(App[None]):
 
     def on_mount(self) -> None:
         """Start to read runs; SIGTERM and SIGHUP leave the screen, so that the terminal is restored."""
-        for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is restored all the same
+        for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is restored anyway
             asyncio.get_running_loop().add_signal_handler(number, self.exit)
-        self.begin_capture_print(self)  # what launchers say
+        self.begin_capture_print(self)  # messages of launchers
         self.query_one("#filter", Input).cursor_blink = False
         self.query_one(RunTable).focus()
         self._show_head()
@@ -132,13 +132,13 @@ class WatchApp(App[None]):
         self.call_after_refresh(self._show_runs)
 
     def on_print(self, event: events.Print) -> None:
-        """Keep what launchers print; it is shown as a problem after the next reading."""
+        """Keep the output of launchers; it is shown as a problem after the next reading."""
         self._said += event.text
 
     def on_has_read(self, message: HasRead) -> None:
-        """Show what was read; a problem stays until the next reading of all runs."""
+        """Show the result of a reading; a problem stays until the next reading of all runs."""
         if not self.query("#hint"):
-            return  # the screen is being left
+            return  # the screen is being closed
         reading = message.reading
         if reading.runs is not self._runs or reading.problem:
             self._show_problem(reading.problem or self._said)
@@ -175,7 +175,7 @@ class WatchApp(App[None]):
         self._listed = chosen(self._runs, self._words, self._sort)
         self._show_head()
         table = self.query_one(RunTable)
-        columns = table_cells.columns_for(self._listed, table.size.width - 2)  # a scroll bar's
+        columns = table_cells.columns_for(self._listed, table.size.width - 2)  # the event of a scroll bar
         lines = {str(run.paths.folder): table_cells.cells(run, columns) for run in self._listed}
         if columns != self._columns or list(lines) != list(self._shown):
             self._rebuild(columns, lines)
@@ -186,7 +186,7 @@ class WatchApp(App[None]):
             self._say_if_none()
 
     def _say_if_none(self) -> None:
-        """Say that there are no runs, until there are."""
+        """Show that there are no runs, until there are."""
         if not self._runs:
             self._say(_NO_RUNS)
         elif self._message == _NO_RUNS:
@@ -217,7 +217,7 @@ class WatchApp(App[None]):
                     table.update_cell(key, column.head, cell)
 
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
-        """Return the cells of a line; the run's state has its colour."""
+        """Return the cells of a row; the run's state is coloured."""
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
         style = STATE_STYLES.get(by_head.get("state", ""), "")
         coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
@@ -262,29 +262,29 @@ class WatchApp(App[None]):
         self._thread.read_now()
 
     def action_filter(self) -> None:
-        """Open the line for words that choose runs."""
+        """Open the input line for words that select runs."""
         words = self.query_one("#filter", Input)
         words.display = True
         words.focus()
 
     def action_clear_filter(self) -> None:
-        """Show all runs again; close the line."""
+        """Show all runs again; close the input line."""
         words = self.query_one("#filter", Input)
         words.value, words.display = "", False
         self.query_one(RunTable).focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show the runs that the words choose, with every character typed."""
+        """Show the runs that the words select, after every typed character."""
         self._words = event.value
         self._show_runs()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Close the line for words and keep them."""
+        """Close the input line and keep its words."""
         event.input.display = False
         self.query_one(RunTable).focus()
 
     def action_ask(self, words: str) -> None:
-        """Ask whether to ``cancel`` or ``resume`` the selected run, then do it."""
+        """``cancel`` or ``resume`` the selected run after confirmation."""
         run = self._run()
         if run is None:
             return
@@ -302,7 +302,7 @@ class WatchApp(App[None]):
         self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))
 
     def _follow(self, command: Command) -> None:
-        """Show what the command says until it has ended."""
+        """Show the command's output until it has ended."""
         is_over = command.is_over
         for line in command.new_lines()[-1:]:
             self._say(line)

@@ -1,1 +1,1 @@
-"""The snapshot of the code that a run uses: which files, where it is stored, whether it is intact."""
+"""The snapshot of the code that a run uses: selection, storage and verification of its files."""

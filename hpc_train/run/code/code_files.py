@@ -1,6 +1,4 @@
-"""Which files belong to the code of a run: those of ``hpc_train`` itself and of the work tree of the current
-folder.
-"""
+"""Selects the files of a run's code: ``hpc_train`` itself and the work tree around the current folder."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from hpc_train.run.code.work_tree import NO_CODE, listed_files, work_tree_around
 MAX_FILE_MB = 16
 MAX_TOTAL_MB = 64
 MAX_FILES = 20_000
-#: Without git: number of entries after which a walk gives up.
+#: Number of entries after which a walk without git gives up.
 _MAX_WALKED = 200_000
 _MB = 1 << 20
 
@@ -40,13 +38,13 @@ _SECRET_WORDS = {
     "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials",
     "creds", "apikey", "apikeys", "accesskey", "accesskeys", "privatekey", "privatekeys",
 }  # fmt: skip
-#: The same for two consecutive words, as in ``api_keys.json``.
+#: Likewise two consecutive words, as in ``api_keys.json``.
 _SECRET_PAIRS = {
     (first, last)
     for first in ("api", "access", "private", "signing", "ssh", "encryption")
     for last in ("key", "keys")
 }
-#: The same for the last word (``wandb_key``, ``hf_token.txt``) if the suffix is that of settings, or missing.
+#: Likewise the last word (``wandb_key``, ``hf_token.txt``) if the suffix is that of settings, or missing.
 #: Only the singular: ``tokens.json`` and ``keys.json`` are data.
 _SECRET_LAST_WORDS = {"key", "token", "pat", "pw", "pwd"}
 _SETTINGS_SUFFIXES = {"", ".txt", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf"}
@@ -69,13 +67,13 @@ class Selection:
     """The files of a work tree, listed but not read."""
 
     root: Path
-    #: The current folder, relative to ``root``; empty for itself.
+    #: The current folder, relative to ``root``; empty for the root.
     cwd: str
-    #: Relative path → its file status when it was listed.
+    #: Relative path → the file's status when it was listed.
     files: dict[str, os.stat_result] = field(default_factory=dict)
-    #: Relative path → target, relative to the link; all lead to files or folders of the selection.
+    #: Relative path → target, relative to the link; all targets are files or folders of the selection.
     links: dict[str, str] = field(default_factory=dict)
-    #: Relative path → why it was found but is excluded from the snapshot.
+    #: Relative path → why the file is excluded from the snapshot.
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -106,7 +104,7 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
 def package_files() -> dict[str, Path]:
     """Return the files of ``hpc_train`` itself by their path within the package's parent.
 
-    Without the recipes of ``init``, which no run reads.
+    Excludes the recipes of ``init``, which no run reads.
     """
     package = str(Path(hpc_train.__file__).parent)
     above = len(package) - len("hpc_train")
@@ -149,7 +147,7 @@ def import_folders(selection: Selection) -> list[str]:
 
 
 def has_changed(selection: Selection) -> bool:
-    """Tell whether a file has changed since it was listed."""
+    """Return True if a file has changed since it was listed."""
     return any(
         _signature(seen) != _signature(_lstat(selection.root / path))
         for path, seen in selection.files.items()
@@ -252,7 +250,7 @@ def _is_secret(path: str) -> bool:
 
 
 def _names_secret(path: PurePosixPath) -> bool:
-    """Tell whether the words of a file's name, in lower case, suggest a secret."""
+    """Return True if the words of a file's name, in lower case, suggest a secret."""
     if path.suffix in _SOURCE_SUFFIXES:
         return False
     words = _WORD.findall(path.name)
@@ -263,7 +261,7 @@ def _names_secret(path: PurePosixPath) -> bool:
 
 
 def holds_private_key(content: bytes) -> bool:
-    """Tell whether a file contains a private key, whatever its name."""
+    """Return True if a file contains a private key, whatever its name."""
     return _PRIVATE_KEY.search(content) is not None
 
 

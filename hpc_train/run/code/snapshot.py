@@ -1,7 +1,7 @@
 """The snapshot of the code that a run uses: taken at submit, first on the ranks' path (``code``).
 
 ``runs/.code/<content>/`` contains ``package/hpc_train/``, ``tree/`` and ``snapshot.json``; ``code`` links
-there, or is a file with the path where there are no symbolic links.
+there, or is a file with the path if the file system has no symbolic links.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MANIFEST = "snapshot.json"
 #: Longer than any path on Linux.
 _MAX_PATH_BYTES = 1 << 13
 _PACKAGE = "package"
-#: Where a snapshot has the work tree.
+#: Folder of the work tree in a snapshot.
 TREE = "tree"
-#: Reading restarts if files change meanwhile; after that a growing file is taken as it is.
+#: Maximum number of readings if files change meanwhile; after that, a growing file is taken as it is.
 _TRIES = 3
-#: Number of files that a message names.
+#: Maximum number of files that a message names.
 _NAMED = 5
 
 
@@ -62,7 +62,7 @@ _NAMED = 5
 class Code:
     """The code as it was read. Paths are within the snapshot, ``tree/…`` and ``package/…``."""
 
-    #: The current folder, relative to the tree; empty for itself.
+    #: The current folder, relative to the tree; empty for the root.
     cwd: str
     #: Further folders of the tree from which modules are imported.
     search_path: list[str]
@@ -80,12 +80,12 @@ class Code:
 
     @cached_property
     def content(self) -> str:
-        """The snapshot's name: a hash of everything that can change what is imported."""
+        """The snapshot's name: a hash of everything that affects imports."""
         parts = [_VERSION, self.cwd, self.search_path, self.hashes, sorted(self.executables), self.links]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def manifest(self) -> dict[str, Any]:
-        """Return the content of ``snapshot.json``; of the files it has hashes."""
+        """Return the content of ``snapshot.json``, which has the files' hashes."""
         commit = self.commit or {"commit": None, "dirty": None}
         return {
             "version": _VERSION,
@@ -111,7 +111,7 @@ class Differences:
         return bool(self.added or self.changed or self.removed)
 
     def words(self, than: str = "") -> str:
-        """Return ``3 files differ: a.py, b.py (new), c.py (gone)``, ``than`` after the verb."""
+        """Return ``3 files differ: a.py, b.py (new), c.py (gone)``, with ``than`` after the verb."""
         marks = [(path, "") for path in self.changed]
         marks += [(path, " (new)") for path in self.added] + [(path, " (gone)") for path in self.removed]
         own = [path.removeprefix(f"{TREE}/") + mark for path, mark in marks if path.startswith(f"{TREE}/")]
@@ -176,7 +176,7 @@ def place(root: Path, code: Code) -> Path:
     """Write ``code`` below ``root`` atomically, unless it exists."""
     folder = root / code.content
     if folder.exists():
-        os.utime(folder)  # `clean` does not remove what a submit has just requested
+        os.utime(folder)  # `clean` does not remove a snapshot that a submit has just requested
         check_owner(folder)
         check_whole(folder)
         return folder
@@ -184,14 +184,14 @@ def place(root: Path, code: Code) -> Path:
     try:
         create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
     except OSError as error:
-        error.filename = error.filename or str(root)  # a write to an open file names none
+        error.filename = error.filename or str(root)  # an error of a write to an open file names no file
         raise
-    sync_folder(root)  # also where another process was first
+    sync_folder(root)  # also if another process was first
     return folder
 
 
 def _write(folder: Path, code: Code) -> None:
-    """Write it so that nobody else can enter its folders, and every file survives a power failure."""
+    """Write the snapshot: its folders closed to other users, every file synced to survive a power failure."""
     made = {folder}
     for path in [f"{TREE}/.", *code.files, *code.links]:
         _make_parents((folder / path).parent, made)
@@ -249,7 +249,7 @@ def check_whole(folder: Path) -> None:
 
 
 def link(paths: RunPaths, snapshot: Path) -> None:
-    """Link the snapshot into the run folder: by a file with its path if there are no symbolic links."""
+    """Link the snapshot into the run folder; without symbolic links, write a file with its path."""
     if paths.code.is_dir() and not paths.code.is_symlink():  # the run was copied with its links followed
         remove_folder(paths.code)
     temporary = hidden_beside(paths.code)
@@ -274,12 +274,12 @@ def linked(paths: RunPaths) -> Path | None:
     """Return the run's snapshot, None if it has none. Raises StorageError if it is gone."""
     if not os.path.lexists(paths.code):
         return None
-    # Links further up are kept: a node may mount their targets elsewhere. A folder in place of the link is a
-    # copy of the snapshot, from a copy of the run with its links followed.
+    # Links further up are not resolved: a node may mount their targets elsewhere. A folder in place of the
+    # link is a copy of the snapshot, from a copy of the run with its links followed.
     target = link_target(paths) or paths.code.name
     folder = Path(os.path.normpath(paths.folder.absolute() / target))
     if _read_manifest(folder) is None:
-        folder = Path(os.path.realpath(paths.code))  # unlike resolve it takes a link that leads to itself
+        folder = Path(os.path.realpath(paths.code))  # unlike resolve, it accepts a link that leads to itself
     if _read_manifest(folder) is None:
         raise StorageError(
             f"{paths.code}: the code that this run uses is gone; take the current one with "
@@ -314,11 +314,9 @@ def search_path(paths: RunPaths) -> list[str]:
 
 
 def check_owner(folder: Path) -> None:
-    """Raise UntrustedError if another user could have written the content of ``folder``, or can
-    replace it.
-    """
+    """Raise UntrustedError if another user could have written files in ``folder``, or can replace it."""
     check_holder(folder.parent)
-    # What imports cache there has the modes of any file, and is unreachable if the folder is closed.
+    # Files that imports cache there have the usual modes, and are unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
     check_own(folder)
     for parent, folders, names in walk(folder):

@@ -1,4 +1,4 @@
-"""Snapshots of code that no run uses any more: their runs were removed manually, or use newer code."""
+"""Snapshots of code that no run uses any more, because runs were removed manually or use newer code."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _real(path: Path) -> Path:
-    """Return where links lead; a link that leads to itself stays, where ``Path.resolve`` raises."""
+    """Return the path with links resolved; keeps a link to itself, for which ``Path.resolve`` raises."""
     return Path(os.path.realpath(path))
 
 
 def _normal(path: Path) -> Path:
-    """Return the path without ``..``, links kept: as ``snapshot.linked`` finds it."""
+    """Return the path without ``..``, with links kept, as ``snapshot.linked`` does."""
     return Path(os.path.normpath(path.absolute()))

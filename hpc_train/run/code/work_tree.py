@@ -33,7 +33,7 @@ class WorkTree:
 
 
 def work_tree_around(folder: Path) -> WorkTree | None:
-    """Return None if there is none, git is missing, or git does not trust its owner."""
+    """Return None if there is no work tree, git is missing, or git does not trust the owner."""
     said = _git(folder, "rev-parse", "--is-inside-work-tree", "--show-prefix")
     if said is None or not said.startswith(b"true\n"):
         return None
@@ -91,7 +91,7 @@ def _escaped(folder: str) -> str:
 
 def _git(folder: Path, *arguments: str, limit_s: float = _ASK_LIMIT_S) -> bytes | None:
     """Return git's output; None if it fails, is missing or does not answer in time."""
-    # A repository's settings may name programs to run: fsmonitor is one that any look at files starts.
+    # A repository's settings may name programs to run: any command that reads files starts fsmonitor.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
     try:
         done = subprocess.run(
