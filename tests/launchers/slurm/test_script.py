@@ -383,7 +383,7 @@ def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(
 ) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", f"{banner}; echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
+    programs.put("scontrol", f"{banner}; echo ' JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
     done = run(batch, programs)
     assert "continues as its restart 1" in done.stderr
     assert asked(programs) == []
