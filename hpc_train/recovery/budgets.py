@@ -101,7 +101,7 @@ def decide(records: Sequence[AttemptRecord], recovery: Limits, gpu_hours: GpuHou
 
 def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
     last = records[-1]
-    text = last.reason or f"{last.cause}: nobody said why"
+    text = last.reason or f"{last.cause}: the reason is unknown"
     if last.cause in CRASHES:
         spent = num_crashes(records)
         has_been = last.cause == _ONCE and any(record.cause == _ONCE for record in records[:-1])

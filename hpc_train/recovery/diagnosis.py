@@ -131,7 +131,7 @@ class Evidence:
     #: The end of the launch; None: without an error.
     launch_end: str | None = None
     #: The reason why no rank was started.
-    launch_error: str = "nobody said why"
+    launch_error: str = "the reason is unknown"
     #: The remedy for a lack of memory, like ``ask for more slurm.mem_gb``.
     more_memory: str | None = None
 

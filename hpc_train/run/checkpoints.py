@@ -390,7 +390,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def move_away(folder: Path) -> Path:
-    """Rename the folder to a name that no checkpoint has; ``prune`` removes it if nobody did before."""
+    """Rename the folder to a name that no checkpoint has; ``prune`` removes it if it is still there."""
     name = folder.name.partition(".")[0]
     return folder.rename(folder.with_name(f"{name}.removed-{secrets.token_hex(4)}"))
 

@@ -16,7 +16,7 @@ import torch
 from hpc_train.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.batches import TrainingBatches, training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.sampler import Position
@@ -180,19 +180,9 @@ def _trainer(
     run: _Run, train_state: TrainState, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
 ) -> Trainer:
     rank, batches = run.rank, run.batches
-    config, degrees = rank.experiment, rank.degrees
+    config = rank.experiment
     task = make_task(config, run.source.info)
-    training = training_batches(
-        run.source,
-        config,
-        start.position,
-        batches.total_steps,
-        degrees.data_rank(rank.facts.rank),
-        degrees.data_ranks,
-        rank.device,
-        run.bad_samples,
-        target_spec(task),
-    )
+    training = _training_batches(run, start.position, task)
     stack.callback(training.close)
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
@@ -239,6 +229,21 @@ def _trainer(
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
         pictures=Pictures.of(config, run.source, task, rank.group.control),
+    )
+
+
+def _training_batches(run: _Run, position: Position, task: Task) -> TrainingBatches:
+    rank = run.rank
+    return training_batches(
+        run.source,
+        rank.experiment,
+        position,
+        run.batches.total_steps,
+        rank.degrees.data_rank(rank.facts.rank),
+        rank.degrees.data_ranks,
+        rank.device,
+        run.bad_samples,
+        target_spec(task),
     )
 
 
