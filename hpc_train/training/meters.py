@@ -30,8 +30,7 @@ from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread, call_all
 from hpc_train.training.metrics_file import MetricsFile
-from hpc_train.training.step_times import StepTimes
-from hpc_train.training.stragglers import ForwardTime, Stragglers
+from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)
 _CONTINUES = "training continues, metrics.jsonl has every row"

@@ -45,7 +45,7 @@ from hpc_train.training.model_size import (
     limited_to_free_memory,
     planned_weight_bytes,
 )
-from hpc_train.training.parameter_groups import matched_groups
+from hpc_train.training.optimization import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.validate.loading import load as load_file
 

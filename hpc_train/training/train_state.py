@@ -36,8 +36,7 @@ from hpc_train.training.flops import without_weights
 from hpc_train.training.fp8 import use_float8
 from hpc_train.training.hardware import Hardware
 from hpc_train.training.initial_weights import load_initial_weights
-from hpc_train.training.optimization import Optimization, make_optimizer
-from hpc_train.training.parameter_groups import matched_groups
+from hpc_train.training.optimization import Optimization, make_optimizer, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.schedules import make_schedule
 

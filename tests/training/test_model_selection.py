@@ -24,8 +24,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.training.loop import Trainer
-from hpc_train.training.median_rule import MedianRule
-from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
+from hpc_train.training.model_selection import (
+    MedianRule,
+    ModelSelection,
+    check_metrics,
+    refuse_no_evaluations,
+)
 from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 from tests.run.test_checkpoints import write_checkpoint
