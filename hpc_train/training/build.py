@@ -39,8 +39,8 @@ from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
 from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
+from hpc_train.training.evaluation import make_validation
 from hpc_train.training.evaluation_files import EvaluationFiles
-from hpc_train.training.evaluator import make_validation
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
 from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread
@@ -51,11 +51,12 @@ from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluat
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
+from hpc_train.training.resume import Resumed, extra, resumed
 from hpc_train.training.run_ahead import RunAhead
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_times import FirstStep, StepTimes
 from hpc_train.training.text_samples import TextSamples
-from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
+from hpc_train.training.train_state import TrainState, build, context, part
 
 _log = logging.getLogger(__name__)
 _CONTINUES = "training continues, metrics.jsonl has every row"

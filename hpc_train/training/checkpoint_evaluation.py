@@ -34,19 +34,13 @@ from hpc_train.run.files import read_json, write_json, write_text
 from hpc_train.run.metric_rows import Row
 from hpc_train.run.weight_source import with_source
 from hpc_train.tasks.base import Task, make_task, target_spec
-from hpc_train.training import hardware
 from hpc_train.training.data_staging import staged, verified
-from hpc_train.training.evaluator import Evaluator, make_validation, share_all_buffers
+from hpc_train.training.evaluation import Evaluator, make_validation, share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.meters import row_head, without_non_finite
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.train_state import (
-    TrainState,
-    build,
-    context,
-    normalized_as_trained,
-    refuse_other_classes,
-)
+from hpc_train.training.resume import normalized_as_trained, refuse_other_classes, take_over
+from hpc_train.training.train_state import TrainState, build, context
 
 
 def evaluate_checkpoint(rank: Rank) -> ExitCode:
@@ -82,7 +76,7 @@ def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataS
     loaded = checkpointer.load(step, state.state)
     refuse_other_classes(loaded, source)
     # As in a resume: the number of threads changes the last bit.
-    hardware.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
+    take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
     return loaded
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +26,6 @@ from hpc_train.datasets.types import Batch
 from hpc_train.loggers.base import Row
 from hpc_train.tasks.base import Task, mean_loss
 from hpc_train.training.forked_call import ForkedCall
-from hpc_train.training.unpacked_sequences import unpacked_sequences
 
 #: Namespaces in which operators that torch's counter skips, except ``_PRODUCTS``, are elementwise, reductions
 #: or copies: negligible next to matrix products.
@@ -35,6 +37,7 @@ _PRODUCTS = frozenset({
 })  # fmt: skip
 _PRODUCT_PREFIXES = ("linalg_", "_linalg_", "_fft_")
 _log = logging.getLogger(__name__)
+_MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices"
 
 
 class UncountedError(Exception):
@@ -157,3 +160,19 @@ class FlopRates:
         if self.peak_tflops is not None:
             found["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
         return found
+
+
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Declare that no batch packs several sequences into one row, which transformers 5 detects from
+    positions.
+
+    Detection fails on the meta device, and under FakeTensorMode it makes each layer store a mask that no run
+    has. The number of matrix products is the same with and without a mask.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None or not hasattr(module, _FUNCTION):
+        yield
+        return
+    with patch.object(module, _FUNCTION, lambda position_ids: None):
+        yield

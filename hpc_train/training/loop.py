@@ -23,8 +23,8 @@ from hpc_train.health.progress import Progress
 from hpc_train.tasks.base import Task, optional_metrics
 from hpc_train.training.cadence import Cadence
 from hpc_train.training.compiling import first_step
+from hpc_train.training.evaluation import Evaluator, Validation, metrics_of, share_all_buffers
 from hpc_train.training.evaluation_files import EvaluationFiles, files_of
-from hpc_train.training.evaluator import Evaluator, Validation, metrics_of, share_all_buffers
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection

@@ -2,7 +2,8 @@
 does, and runs the model and the task on some of them.
 
 Runs in a separate process, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
-[KEY=VALUE…]``, since commands import no torch.
+[KEY=VALUE…]``, since commands import no torch. The forward pass of a few samples on the CPU finds errors that
+nothing else shows: shapes, dtypes and mistakes in the user's own code.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from hpc_train.config.schema import Experiment
@@ -26,6 +28,7 @@ from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.notices import data_notices
+from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
@@ -34,19 +37,28 @@ from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
-from hpc_train.tasks.base import Task, make_task, target_spec
+from hpc_train.tasks.base import (
+    Task,
+    make_task,
+    mean_loss,
+    optional_metrics,
+    target_spec,
+    total_weight,
+    weighs_batches,
+)
 from hpc_train.topology.batch_arithmetic import too_few_samples
-from hpc_train.training.forward_trial import try_forward
-from hpc_train.training.initial_weights import load_initial_weights
-from hpc_train.training.model_selection import refuse_no_evaluations
+from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
 from hpc_train.training.model_size import (
     MEMORY_RAN_OUT,
     lacking_memory,
     limited_to_free_memory,
     planned_weight_bytes,
+    weight_bytes,
 )
 from hpc_train.training.optimization import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
+from hpc_train.training.train_state import load_initial_weights
 from hpc_train.validate.loading import load as load_file
 
 #: Option of this module and of ``hpc-train prepare``.
@@ -57,6 +69,8 @@ AS_JSON = "--json"
 _MORE_MASKS_S = 5.0
 #: Checks that are skipped if the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
+#: BatchNorm needs two samples.
+_SAMPLES = 2
 
 
 @dataclass
@@ -292,3 +306,62 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def try_forward(
+    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
+) -> str | None:
+    """Compute the loss of training samples, then the sums of an evaluation, without gradients and in float32.
+
+    ``batches``: a training batch and, if there is any, a validation batch. If this machine has too little
+    memory, returns the reason. Raises BadFileError, with the user's own frames if there are any.
+    """
+    # Assumed: without gradients, the activations of two samples need no more memory than the weights.
+    if why := lacking_memory(weight_bytes(model)):
+        return why
+    normalize = Normalize(info, experiment.data, channels_last=experiment.model.channels_last)
+    for batch, is_training in zip(batches, (True, False), strict=False):
+        few = batch.first(_num_samples(experiment))
+        try:
+            normalized = replace(few, inputs=normalize(few.inputs))
+            metrics = _metrics_of(model, task, normalized, is_training=is_training)
+        except UserError:
+            raise
+        except Exception as error:  # from the user's code
+            if out_of_memory(error):
+                return MEMORY_RAN_OUT
+            raise _refusal(experiment, few, is_training=is_training) from error
+        if metrics is not None:
+            check_metrics(experiment, {*metrics, *optional_metrics(task)})
+    return None
+
+
+def _num_samples(experiment: Experiment) -> int:
+    size = experiment.optimization.micro_batch_size
+    # Synchronized BatchNorm counts the samples of all ranks.
+    return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
+
+
+@torch.no_grad()
+def _metrics_of(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> dict[str, float] | None:
+    """Return the metrics of an evaluation of ``batch``; None in training."""
+    outputs = task.forward(model.train(is_training), batch)
+    if is_training:
+        if weighs_batches(task):
+            total_weight(task, replace(batch, inputs=None))
+        mean_loss(task, outputs, batch)
+        return None
+    sums = task.sums(outputs, batch)
+    return task.metrics({name: without_dimensions(each) for name, each in sums.items()})
+
+
+def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
+    """Return the error for the exception that is being handled."""
+    shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
+    what = "loss of training" if is_training else "sums of validation"
+    return BadFileError(
+        f"{shortened_traceback(traceback.format_exc())}\n"
+        f"model.name: {experiment.model.name} and task {experiment.task} can't compute the {what} samples of "
+        f"{experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or write "
+        "--no-forward if it only works on a GPU"
+    )

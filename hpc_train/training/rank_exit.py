@@ -31,7 +31,6 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.refusals import refusal
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
-from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.
@@ -43,6 +42,10 @@ _DEVICE_IS_FULL, _HOST_IS_FULL = ("out of memory", "alloc_failed"), ("allocate m
 
 class MicroBatchError(HpcTrainError):
     """A micro-batch does not fit, though one did before or others may use the device: treated as a crash."""
+
+
+class TrialError(HpcTrainError):
+    """A trial of ``micro_batch_size: auto`` failed for a reason other than memory; the text is its error."""
 
 
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:

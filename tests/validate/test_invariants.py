@@ -45,7 +45,7 @@ from hpc_train.strategies.pipeline import PipelineStrategy
 from hpc_train.strategies.tensor_plan import refuse_unshared
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training import batch_size_search, batch_size_trial, optimization, prepare, rank
+from hpc_train.training import batch_size_search, optimization, prepare, rank
 from hpc_train.training.schedules import make_schedule
 from hpc_train.validate import model_facts
 from hpc_train.validate.loading import load
@@ -280,9 +280,9 @@ SHARED = {
             cast(Any, SimpleNamespace(experiment=experiment, device=CPU)), cast(Any, None)
         ),
     ),
-    "training.batch_size_trial._refuse_batchnorm: auto_batchnorm": Shared(
+    "training.batch_size_search._refuse_batchnorm: auto_batchnorm": Shared(
         {"optimization.micro_batch_size": "auto", "model.name": BATCHNORM},
-        lambda experiment: batch_size_trial._refuse_batchnorm(
+        lambda experiment: batch_size_search._refuse_batchnorm(
             experiment, cast(Any, SimpleNamespace(model=nn.BatchNorm1d(1)))
         ),
     ),
