@@ -89,7 +89,7 @@ def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> di
     to_input = make_to_input(config, source.info, rank.device, rank.precision)
     forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
     agreement = Agreement(rank.group, rank.flag)
-    return Evaluator(state, task, forward, rank.device, agreement, rank.progress).metrics(validation, step)
+    return Evaluator(state, forward, validation, agreement, rank.progress).metrics(step)
 
 
 def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> Row:

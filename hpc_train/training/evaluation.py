@@ -13,7 +13,7 @@ records, and all ranks have them in the order of the samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,11 @@ from hpc_train.datasets.types import Batch, TargetSpecs
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
 from hpc_train.health.progress import Progress
-from hpc_train.tasks.base import Task
+from hpc_train.training.evaluation_outputs import EvaluationFiles, EvaluationOutput, Sums
 from hpc_train.training.forward import TrainingForward
-from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank
 from hpc_train.training.train_state import TrainState
 
-#: Prefix of the metrics' names → sums of an evaluation.
-Sums = dict[str, dict[str, Any]]
 #: A batch → name → sum over its valid samples, or a list of B tensors with one record per sample. Shapes and
 #: dtypes of sums are the same for every batch.
 SumsOf = Callable[[Batch], dict[str, Any]]
@@ -79,62 +76,66 @@ def share_all_buffers(state: TrainState) -> None:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """The objects that an evaluation needs besides the data."""
+    """Evaluates a run's weights on its validation data, and writes the files of the evaluation."""
 
     state: TrainState
-    task: Task
     forward: TrainingForward
-    device: torch.device
+    validation: Validation
     agreement: Agreement
     progress: Progress
-    #: Draws predictions, under the prefixes of the metrics' names.
-    pictures: Pictures | None = None
+    outputs: Sequence[EvaluationOutput] = ()
+    #: On rank 0 only.
+    folder: EvaluationFiles | None = None
 
-    def metrics(self, validation: Validation, step: int) -> dict[str, float] | None:
-        """Return the metrics of ``sums``. Collective."""
-        sums = self.sums(validation, step)
-        return None if sums is None else metrics_of(self.task, sums)
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """Return the metrics of the weights after ``step`` and, under ``ema_``, of the EMA weights.
 
-    def sums(self, validation: Validation, step: int) -> Sums | None:
-        """Return the sums for the weights after ``step`` and, under ``ema_``, for the EMA weights.
-
-        Collective. Returns None if a rank received a stop request before the end. Leaves the model in
-        training mode.
+        Collective. Returns None if a rank received a stop request before the end. The files of the evaluation
+        are complete on return. Leaves the model in training mode.
         """
         share_all_buffers(self.state)
-        sums = self._sums(validation, step, "")
+        sums = self._sums(step)
+        if sums is None:
+            return None
+        if self.outputs:
+            self._write_files(step, sums)
+        return {
+            f"{prefix}{name}": value
+            for prefix, of_prefix in sums.items()
+            for name, value in self.forward.task.metrics(of_prefix).items()
+        }
+
+    def _sums(self, step: int) -> Sums | None:
+        sums = self._sums_of_weights(step, "")
         if sums is None or self.state.ema is None:
             return None if sums is None else {"": sums}
         with self.state.ema.swapped():
-            averages = self._sums(validation, step, "ema_")
+            averages = self._sums_of_weights(step, "ema_")
         return None if averages is None else {"": sums, "ema_": averages}
 
-    def _sums(self, validation: Validation, step: int, prefix: str) -> dict[str, Any] | None:
+    def _sums_of_weights(self, step: int, prefix: str) -> dict[str, Any] | None:
         owns_loss = self.state.strategy.owns_loss
-        pictures = self.pictures
 
         def sums_of(batch: Batch) -> dict[str, Any]:
-            if pictures is None or not owns_loss:
-                return self.forward.sums(self.state.wrapped, batch, step)
+            def pass_on(outputs: Any, moved: Batch) -> None:
+                for output in self.outputs if owns_loss else ():
+                    output.add(prefix, outputs, moved, batch)
 
-            def draw(outputs: Any, moved: Batch) -> None:
-                pictures.add(prefix, outputs, moved, batch)
-
-            return self.forward.sums(self.state.wrapped, batch, step, draw)
+            return self.forward.sums(self.state.wrapped, batch, step, pass_on)
 
         def begin(place: int) -> None:
             self.progress.at("evaluating", step, part=place)
             self.agreement.begin()
 
-        if pictures is not None:
-            pictures.begin(prefix)
+        for output in self.outputs:
+            output.begin(prefix)
         self.state.wrapped.eval()
         with torch.no_grad():
             sums = evaluate(
-                validation.batches(),
-                validation.num_batches,
+                self.validation.batches(),
+                self.validation.num_batches,
                 sums_of,
-                self.device,
+                self.forward.device,
                 begin=begin,
                 must_stop=lambda: self.agreement.wait().stop,
                 owns_loss=owns_loss,
@@ -142,14 +143,15 @@ class Evaluator:
         self.state.wrapped.train()
         return sums
 
-
-def metrics_of(task: Task, sums: Sums) -> dict[str, float]:
-    """Return the metrics of a ``val`` row, their names with the prefixes."""
-    return {
-        f"{prefix}{name}": value
-        for prefix, each in sums.items()
-        for name, value in task.metrics(each).items()
-    }
+    def _write_files(self, step: int, sums: Sums) -> None:
+        files: dict[str, bytes] = {}
+        self.state.wrapped.eval()
+        with torch.no_grad():
+            for output in self.outputs:
+                files |= output.files(step, sums)
+        self.state.wrapped.train()
+        if self.folder is not None:
+            self.folder.write(step, files)
 
 
 @dataclass(frozen=True)

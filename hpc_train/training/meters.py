@@ -28,12 +28,11 @@ from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
-from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread, call_all
+from hpc_train.training.logger_threads import CONTINUES, HangingLoggerError, LoggerThread, call_all
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)
-_CONTINUES = "training continues, metrics.jsonl has every row"
 
 #: Assumed: frequent enough for a person watching, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
@@ -133,7 +132,7 @@ class MetricsWriter:
         for thread, error in call_all(self._loggers, work, is_last=is_last):
             self._loggers.remove(thread)
             if isinstance(error, HangingLoggerError):
-                _log.warning("logger %s is abandoned: %s; %s", thread.name, error, _CONTINUES)
+                _log.warning("logger %s is abandoned: %s; %s", thread.name, error, CONTINUES)
                 continue
             thread.end()
             lines = traceback.format_exception(type(error), error, error.__traceback__)

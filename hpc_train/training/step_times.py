@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median, median_low
 from typing import TypeVar
 
 import torch
 
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.datasets.types import Batch
 from hpc_train.loggers.base import Row
-from hpc_train.training.compiling import Compilation
+from hpc_train.training.compiling import Compilation, first_step
 
 T = TypeVar("T")
 #: A rank is slow if it exceeds the median of all ranks by this share of a forward pass, or if its wait for
@@ -115,16 +117,36 @@ class StepTimes:
 
 
 class FirstStep:
-    """The time of an attempt's first step by category, measured on this rank's host."""
+    """The first step of an attempt, in which torch compiles, and its time by category on this rank's host."""
 
-    def __init__(self, times: StepTimes, compilation: Compilation) -> None:
-        self._times, self._compilation = times, compilation
+    def __init__(
+        self,
+        times: StepTimes,
+        compilation: Compilation,
+        config: CompileConfig,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
+        on_end: Callable[[Mapping[str, float]], None] = lambda parts: None,
+    ) -> None:
+        """``on_batch`` receives the first micro-batch before its forward, ``on_end`` the ``parts``."""
+        self.is_over = False
+        self._times, self._compilation, self._config = times, compilation, config
+        self._on_batch, self._on_end = on_batch, on_end
         self._began = self._data_s = self._compiled_s = 0.0
 
-    def begin(self) -> None:
+    def begin(self, batch: Batch) -> None:
         """Called once the step's data have arrived."""
+        self._on_batch(batch)
         self._data_s, self._compiled_s = self._times.data_wait_s, self._compilation.seconds
         self._began = time.monotonic()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context of a step; only the first differs."""
+        return nullcontext() if self.is_over else first_step(self._config)
+
+    def end(self) -> None:
+        """Called after the step."""
+        self.is_over = True
+        self._on_end(self.parts())
 
     def parts(self) -> dict[str, float]:
         """Return the seconds, and the number of graphs compiled and of those read from caches."""

@@ -52,11 +52,6 @@ _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
 _FP8_SIZES = 16
 
 
-def part(kind: str, name: str) -> Any:
-    """Return the plug-in of this name; its signature depends on its kind."""
-    return registry.load(kind, name)
-
-
 @dataclass(frozen=True)
 class TrainState:
     """The model as it is trained on this rank, with its strategy, optimizer and EMA."""
@@ -160,7 +155,7 @@ def _schedule(config: Experiment, batches: BatchArithmetic | None) -> Schedule:
 
 def _strategy(config: Experiment, context: RankContext) -> Strategy:
     name = config.parallel.strategy
-    strategy = part("strategies", name)(context)
+    strategy = cast(Any, registry.load("strategies", name))(context)
     missing = [method for method in _METHODS if not hasattr(strategy, method)]
     if missing:
         raise BadFileError(

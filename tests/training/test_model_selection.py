@@ -71,13 +71,12 @@ class Task:
 
 
 class StepTask(Task):
-    """Told of the step by the trainer: an evaluation's batch has none."""
+    """Reads the step of the trainer, since an evaluation's batch has none."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    trainer: Trainer
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return super().sums(outputs, replace(batch, step=self._trainer.step))
+        return super().sums(outputs, replace(batch, step=self.trainer.step))
 
 
 def experiment(**sections: Any) -> Experiment:
@@ -99,10 +98,9 @@ def trainer_of(
     run: RunPaths, rows: list[dict[str, Any]], *, keep: int = 2, every: int = 100, **sections: Any
 ) -> Trainer:
     """Evaluate after each step, save every ``every`` steps; ``rows``: those of evaluations so far."""
-    trainer = make_trainer(run, "stop", evaluate_every=1)
-    trainee = Trainee()
-    trainer.task = cast(Any, StepTask(trainer))
-    trainer.__post_init__()
+    task = StepTask()
+    trainer, trainee = make_trainer(run, "stop", evaluate_every=1, task=task), Trainee()
+    task.trainer = trainer
     trainer.cadence = replace(trainer.cadence, save_every=every)
     selection = ModelSelection.of(experiment(**sections), trainer.agreement, rows)
     trainer.selection = selection
