@@ -28,6 +28,7 @@ from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.weight_source import KEY, source_facts
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.remarks import remarks
@@ -103,6 +104,7 @@ class PlanOptions(LauncherOptions):
     memory: bool | None = None
 
 
+@one_child()
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
     launcher, loaded = options.load(), load(file, overrides)

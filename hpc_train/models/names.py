@@ -1,12 +1,11 @@
-"""``python -m hpc_train.models.names``: names in model libraries, for commands that don't import torch.
+"""Names of models, data sets, optimizers and schedules in libraries, for hints in ``validate``.
 
-Prints one JSON object: the names of models and data sets, for hints in ``validate``.
+``validate.model_facts`` calls it in a child, since commands don't import torch.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 
 import torch
 
@@ -55,7 +54,3 @@ def _has_splits(kind: object) -> bool:
         p.kind is p.VAR_KEYWORD for p in parameters.values()
     )
     return has_targets and bool({"train", "split"} & parameters.keys())
-
-
-if __name__ == "__main__":
-    print(json.dumps(list_names()))

@@ -7,10 +7,8 @@ parallelism share one.
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,9 +24,9 @@ from hpc_train.topology.degrees import AXES, Degrees
 from hpc_train.topology.micro_batch_sizes import scheduled_candidates
 from hpc_train.topology.pipeline_schedules import problem_of_schedule
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.validate.child_process import Child
+from hpc_train.validate.child_process import Child, ChildError, one_child
 
-_MODULE = "hpc_train.training.predicted_runs"
+_FUNCTION = "hpc_train.training.predicted_runs:answer"
 #: Importing torch from a cold network disk takes a minute.
 _LIMIT_S = 300.0
 #: Limit for all questions after the first, which waits for torch; remaining runs are not predicted. Assumed.
@@ -113,7 +111,7 @@ class StepPrediction:
 def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device]) -> list[StepPrediction]:
     """Return the prediction for each run, in order. ``device_of``: returns the device of a run's ranks."""
     found = []
-    with closing(Child(_MODULE)) as child:
+    with one_child() as child:
         answers = _Answers(child)
         for run in runs:
             device = replace(device_of(run), communicators=_communicators(run))
@@ -143,7 +141,11 @@ class _Answers:
         if self._until is not None and time.monotonic() >= self._until:
             why = f"not predicted: the predictions of the runs before it took {_TOTAL_S:g} s"
             return _Answer(parts=None, problem=f"{why}; plan fewer runs at a time")
-        answer = _ask(self._child, question)
+        try:
+            reply = self._child.call(_FUNCTION, json.loads(question), limit_s=_LIMIT_S)
+            answer = _Answer.model_validate(reply)
+        except (ChildError, ValidationError) as error:
+            answer = _Answer(parts=None, problem=f"the process that predicts it failed: {error}")
         self._until = self._until or time.monotonic() + _TOTAL_S
         return answer
 
@@ -226,19 +228,6 @@ def _switch(value: Any) -> Any:
         return [_switch(each) for each in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return 0.5 if is_number and value not in (0, 1) else value
-
-
-def _ask(child: Child, question: str) -> _Answer:
-    try:
-        return _Answer.model_validate(json.loads(child.ask(question, _LIMIT_S)))
-    except (OSError, subprocess.SubprocessError, ValueError, ValidationError) as error:
-        return _Answer(parts=None, problem=f"the process that predicts it failed: {_last_line(error)}")
-
-
-def _last_line(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or b""
-    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-    return printable(lines[-1] if lines else str(error))
 
 
 def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPrediction:

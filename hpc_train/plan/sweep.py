@@ -14,8 +14,8 @@ from hpc_train.config.sweep_sections import SweepConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.combinations import combinations
 from hpc_train.plan.identity import run_id
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded
-from hpc_train.validate.model_facts import one_child
 
 
 @dataclass(frozen=True)

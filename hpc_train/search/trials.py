@@ -21,8 +21,8 @@ from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import recorded_values, run_facts
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.search.base import Trial
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded
-from hpc_train.validate.model_facts import one_child
 
 
 class NoResultError(UserError):

@@ -1,15 +1,12 @@
-"""``python -m hpc_train.training.predicted_runs``: answers ``plan``'s questions about a step of a run.
+"""Answers ``plan``'s questions about a step of a run, in a child of the command.
 
-Each line of stdin is a question of ``plan.prediction`` in JSON; the same line of stdout is its answer.
 Nothing is trained; a question takes seconds. The data are read if that is possible quickly; a login node may
 not have them. Otherwise their properties are derived from the file, with assumptions that ``plan`` prints.
 """
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -300,16 +297,9 @@ def _in_a_line(error: Exception) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
-def main() -> None:
-    """Answer questions until the end of stdin."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
-    for line in sys.stdin:
-        try:
-            answer = RunQuestion.of(json.loads(line)).answer()
-        except Exception as error:
-            answer = {"parts": None, "problem": _in_a_line(error)}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a question of ``plan.prediction``, its ``problem`` for any error."""
+    try:
+        return RunQuestion.of(question).answer()
+    except Exception as error:
+        return {"parts": None, "problem": _in_a_line(error)}
