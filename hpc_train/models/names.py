@@ -1,11 +1,13 @@
 """Names of models, data sets, optimizers and schedules in libraries, for hints in ``validate``.
 
-``validate.model_facts`` calls it in a child, since commands don't import torch.
+``validate.model_facts`` calls it in a child, since commands don't import torch; ``python -m
+hpc_train.models.names`` prints them.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 
 import torch
 
@@ -54,3 +56,7 @@ def _has_splits(kind: object) -> bool:
         p.kind is p.VAR_KEYWORD for p in parameters.values()
     )
     return has_targets and bool({"train", "split"} & parameters.keys())
+
+
+if __name__ == "__main__":
+    print(json.dumps(list_names()))

@@ -1,4 +1,4 @@
-"""``strategy: pipeline``: each rank owns some of the layers; micro-batches pass from rank to rank.
+"""``strategy: pipeline`` and ``split``: each rank owns some layers; micro-batches pass from rank to rank.
 
 A stage is sharded over the ranks that have the same layers, and shares its linear layers over "tensor".
 
@@ -52,6 +52,8 @@ class PipelineStrategy(FullySharded):
 
     name = "pipeline"
     reshard_after_forward = False
+    #: Whether a single micro-batch is in the pipeline at a time.
+    runs_one_by_one = False
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
@@ -160,7 +162,9 @@ class PipelineStrategy(FullySharded):
                 raise problem.as_error()
             specs = self.stage_specs(batches[0], forward)
             stages = [self._chunks_of(index, specs) for index in self._held]
-            self._prepared = key, self._new_run(stages, len(batches))
+            in_flight = 1 if self.runs_one_by_one else len(batches)
+            schedule = self._schedule_class(in_flight)
+            self._prepared = key, Run(stages, schedule, in_flight, self.context.degrees.data_ranks)
         return self._prepared[1]
 
     def problem(self, slots: int) -> Problem | None:
@@ -194,9 +198,6 @@ class PipelineStrategy(FullySharded):
             statistics=self._stage_statistics[index],
         )
 
-    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
-        return Run(stages, self._schedule_class(slots), slots, self.context.degrees.data_ranks)
-
     def _schedule_class(self, slots: int) -> type[Any]:
         schedule = self.context.parallel.schedule
         if schedule == "interleaved" and len(self._held) > 1:
@@ -224,12 +225,7 @@ class PipelineStrategy(FullySharded):
 
 
 class SplitStrategy(PipelineStrategy):
-    """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait.
-
-    Gradients are reduced once per step.
-    """
+    """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait."""
 
     name = "split"
-
-    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
-        return Run(stages, ScheduleGPipe, 1, self.context.degrees.data_ranks)
+    runs_one_by_one = True

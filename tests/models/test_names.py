@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
+import pytest
 from torch import nn
 
 from hpc_train.models.names import list_names
@@ -20,6 +25,9 @@ def test_synchronised_batchnorm_counts_and_instance_norm_does_not() -> None:
     assert not has_batchnorm(nn.Sequential(nn.InstanceNorm2d(2), nn.GroupNorm(1, 2)))
 
 
-def test_names_have_their_kinds() -> None:
+@pytest.mark.slow
+def test_the_module_prints_one_json_object() -> None:
+    command = [sys.executable, "-m", "hpc_train.models.names"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers", "torch_schedules"}
-    assert list_names().keys() == keys
+    assert json.loads(done.stdout).keys() == keys
