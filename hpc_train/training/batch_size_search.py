@@ -96,9 +96,9 @@ def resolved(rank: Rank) -> Rank:
     first = control.together(lambda: kept(rank.paths) if rank.is_first else None)
     (size,) = control.broadcast([0 if first is None else first.size])
     if size == 0:
-        found = _search(rank, control)
-        first = control.together(lambda: keep(rank.paths, found) if rank.is_first else None)
-        (size,) = control.broadcast([found.size if first is None else first.size])
+        result = _search(rank, control)
+        first = control.together(lambda: keep(rank.paths, result) if rank.is_first else None)
+        (size,) = control.broadcast([result.size if first is None else first.size])
     _check_ranks(rank, size)
     if rank.is_first:
         _log.info("%s: auto is %d in this run", _KEY, size)
@@ -116,8 +116,8 @@ def doubling(sizes: Sequence[int]) -> list[int]:
 
 def _check_ranks(rank: Rank, size: int) -> None:
     micro_batches, degrees = rank.experiment.optimization.global_batch_size // size, rank.degrees
-    each = degrees.pipeline * degrees.tensor
-    if problem := too_few_micro_batches(micro_batches, degrees.data_ranks, each, found=size):
+    ranks_per_copy = degrees.pipeline * degrees.tensor
+    if problem := too_few_micro_batches(micro_batches, degrees.data_ranks, ranks_per_copy, found=size):
         raise problem.as_error()
 
 
@@ -144,13 +144,13 @@ def _candidates(rank: Rank) -> list[int]:
     """Return the sizes to try, at least one."""
     batch, degrees = rank.experiment.optimization.global_batch_size, rank.degrees
     parallel = rank.experiment.parallel
-    found = scheduled_candidates(batch, parallel, degrees, _most_data_ranks(rank))
-    if not found:
+    sizes = scheduled_candidates(batch, parallel, degrees, _most_data_ranks(rank))
+    if not sizes:
         raise BadFileError(
             f"{_KEY}: auto finds no number of micro-batches for {degrees.data_ranks} data-parallel ranks and "
             f"parallel.schedule: {parallel.schedule}; start fewer ranks, or write a larger global_batch_size"
         )
-    return found
+    return sizes
 
 
 def _most_data_ranks(rank: Rank) -> int:
@@ -269,10 +269,10 @@ class _Trial:
 
 def _environment(sizes: Sequence[int]) -> dict[str, str]:
     """Return the rank's environment without its rendezvous address: the trials have their own rendezvous."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     # Distinguishes the rendezvous of a second series of trials from the first.
     token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
-    return own | {"HPC_TRAIN_TOKEN": token}
+    return inherited | {"HPC_TRAIN_TOKEN": token}
 
 
 @dataclass(frozen=True)
@@ -434,18 +434,18 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; messages go to the descriptor."""
-    folder, (attempt, descriptor, rank, threads, *sizes) = words[0], map(int, words[1:])
+    folder, (attempt, descriptor, rank, threads, *sizes) = arguments[0], map(int, arguments[1:])
     parent_process.die_with(rank)
     torch.set_num_threads(threads)
     channel = Connection(descriptor, readable=False)
     try:
         run_trials(RunPaths(Path(folder)), attempt, sizes, channel)
-        said = (DONE, "", int(ExitCode.DONE))
+        message = (DONE, "", int(ExitCode.DONE))
     except BaseException as error:
-        said = last_words(error)
-    channel.send(said)
+        message = last_words(error)
+    channel.send(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # gloo's threads sometimes abort in Python's tear-down

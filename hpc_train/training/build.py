@@ -25,7 +25,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
 from hpc_train.models.preprocessing import with_preprocessing
-from hpc_train.plan.gpu_models import peak_tflops
+from hpc_train.plan.devices import peak_tflops
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
@@ -254,8 +254,8 @@ def _evaluator(
         TaskFiles(task) if rank.is_first and isinstance(task, KeepsFiles) else None,
     ]
     folder = EvaluationFiles(rank.paths) if rank.is_first else None
-    kept = [output for output in outputs if output is not None]
-    return Evaluator(train_state, forward, validation, agreement, rank.progress, kept, folder)
+    enabled = [output for output in outputs if output is not None]
+    return Evaluator(train_state, forward, validation, agreement, rank.progress, enabled, folder)
 
 
 def _training_batches(run: _Run, position: Position, task: Task) -> TrainingBatches:

@@ -133,9 +133,9 @@ def write_predictions(
     with averages, torch.no_grad(), rank.paths.predictions(rank.facts.rank).open("w") as file:
         for number, batch in enumerate(batches):
             rank.progress.at("evaluating", step, part=number)
-            found = _predictions(forward, state, task, replace(batch, step=step))
+            predictions = _predictions(forward, state, task, replace(batch, step=step))
             if state.strategy.owns_loss:
-                file.writelines(_lines(found, batch, split))
+                file.writelines(_lines(predictions, batch, split))
 
 
 def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
@@ -167,10 +167,10 @@ def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch:
         return task.predictions(outputs, moved) if state.strategy.owns_loss else []  # type: ignore[attr-defined]
 
 
-def _lines(found: list[dict[str, Any]], batch: Batch, split: AnySplit) -> Iterator[str]:
+def _lines(predictions: list[dict[str, Any]], batch: Batch, split: AnySplit) -> Iterator[str]:
     size = len(batch.valid)
     for place in batch.valid.nonzero().flatten().tolist():
         index = batch.number * size + place
         path = sample_path(split, index)
         named = {} if path is None else {"file": str(path)}
-        yield json.dumps({"index": index} | named | found[place]) + "\n"
+        yield json.dumps({"index": index} | named | predictions[place]) + "\n"

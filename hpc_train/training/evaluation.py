@@ -171,9 +171,9 @@ class _Records:
                 f"task: sums returned {len(records)} records {name!r} for {len(batch.valid)} samples; return "
                 "a tensor for each sample of the batch"
             )
-        kept = [record for record, is_valid in zip(records, batch.valid.tolist(), strict=True) if is_valid]
-        values = torch.cat([record.detach().flatten() for record in [*kept, records[0].new_empty(0)]])
-        return cls(batch.number, [record.shape for record in kept], values.cpu())
+        counted = [record for record, is_valid in zip(records, batch.valid.tolist(), strict=True) if is_valid]
+        values = torch.cat([record.detach().flatten() for record in [*counted, records[0].new_empty(0)]])
+        return cls(batch.number, [record.shape for record in counted], values.cpu())
 
     def tensors(self) -> list[Tensor]:
         """Return one tensor per valid sample."""
@@ -187,11 +187,11 @@ class _Totals:
     def __init__(self, like: dict[str, Any], num_batches: int, device: torch.device) -> None:
         self._names = list(like)
         self._records: dict[str, list[_Records]] = {
-            name: [] for name, each in like.items() if isinstance(each, list)
+            name: [] for name, value in like.items() if isinstance(value, list)
         }
-        summed = {name: each for name, each in like.items() if name not in self._records}
-        self._shapes = {name: each.shape for name, each in summed.items()}
-        self._exact = [name for name, each in summed.items() if not each.is_floating_point()]
+        summed = {name: value for name, value in like.items() if name not in self._records}
+        self._shapes = {name: value.shape for name, value in summed.items()}
+        self._exact = [name for name, value in summed.items() if not value.is_floating_point()]
         self._rounded = [name for name in summed if name not in self._exact]
         self._device = device
         self._counts = torch.zeros(self._size(self._exact), dtype=torch.int64, device=device)
@@ -219,17 +219,17 @@ class _Totals:
 
     def _all_records(self) -> dict[str, list[Tensor]]:
         """Return the records of all ranks in the order of the samples."""
-        found: dict[str, list[_Records]] = {name: [] for name in self._records}
+        gathered: dict[str, list[_Records]] = {name: [] for name in self._records}
         for rank in range(dist.get_world_size()):
             sent = [self._records if rank == dist.get_rank() else None]
             dist.broadcast_object_list(sent, src=rank, device=self._device)
             for name, records in (sent[0] or {}).items():
-                found[name] += records
+                gathered[name] += records
         return {
             name: [
-                tensor for each in sorted(records, key=lambda each: each.batch) for tensor in each.tensors()
+                tensor for part in sorted(records, key=lambda part: part.batch) for tensor in part.tensors()
             ]
-            for name, records in found.items()
+            for name, records in gathered.items()
         }
 
     def _split(self, names: list[str], total: Tensor) -> dict[str, Any]:

@@ -260,7 +260,9 @@ def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.nd
     if values_CHW.dtype != torch.uint8:
         values_CHW = values_CHW.double().nan_to_num(0.0, 0.0, 0.0)
         if image_CHW.is_floating_point() and len(mean) == len(std) == channels:
-            scale, offset = (torch.tensor(each, dtype=torch.float64).view(-1, 1, 1) for each in (std, mean))
+            scale, offset = (
+                torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (std, mean)
+            )
             values_CHW = values_CHW * scale + offset
         values_CHW = _as_bytes(values_CHW)
     shown_CHW = values_CHW[:3] if channels >= 3 else values_CHW[:1].expand(3, -1, -1)

@@ -112,11 +112,11 @@ class FlopCount:
     def per_sample(self, within_s: float = 0.0) -> float | None:
         """Return the FLOPs per sample; None if they are unknown, or not known within this time."""
         if self._call is not None and self._call.has_ended(within_s):
-            found, self._call = self._call.result(), None
-            if isinstance(found, float):
-                self._per_sample = found
+            result, self._call = self._call.result(), None
+            if isinstance(result, float):
+                self._per_sample = result
             else:
-                _log_uncounted(found or "the process that counts them died")
+                _log_uncounted(result or "the process that counts them died")
         return self._per_sample
 
     def close(self) -> None:
@@ -156,10 +156,10 @@ class FlopRates:
         if per_sample is None:
             return {}
         tflops_per_s = per_sample * samples_per_s / self.num_devices / 1e12
-        found: Row = {"tflops_per_s": float(f"{tflops_per_s:.6g}")}
+        row: Row = {"tflops_per_s": float(f"{tflops_per_s:.6g}")}
         if self.peak_tflops is not None:
-            found["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
-        return found
+            row["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
+        return row
 
 
 @contextmanager

@@ -74,8 +74,8 @@ class TrainingSums:
             return {}
         names = self.task.training_metrics
         total = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        for each in self._sums.values() if owns_loss else ():
-            total += each
+        for value in self._sums.values() if owns_loss else ():
+            total += value
         return dict(zip(names, total, strict=True))
 
 

@@ -49,9 +49,9 @@ class LoggerThread:
     @classmethod
     def around(cls, logger: Logger) -> LoggerThread:
         """Return the thread of a logger that was constructed elsewhere."""
-        made = cls(type(logger).__name__)
-        made._logger = logger
-        return made
+        thread = cls(type(logger).__name__)
+        thread._logger = logger
+        return thread
 
     def construct(self, make: Callable[[], Logger | None], limit_s: float = START_LIMIT_S) -> bool:
         """Construct the logger; False if there is none. Raises HangingLoggerError."""
@@ -77,8 +77,8 @@ class LoggerThread:
     @property
     def close_limit_s(self) -> float:
         """Time limit of the logger's ``close``."""
-        own = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
-        return max(LIMIT_S, min(own, _MAX_OWN_LIMIT_S))
+        requested = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
+        return max(LIMIT_S, min(requested, _MAX_OWN_LIMIT_S))
 
     def _submit(self, work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()

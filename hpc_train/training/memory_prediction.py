@@ -219,17 +219,17 @@ class PredictedStep:
 
     def _communicated(self, memory: LiveMemory, state: TrainState, slots: int) -> dict[str, int]:
         """Return the bytes communicated in a step of all slots."""
-        found = dict(memory.communicated)
+        communicated = dict(memory.communicated)
         if isinstance(state.wrapped, BucketedGradients):
-            found["all_reduce"] = found.get("all_reduce", 0) + sum(
-                each.nbytes for each in state.wrapped.buckets
+            communicated["all_reduce"] = communicated.get("all_reduce", 0) + sum(
+                bucket.nbytes for bucket in state.wrapped.buckets
             )
         more = self._arithmetic.accumulation / slots
         traits = traits_of(self.experiment.parallel.strategy)
         repeated = {"tensor_all_reduce", "send"}
         if traits.shards_parameters and not traits.has_stages:  # others gather once per step
             repeated.add("all_gather")
-        return {kind: round(size * more) if kind in repeated else size for kind, size in found.items()}
+        return {kind: round(size * more) if kind in repeated else size for kind, size in communicated.items()}
 
     def _labels(self, memory: LiveMemory, state: TrainState) -> MemoryLabels:
         """Label the state before the step; return the object that labels the rest."""
@@ -361,15 +361,15 @@ def _materialized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     ``dtype``: for floating-point tensors, so that ``strategies.data_parallel.move`` has nothing to do.
     """
-    made: dict[int, Tensor] = {}
+    tensors_on_cpu: dict[int, Tensor] = {}
 
     def on_cpu(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in tensors_on_cpu:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kind, device=_CPU)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
+            tensors_on_cpu[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return tensors_on_cpu[id(tensor)]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

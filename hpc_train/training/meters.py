@@ -181,7 +181,7 @@ class Meters:
         """
         times = self.times.row(step)
         names = ["loss", *(sums or {})]
-        totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
+        totals = torch.stack([loss, *(value.to(loss.dtype) for value in (sums or {}).values())])
         of_ranks = self._own_times(times, totals)
         totals = torch.cat([totals, of_ranks])
         dist.all_reduce(totals)
@@ -202,9 +202,9 @@ class Meters:
         forward_s = self.forward_time.take()
         if world_size == 1:
             return like.new_empty(0)
-        found = torch.zeros(2, world_size, dtype=like.dtype, pin_memory=like.is_cuda)
-        found[0, rank], found[1, rank] = forward_s, float(times.get("data_wait_s") or 0.0)
-        return found.flatten().to(like.device, non_blocking=True)
+        times_of_ranks = torch.zeros(2, world_size, dtype=like.dtype, pin_memory=like.is_cuda)
+        times_of_ranks[0, rank], times_of_ranks[1, rank] = forward_s, float(times.get("data_wait_s") or 0.0)
+        return times_of_ranks.flatten().to(like.device, non_blocking=True)
 
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""

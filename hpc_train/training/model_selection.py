@@ -69,9 +69,13 @@ class ModelSelection:
         if stopping is not None:
             selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
             selection.median = None if paths is None else MedianRule(paths, stopping)
-        followed = [each for each in (selection.best, selection.stopping) if each is not None]
+        followed = [
+            followed_metric
+            for followed_metric in (selection.best, selection.stopping)
+            if followed_metric is not None
+        ]
         # A metric that was added at a resume has no checkpoints of better evaluations before it.
-        saved = None if paths is None else {each.step for each in committed(paths)}
+        saved = None if paths is None else {checkpoint.step for checkpoint in committed(paths)}
         for row in rows if followed else ():
             step = row["step"]
             if selection.best is not None and (saved is None or step in saved):
@@ -108,8 +112,8 @@ class ModelSelection:
 
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""
-        found = None if self.best is None else self.best.best
-        return {} if found is None else {BEST: found.to_json()}
+        best = None if self.best is None else self.best.best
+        return {} if best is None else {BEST: best.to_json()}
 
     def _stops(self, step: int) -> bool:
         """Return True if the run ends after the evaluation of ``step``. Only rank 0's result is used."""
@@ -191,7 +195,9 @@ class MedianRule:
         folders = sorted(
             self.paths.siblings.folder.iterdir()
         )  # names are hashes: the first are as good as any
-        others = (each for each in folders if each.name[0] != "." and each.name != self.paths.folder.name)
+        others = (
+            folder for folder in folders if folder.name[0] != "." and folder.name != self.paths.folder.name
+        )
         values = (self._best_by(step, RunPaths(folder)) for folder in others)
         yield from islice((value for value in values if value is not None), MAX_RUNS)
 

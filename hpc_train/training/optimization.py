@@ -116,8 +116,8 @@ class _Scaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         trained = [value for group in optimizer.param_groups for value in group["params"]]
         if _num_meshes(trained) > 1:
-            own = {"params": [own_part(value) for value in trained if value.grad is not None]}
-            optimizer = SimpleNamespace(param_groups=[own])
+            group = {"params": [own_part(value) for value in trained if value.grad is not None]}
+            optimizer = SimpleNamespace(param_groups=[group])
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
@@ -139,8 +139,8 @@ def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Opti
     torch does so for the DTensors of one list, by the first one's placements: not if that one is replicated.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for found in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(local_part(found), op=dist.ReduceOp.MAX)
+        for overflow in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(local_part(overflow), op=dist.ReduceOp.MAX)
 
 
 def make_optimizer(
@@ -181,7 +181,7 @@ def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, ma
         return arguments
     if num_meshes := _num_meshes(parameters):
         return arguments | {"foreach": num_meshes == 1}
-    is_supported = may_fuse and all(each.device.type in _FUSED_DEVICES for each in parameters)
+    is_supported = may_fuse and all(value.device.type in _FUSED_DEVICES for value in parameters)
     return arguments | ({"fused": True} if is_supported else {})
 
 
@@ -237,10 +237,10 @@ def _timm_maker(name: str) -> _Maker:
 
         # The factory's own default is 0, whatever the class's default is.
         default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
-        made: torch.optim.Optimizer = optim.create_optimizer_v2(
+        optimizer: torch.optim.Optimizer = optim.create_optimizer_v2(
             groups, opt=name, **({"weight_decay": default} | arguments)
         )
-        return made
+        return optimizer
 
     return make
 
@@ -251,27 +251,27 @@ def _arguments(
     """Return the keyword arguments: the file's keys, if the class accepts them, and ``args``."""
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
-    given: Arguments = {"lr": config.lr * scale}
+    arguments: Arguments = {"lr": config.lr * scale}
     for key in ("momentum", "weight_decay"):
         if (value := getattr(config, key)) is None:
             continue
         if key not in taken:
             raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; omit it")
-        given[key] = value
+        arguments[key] = value
     for index, group in enumerate(config.groups):
         if group.weight_decay is not None and "weight_decay" not in taken:
             raise BadFileError(f"{_KEY}.groups[{index}].weight_decay: {config.name} has none; omit it")
     if not config.decay_norm_and_bias and "weight_decay" not in taken:
         raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; omit it")
-    return given | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
+    return arguments | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
 
 
 def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
     if key in _OWN_KEYS:
         raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
-    known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
-    if key not in known:
-        raise unknown_argument(_ARGS, config.name, key, known).as_error()
+    accepted = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
+    if key not in accepted:
+        raise unknown_argument(_ARGS, config.name, key, accepted).as_error()
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -283,12 +283,12 @@ def matched_groups(config: OptimizerConfig, model: nn.Module) -> dict[str, int]:
     """
     trained = {name: value for name, value in parameters_by_name(model).items() if value.requires_grad}
     first_names = {id(value): name for name, value in reversed(trained.items())}
-    found: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for index, group in enumerate(config.groups):
         names = selected(trained, group.match, f"{_GROUPS}[{index}].match", "trained parameter")
         for name in names:
-            found.setdefault(first_names[id(trained[name])], index)
-    return found
+            groups.setdefault(first_names[id(trained[name])], index)
+    return groups
 
 
 def parameter_groups(

@@ -98,11 +98,11 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
         # The builder of hf/ uses the larger of the data's vocabulary and the model's own.
         usual = 1 if experiment.model.name.startswith("hf/") else _VOCABULARY
         classes = _number(args.get("num_classes", args.get("vocab_size")), usual)
-        words = "the model's vocabulary" if classes == 1 else f"{classes}"
+        text = "the model's vocabulary" if classes == 1 else f"{classes}"
         info = DataInfo(classes, 0, (), (), sequence_length=length)
         tokens = torch.zeros(1, length, dtype=torch.int64)
         sample = _batch(tokens, tokens.clone())
-        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {words}")
+        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {text}")
     targets = task_facts(experiment.task).targets
     usual = 1 if targets == ("number",) else _OBJECT_CLASSES if "boxes" in targets else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
@@ -112,8 +112,8 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
     info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
     images = torch.zeros(1, channels, height, width, dtype=torch.uint8)
     sample = _batch(images, _target(experiment, info, height, width))
-    words = f"assumed {classes} classes, images {channels}×{height}×{width}"
-    return PlannedData(info, sample, _MANY, f"{why}; {words}")
+    text = f"assumed {classes} classes, images {channels}×{height}×{width}"
+    return PlannedData(info, sample, _MANY, f"{why}; {text}")
 
 
 def _target(experiment: Experiment, info: DataInfo, height: int, width: int) -> Tensors:
@@ -191,8 +191,8 @@ class RunQuestion:
         """Return the prediction for a micro-batch size, for the rank that needs the most memory."""
         stages = range(self.degrees.pipeline)
         ends = sorted({stages[0], stages[-1]})  # the first keeps most micro-batches, the last has the logits
-        each = self.degrees.world_size // self.degrees.pipeline
-        steps = [self._step(size, rank=stage * each) for stage in ends]
+        ranks_per_stage = self.degrees.world_size // self.degrees.pipeline
+        steps = [self._step(size, rank=stage * ranks_per_stage) for stage in ends]
         return max((step.predict() for step in steps), key=lambda prediction: prediction.total)
 
     def _step(self, size: int, rank: int) -> PredictedStep:
@@ -211,16 +211,16 @@ class RunQuestion:
     def _largest(self, first: int, peak: Prediction) -> int | None:
         if self.limit_bytes is None:
             return None
-        known = {first: peak.total}
+        totals = {first: peak.total}
         until = time.monotonic() + _SEARCH_S
 
         def total(size: int) -> int | None:
-            if size not in known and time.monotonic() < until:
+            if size not in totals and time.monotonic() < until:
                 try:
-                    known[size] = self.predicted(size).total
+                    totals[size] = self.predicted(size).total
                 except Exception:  # a model may refuse a size, such as BatchNorm a single sample
                     return None
-            return known.get(size)
+            return totals.get(size)
 
         return largest_fitting(self.sizes, first, total, self.limit_bytes)
 
@@ -249,11 +249,11 @@ def largest_fitting(
     tried: dict[int, int] = {}
     guess = sizes.index(first)
     while fits < too_large:
-        found = total(sizes[guess])
-        if found is None:
+        nbytes = total(sizes[guess])
+        if nbytes is None:
             break
-        tried[sizes[guess]] = found
-        fits, too_large = (guess + 1, too_large) if found <= limit else (fits, guess)
+        tried[sizes[guess]] = nbytes
+        fits, too_large = (guess + 1, too_large) if nbytes <= limit else (fits, guess)
         guess = min(max(_by_line(sizes, tried, limit), fits), too_large - 1)
     return sizes[fits - 1] if fits else None
 

@@ -131,8 +131,8 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
     prepared = Prepared()
     sources: dict[str, tuple[DataSource, PreparedData]] = {}
     done: set[tuple[str, str, str]] = set()
-    for given in experiments:
-        experiment = with_preprocessing(given, download=True)
+    for planned in experiments:
+        experiment = with_preprocessing(planned, download=True)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)
@@ -159,15 +159,15 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
-        found = PreparedData.of(experiment, source)
+        facts = PreparedData.of(experiment, source)
     where = f" in {config.root}" if config.root else ""
     say(
-        f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
-        f"samples, {found.classes} classes"
+        f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
+        f"samples, {facts.classes} classes"
     )
-    for notice in found.notices:
+    for notice in facts.notices:
         say(printable(notice))
-    return source, found
+    return source, facts
 
 
 def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[list[Batch], list[str]]:
@@ -183,14 +183,14 @@ def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[l
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
-    planned, found = training_samples(experiment.data), len(source.train)
-    if planned is not None and planned != found:
+    planned, actual = training_samples(experiment.data), len(source.train)
+    if planned is not None and planned != actual:
         say(
-            f"data.name: {experiment.data.name} has {found} training samples, but plan computes steps per "
-            f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {found})"
+            f"data.name: {experiment.data.name} has {actual} training samples, but plan computes steps per "
+            f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {actual})"
         )
     sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    if problem := too_few_samples(*sizes, found):
+    if problem := too_few_samples(*sizes, actual):
         raise problem.as_error()
 
 
@@ -281,7 +281,7 @@ def _building(key: str, name: str) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        file, *overrides = (each for each in arguments if each not in {NO_FORWARD, AS_JSON})
+        file, *overrides = (argument for argument in arguments if argument not in {NO_FORWARD, AS_JSON})
         loaded = load_file(Path(file), overrides)
         experiments = [variant.experiment for variant in expand(loaded)]
         prepared = prepare(experiments, runs_forward=NO_FORWARD not in arguments)
@@ -352,7 +352,7 @@ def _metrics_of(model: nn.Module, task: Task, batch: Batch, *, is_training: bool
         mean_loss(task, outputs, batch)
         return None
     sums = task.sums(outputs, batch)
-    return task.metrics({name: without_dimensions(each) for name, each in sums.items()})
+    return task.metrics({name: without_dimensions(value) for name, value in sums.items()})
 
 
 def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:

@@ -82,28 +82,28 @@ def _compare_versions(rank: Rank, loaded: Loaded) -> None:
     """Warn about versions that differ from those at the save; refuse them under ``environment.strict``."""
     now = versions.versions()
     then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
-    found = versions.differences(then, {key: now[key] for key in then})
-    if not found:
+    differences = versions.differences(then, {key: now[key] for key in then})
+    if not differences:
         return
-    words = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(found)}"
+    message = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(differences)}"
     if rank.experiment.environment.strict:
         raise OtherVersionsError(
-            f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
+            f"environment.strict: {message}; use those versions, or resume with environment.strict=false"
         )
-    rank.warn(f"{words}; the weights may differ in the last bit from here on")
+    rank.warn(f"{message}; the weights may differ in the last bit from here on")
 
 
 def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
     """Warn if the ranks differ from the ranks that saved: results change, if only by rounding."""
-    words = difference(
+    message = difference(
         loaded.extra,
         _ranks(rank),
         loaded.step,
         has_batchnorm=train_state.has_batchnorm,
         is_synced=rank.experiment.parallel.sync_batchnorm,
     )
-    if words is not None:
-        rank.warn(words)
+    if message is not None:
+        rank.warn(message)
 
 
 def _ranks(rank: Rank) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
 
 def _data_facts(source: DataSource) -> dict[str, Any]:
     classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
-    own = {"mean": list(source.info.mean), "std": list(source.info.std)}
-    return {"num_samples": len(source.train), "classes": classes[:16]} | own
+    normalization = {"mean": list(source.info.mean), "std": list(source.info.std)}
+    return {"num_samples": len(source.train), "classes": classes[:16]} | normalization
 
 
 def extra(
@@ -192,13 +192,13 @@ def difference(
     if not differing:
         return None
     only_degrees = differing == {"degrees"}
-    words = [f"the same micro-batches in the same order; {_NOT_BITWISE}"]
+    effects = [f"the same micro-batches in the same order; {_NOT_BITWISE}"]
     if has_batchnorm and is_synced and _data_ranks(then) != _data_ranks(now):
-        words = [_SYNCED]
+        effects = [_SYNCED]
     if "degrees" in differing and then["degrees"]["pipeline"] != now["degrees"]["pipeline"]:
-        words.append(_OTHER_DROPOUT)
+        effects.append(_OTHER_DROPOUT)
     who = f"{_described(now, only_degrees)} from checkpoint {step} of {_described(then, only_degrees)}"
-    return f"continuing with {who}: {'; '.join(words)}"
+    return f"continuing with {who}: {'; '.join(effects)}"
 
 
 def _data_ranks(ranks: Mapping[str, Any]) -> int:
@@ -208,8 +208,8 @@ def _data_ranks(ranks: Mapping[str, Any]) -> int:
 def _described(ranks: Mapping[str, Any], with_degrees: bool) -> str:
     """Return ``2 ranks under ddp``."""
     count = ranks["world_size"]
-    words = f"{count} rank{'' if count == 1 else 's'} under {ranks['strategy']}"
-    return f"{words} ({in_words(Degrees(**ranks['degrees']))})" if with_degrees else words
+    text = f"{count} rank{'' if count == 1 else 's'} under {ranks['strategy']}"
+    return f"{text} ({in_words(Degrees(**ranks['degrees']))})" if with_degrees else text
 
 
 @dataclass(frozen=True)
@@ -235,23 +235,23 @@ def take_over(
     message about each difference that may change results. A number of threads that the user set
     (OMP_NUM_THREADS) is not changed.
     """
-    known = then if isinstance(then, Mapping) else {}
-    wanted = _threads(known.get("threads"), ranks.world_size)
+    recorded = then if isinstance(then, Mapping) else {}
+    wanted = _threads(recorded.get("threads"), ranks.world_size)
     on_cpu, share = device.type == "cpu", torch.get_num_threads()
     if on_cpu and wanted is not None and not _is_set_by_user(os.environ):
         torch.set_num_threads(wanted[ranks.rank])
-    own = torch.get_num_threads()
-    threads = ranks.total([own if rank == ranks.rank else 0 for rank in range(ranks.world_size)])
+    used = torch.get_num_threads()
+    threads = ranks.total([used if rank == ranks.rank else 0 for rank in range(ranks.world_size)])
     now = Hardware(processor(device), threads)
     if on_cpu and wanted is not None and wanted != threads:
         counts = f"{_counts(wanted)} then, {_counts(threads)} now (OMP_NUM_THREADS)"
         say(f"checkpoint {step} was computed with other threads per rank: {counts}; {_ROUNDING}")
-    elif on_cpu and own > share:
+    elif on_cpu and used > share:
         say(
-            f"a rank computes with {own} threads as before, where its share of the cores is {share}: slower, "
-            "but bitwise identical; OMP_NUM_THREADS sets another number"
+            f"a rank computes with {used} threads as before, where its share of the cores is {share}: "
+            "slower, but bitwise identical; OMP_NUM_THREADS sets another number"
         )
-    before = known.get("processor")
+    before = recorded.get("processor")
     if isinstance(before, str) and before != now.processor:
         say(f"checkpoint {step} was computed on another processor: {before} → {now.processor}; {_ROUNDING}")
     return now

@@ -145,10 +145,10 @@ def _construct(
     config: ScheduleConfig, kind: Any, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]
 ) -> Any:
     """Construct the scheduler; errors about its arguments become BadFileError."""
-    own = {"self", "optimizer", "last_epoch", "t_in_epochs", "initialize"}
-    known = sorted(inspect.signature(kind).parameters.keys() - own)
-    for name in config.args.keys() - set(known):
-        raise unknown_argument(ARGS, config.name, name, known).as_error()
+    internal = {"self", "optimizer", "last_epoch", "t_in_epochs", "initialize"}
+    accepted = sorted(inspect.signature(kind).parameters.keys() - internal)
+    for name in config.args.keys() - set(accepted):
+        raise unknown_argument(ARGS, config.name, name, accepted).as_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

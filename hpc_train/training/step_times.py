@@ -106,14 +106,14 @@ class StepTimes:
         num_steps = step - before[0]
         step_s = max(now - before[1] - paused_s, 1e-9) / num_steps
         samples_per_s = self._global_batch_size / step_s
-        found: Row = {
+        row: Row = {
             "step_s": _rounded(step_s),
             "data_wait_s": _rounded(data_wait_s / num_steps),
             "samples_per_s": _rounded(samples_per_s),
         }
         if self._sequence_length is not None:
-            found["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
-        return found if self._rates is None else found | self._rates(samples_per_s)
+            row["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
+        return row if self._rates is None else row | self._rates(samples_per_s)
 
 
 class FirstStep:
@@ -151,12 +151,12 @@ class FirstStep:
     def parts(self) -> dict[str, float]:
         """Return the seconds, and the number of graphs compiled and of those read from caches."""
         compile_s = self._compilation.seconds - self._compiled_s
-        found = {
+        parts = {
             "data_s": self._data_s,
             "compile_s": compile_s,
             "run_s": time.monotonic() - self._began - compile_s,
         }
-        return {key: round(value, 3) for key, value in found.items()} | self._compilation.counts()
+        return {key: round(value, 3) for key, value in parts.items()} | self._compilation.counts()
 
 
 def _rounded(value: float) -> float:
@@ -210,17 +210,17 @@ class Stragglers:
     def add(self, forward_s: Sequence[float], data_wait_s: Sequence[float], step_s: float) -> None:
         """Add a row's numbers by rank; ``step_s`` is the same for all ranks."""
         middle_s, wait_s = median_low(forward_s), median_low(data_wait_s)
-        self._forward.append([each / middle_s if middle_s > 0 else 1.0 for each in forward_s])
-        self._waits.append([(each - wait_s) / step_s if step_s > 0 else 0.0 for each in data_wait_s])
+        self._forward.append([seconds / middle_s if middle_s > 0 else 1.0 for seconds in forward_s])
+        self._waits.append([(seconds - wait_s) / step_s if step_s > 0 else 0.0 for seconds in data_wait_s])
 
     def slow(self) -> dict[str, dict[str, float]]:
         """Return rank → ``forward``, its time relative to the median, or ``data_wait``, the excess of its
         wait for data as a share of the step.
         """
-        found: dict[str, dict[str, float]] = {}
+        slow: dict[str, dict[str, float]] = {}
         for name, rows, normal in (("forward", self._forward, 1.0), ("data_wait", self._waits, 0.0)):
             for rank, values in enumerate(zip(*rows, strict=True)):
                 num_over = sum(value > normal + _EXCESS for value in values)
                 if len(values) >= _MIN_ROWS and num_over >= _SHARE * len(values):
-                    found.setdefault(str(rank), {})[name] = round(median(values), 2)
-        return found
+                    slow.setdefault(str(rank), {})[name] = round(median(values), 2)
+        return slow
