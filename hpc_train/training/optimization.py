@@ -1,6 +1,7 @@
-"""The file's optimizer, its parameter groups and learning rate, and fp16's loss scale.
+"""The file's optimizer, its parameter groups, its schedule of the learning rate, and fp16's loss scale.
 
-``train_state.build`` creates an ``Optimization`` after the strategy placed the model; ``step`` calls it.
+``train_state.build`` creates an ``Optimization`` after the strategy placed the model; ``step`` calls it. The
+schedule is a function of the step, counted from 0, as a factor of the peak: no state of it is saved.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import unknown_argument
-from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.config.training_sections import OptimizerConfig, ScheduleConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.patterns import parameters_by_name, selected
 from hpc_train.strategies.pieces import local_part
-from hpc_train.topology.learning_rate import Schedule
+from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
+from hpc_train.topology.learning_rate import (
+    OVER_SPAN,
+    OVER_STEPS,
+    Schedule,
+    ScheduleArguments,
+)
 from hpc_train.validate.part_rules import (
     UNUSABLE_OPTIMIZERS,
     not_an_argument,
     problem_of_optimizer,
+    problem_of_schedule_name,
     unfit_fused_sgd,
 )
 
@@ -338,3 +346,36 @@ def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[d
     others = [value for value in parameters if value.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
+    """Return the factor of each of ``total_steps`` steps: linear warm-up, then the schedule of ``config``.
+
+    Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN`` run over the steps after it; schedules of
+    ``OVER_STEPS`` count from the start of the run, so that "epoch 30" is the run's. Raises BadFileError.
+    """
+    if problem := problem_of_schedule_name(config.name):
+        raise problem.as_error()
+    warmup = _warmup_steps(config, total_steps, steps_per_epoch)
+    span = total_steps - warmup
+    arguments = ScheduleArguments(config, steps_per_epoch)
+    if config.name in OVER_SPAN:
+        shape = OVER_SPAN[config.name](arguments)
+        floor = config.min_factor
+        after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
+    else:
+        decay = OVER_STEPS[config.name](arguments)
+        after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
+    arguments.refuse_unused()
+    return after
+
+
+def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
+    steps = count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := too_long_warmup(config, steps, total_steps)):
+        raise problem.as_error()
+    return steps
+
+
+def _warmed_up(warmup: int, after: Schedule) -> Schedule:
+    return lambda step: (step + 1) / warmup if step < warmup else after(step)

@@ -42,9 +42,8 @@ from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.compiling import compile_model
 from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
-from hpc_train.training.optimization import Optimization, make_optimizer, matched_groups
+from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
-from hpc_train.training.schedules import make_schedule
 
 #: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")

@@ -46,7 +46,7 @@ from hpc_train.strategies.tensor_plan import refuse_unshared
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training import batch_size_search, optimization, prepare, rank
-from hpc_train.training.schedules import make_schedule
+from hpc_train.training.optimization import make_schedule
 from hpc_train.validate import model_facts
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
@@ -305,7 +305,7 @@ SHARED = {
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
-    "training.schedules._warmup_steps: too_long_warmup": Shared(
+    "training.optimization._warmup_steps: too_long_warmup": Shared(
         {
             "optimization.epochs": None,
             "optimization.steps": 9,
@@ -313,7 +313,7 @@ SHARED = {
         },
         schedule,
     ),
-    "training.schedules.make_schedule: problem_of_schedule_name": Shared(
+    "training.optimization.make_schedule: problem_of_schedule_name": Shared(
         {"optimization.schedule": {"name": "cosin"}}, schedule
     ),
     # Ranks need no Problem for these: the registry raises the error of a part that does not exist.

@@ -212,16 +212,12 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     ("optimization.optimizer.name=torch/sparseadam", "sparseadam supports sparse gradients only"),
     ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
     ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
-    ("optimization.schedule.name=torch/OneCycle", "no schedule 'OneCycle'; did you mean torch/OneCycleLR?"),
-    ("optimization.schedule.name=torch/ReduceLROnPlateau", "ReduceLROnPlateau needs the loss"),
-    ("optimization.schedule.name=keras/cosine", "no provider of schedules 'keras'; write timm/<name>"),
 ])  # fmt: skip
 def test_a_misspelt_optimizer_or_schedule_is_found(
     override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {
         "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
-        "torch_schedules": ["OneCycleLR"],
         "timm": ["resnet18"],
     }
     monkeypatch.setattr(model_facts, "_answer", lambda question: answers)
