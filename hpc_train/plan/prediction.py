@@ -28,8 +28,7 @@ from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.topology.batch_arithmetic import accumulation
 from hpc_train.topology.degrees import AXES, Degrees
-from hpc_train.topology.micro_batch_sizes import scheduled_candidates
-from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.topology.pipeline_schedules import problem_of_schedule, scheduled_candidates
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.child_process import Child, ChildError, one_child
 

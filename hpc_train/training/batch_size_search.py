@@ -54,7 +54,7 @@ from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, too_few_micro_batches
 from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.topology.micro_batch_sizes import scheduled_candidates
+from hpc_train.topology.pipeline_schedules import scheduled_candidates
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.training.compiling import compile_error
 from hpc_train.training.forward import TrainingForward, make_to_input

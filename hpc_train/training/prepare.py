@@ -4,20 +4,26 @@ does, and runs the model and the task on some of them.
 Runs in a separate process, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
 [KEY=VALUE…]``, since commands import no torch. The forward pass of a few samples on the CPU finds errors that
 nothing else shows: shapes, dtypes and mistakes in the user's own code.
+
+The size of a model's weights is measured without allocating them: on a login node the kernel overcommits
+memory and later kills a process, not always the one that allocated it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import resource
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
@@ -30,12 +36,14 @@ from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.distributed.forking import ForkedCall
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
+from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.tasks.base import (
     Task,
@@ -49,13 +57,6 @@ from hpc_train.tasks.base import (
 from hpc_train.topology.batch_arithmetic import too_few_samples
 from hpc_train.training.evaluation import without_dimensions
 from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
-from hpc_train.training.model_size import (
-    MEMORY_RAN_OUT,
-    lacking_memory,
-    limited_to_free_memory,
-    planned_weight_bytes,
-    weight_bytes,
-)
 from hpc_train.training.optimization import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.train_state import load_initial_weights
@@ -71,6 +72,16 @@ _MORE_MASKS_S = 5.0
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
 #: BatchNorm needs two samples.
 _SAMPLES = 2
+#: Why a model can't be built or run if its size was not known before.
+MEMORY_RAN_OUT = "the memory that is free here does not suffice"
+#: The user's own model may read a file of weights in this time. Assumed.
+_LIMIT_S = 120.0
+_GB = 1e9
+#: A cgroup's limit, its usage, and the line of memory.stat with reclaimable memory; by version.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass
@@ -365,3 +376,77 @@ def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadF
         f"{experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or write "
         "--no-forward if it only works on a GPU"
     )
+
+
+def free_bytes() -> int:
+    """Return the free memory of the machine, or of the tightest cgroup of this process."""
+    machine = _number_in(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB") or 0
+    return max(0, min([machine * 1024, *_free_in_cgroups()]))
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    for folder in cgroup_folders("memory"):
+        for limit_name, use_name, reclaimed in _CGROUP_FILES:
+            limit, use = (
+                _number_in(folder / limit_name, r"^(\d+)$"),
+                _number_in(folder / use_name, r"^(\d+)$"),
+            )
+            if limit is not None and use is not None:
+                yield limit - use + (_number_in(folder / "memory.stat", rf"^{reclaimed} (\d+)$") or 0)
+
+
+def _number_in(file: Path, pattern: str) -> int | None:
+    try:
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if match is None else int(match[1])
+
+
+@contextmanager
+def limited_to_free_memory() -> Iterator[None]:
+    """Limit this process's allocations within this context to the memory that is free now."""
+    before, hard = of_process(resource.RLIMIT_DATA)
+    in_use = (_number_in(Path("/proc/self/status"), r"^VmData:\s+(\d+) kB") or 0) * 1024
+    limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
+    _set_data_limit(min([in_use + free_bytes(), *limits]), hard)
+    try:
+        yield
+    finally:
+        _set_data_limit(before, hard)
+
+
+def _set_data_limit(soft: int, hard: int) -> None:
+    with suppress(OSError):  # a sandbox refuses it
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def lacking_memory(nbytes: int) -> str | None:
+    """Return why weights of this size can't be used on this machine now; None if they can."""
+    free = free_bytes()
+    if nbytes <= free:
+        return None
+    return f"its weights have {nbytes / _GB:.1f} GB, and {free / _GB:.1f} GB of memory are free here"
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the size of parameters and buffers, on any device."""
+    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
+    """Return the size of the model's weights, built on the meta device; None if it can't be built there.
+
+    Runs in a forked child limited to the free memory, since the user's code may read a file of weights.
+    """
+    call = ForkedCall(lambda: _measured_bytes(config, info))
+    try:
+        return cast("int | None", call.result()) if call.has_ended(_LIMIT_S) else None
+    finally:
+        call.close()
+
+
+def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
+    with limited_to_free_memory(), torch.device("meta"):
+        return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))

@@ -14,7 +14,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import split_model
 from hpc_train.strategies.model_facts import _facts_of_size, facts
-from hpc_train.strategies.tensor_plan import refuse_unshared
+from hpc_train.strategies.tensor import refuse_unshared
 from hpc_train.validate.child_process import ChildError, one_child
 from tests.waiting import HANG_LIMIT_S
 

@@ -24,8 +24,8 @@ from hpc_train.models.gpt import GPT
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
+from hpc_train.strategies.tensor import _SharedDropout, refuse_unshared
 from hpc_train.strategies.tensor_layers import find_shareable
-from hpc_train.strategies.tensor_plan import _SharedDropout, refuse_unshared
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema

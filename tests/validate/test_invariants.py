@@ -42,7 +42,7 @@ from hpc_train.strategies import sync_batchnorm
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.pipeline import PipelineStrategy
-from hpc_train.strategies.tensor_plan import refuse_unshared
+from hpc_train.strategies.tensor import refuse_unshared
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training import batch_size_search, optimization, prepare, rank
@@ -256,14 +256,14 @@ SHARED = {
         lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,
     ),
-    "strategies.tensor_plan._check: dropped_attention": Shared(
+    "strategies.tensor._check: dropped_attention": Shared(
         {
             "model": {"name": VIT, "args": {"attn_drop_rate": 0.1}},
             "parallel": {"strategy": "tensor", "tensor": 3},
         },
         lambda experiment: refuse_unshared(build(experiment), 3, ""),
     ),
-    "strategies.tensor_plan._check: uneven_share": Shared(
+    "strategies.tensor._check: uneven_share": Shared(
         {"model.name": VIT, "parallel": {"strategy": "tensor", "tensor": 2}},
         lambda experiment: refuse_unshared(build(experiment), 2, ""),
     ),
