@@ -91,25 +91,12 @@ class PreparedData:
     name: str
     root: str | None
     train_samples: int
+    #: 0 if there are none.
     val_samples: int
     classes: int
     bad_samples: list[str] = field(default_factory=list)
     #: Files that are not read, and conversions that lose information.
     notices: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
-        """Describe a data set; 0 validation samples if it has none."""
-        num_val = 0 if source.val is None else len(source.val)
-        config = experiment.data
-        return cls(
-            config.name,
-            config.root,
-            len(source.train),
-            num_val,
-            source.info.num_classes,
-            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
-        )
 
 
 @dataclass
@@ -170,7 +157,14 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
-        facts = PreparedData.of(experiment, source)
+        facts = PreparedData(
+            config.name,
+            config.root,
+            len(source.train),
+            0 if source.val is None else len(source.val),
+            source.info.num_classes,
+            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
+        )
     where = f" in {config.root}" if config.root else ""
     say(
         f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
