@@ -309,10 +309,6 @@ def main(arguments: Sequence[str]) -> int:
     return int(ExitCode.DONE)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 def try_forward(
     experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
 ) -> str | None:
@@ -444,3 +440,7 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
     with limited_to_free_memory(), torch.device("meta"):
         return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
