@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from hpc_train.cli.options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
 from hpc_train.console import put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError
@@ -15,10 +14,10 @@ from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
 
 
-def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def cancel(options: CancelOptions) -> ExitCode:
     """Cancel the runs; return the worst outcome."""
     codes = [ExitCode.DONE]
-    runs_to_cancel = find_runs(names_or_ids)
+    runs_to_cancel = find_runs(options.runs)
     for paths in runs_to_cancel:
         check_run(paths)  # its files name the jobs and processes to end
     names = run_names(runs_to_cancel)
@@ -34,7 +33,7 @@ def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
             ExitCode.FAILED if paths in left else _report(paths, names[paths], before[paths])
             for paths in runs
         ]
-    if as_json:
+    if options.as_json:
         put_json(rows_json(rows_of(runs_to_cancel)))
     return max(codes)
 

@@ -9,48 +9,39 @@ from typing import Any
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
-from hpc_train.cli.evaluate import Checkpoint
+from hpc_train.cli.evaluate import refuse_both
 from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.logs import listed_runs
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.options import ExportOptions, VerifyOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
-from hpc_train.run.code.snapshot import check_owner, check_whole, linked, module_in, search_path
+from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
 
-_PROGRAM_MODULE = "hpc_train.checkpoint.program_export"
 
-
-def export(
-    word: str,
-    output: Path,
-    *,
-    form: str | None = None,
-    checkpoint: Checkpoint,
-    ema: bool = False,
-    as_json: bool = False,
-) -> int:
+def export(options: ExportOptions) -> int:
     """Write the weights, or the model as a program, of one run's newest valid checkpoint.
 
-    A child process, which imports torch, does the work. ``form``: the format, by default the one for the
-    suffix of ``output``. ``checkpoint``: another checkpoint; ``ema``: use the EMA weights.
+    A child process, which imports torch, does the work.
     """
-    form = format_of(output, form)
-    checkpoint.refuse_both()
-    paths = _one_run(word)
-    options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
-    options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
-    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
+    output, ema = options.output, options.ema
+    form = format_of(output, options.form)
+    refuse_both(options)
+    paths = _one_run(options.run)
+    flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
+    flags += [] if options.step is None else ["--step", str(options.step)]
+    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
     code: list[str] = []
     if form != WEIGHTS:
-        request, code = (*request, "--format", form), _code(paths, checkpoint.code)
-    elif is_new(checkpoint.code):
+        request, code = (*request, "--format", form), _code(paths, options.code)
+    elif is_new(options.code):
         raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
-    if not as_json:
+    if not options.as_json:
         return run_child(*request, code=code)
     exit_code, report = child_report(*request, code=code)
     if exit_code == ExitCode.DONE:
@@ -92,11 +83,6 @@ def _code(paths: RunPaths, choice: str | None) -> list[str]:
     check_run(paths)
     if snapshot is None:
         return here
-    if not module_in(snapshot, _PROGRAM_MODULE).is_file():
-        raise UsageError(
-            f"{run_name(paths)}: the code that this run uses is of a version that exports weights alone; "
-            "add --code new to export with the current code"
-        )
     check_owner(snapshot)
     check_whole(snapshot)
     return search_path(paths)
@@ -118,12 +104,12 @@ class _Verdict:
         return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **verdict}
 
 
-def verify(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def verify(options: VerifyOptions) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
     by_run: dict[RunPaths, list[_Verdict]] = {}
-    for paths in find_readable(names_or_ids):
-        by_run[paths] = list(_verdicts(paths, shows=not as_json))
-    if as_json:
+    for paths in find_readable(options.runs):
+        by_run[paths] = list(_verdicts(paths, shows=not options.as_json))
+    if options.as_json:
         put_json({"version": JSON_VERSION, "runs": [_run_json(paths, by_run[paths]) for paths in by_run]})
     is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
     return ExitCode.FAILED if is_damaged else ExitCode.DONE

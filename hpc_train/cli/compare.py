@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.cli.many_runs import collecting_rarely
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.options import CompareOptions
 from hpc_train.console import JSON_VERSION, csv_line, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
@@ -39,47 +39,19 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """The options of ``compare``."""
-
-    metric: str | None = None
-    #: Keys over which runs are averaged.
-    over: Sequence[str] = ()
-    #: Keys with equal values in all runs of one average.
-    group_by: Sequence[str] = ()
-    diff: bool = False
-    as_csv: bool = False
-    as_json: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError if options exclude each other."""
-        given = {
-            "--csv": self.as_csv,
-            "--json": self.as_json,
-            "--diff": self.diff,
-            "--over": bool(self.over),
-            "--group-by": bool(self.group_by),
-            "--metric": self.metric is not None,
-        }
-        for one, *others in _EXCLUSIVE:
-            if given[one] and (other := next((other for other in others if given[other]), None)):
-                raise UsageError(f"{one} and {other} exclude each other; use one of them")
-
-
 @collecting_rarely()
-def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
+def compare(options: CompareOptions) -> ExitCode:
     """Print the runs, or their means, the best first.
 
     Raises UsageError for a metric that none of them has, and a key in which they do not differ.
     """
-    options.check()
+    _check(options)
     if options.diff:
         from hpc_train.cli.compare_diff import compare_two  # the schema: 0.2 s
 
-        return compare_two(words, as_json=options.as_json)
+        return compare_two(options.runs, as_json=options.as_json)
     as_csv, as_json = options.as_csv, options.as_json
-    runs = find_readable(words)
+    runs = find_readable(options.runs)
     measured = _measured(runs, options.metric)
     chosen = measured.metric
     compared = sorted(_compared(runs, measured), key=lambda run: sort_key(run.best, chosen))
@@ -94,6 +66,19 @@ def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
     else:
         _print(compared, keys, chosen)
     return ExitCode.DONE
+
+
+def _check(options: CompareOptions) -> None:
+    """Raise UsageError if options exclude each other."""
+    for one, *others in _EXCLUSIVE:
+        if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
+            raise UsageError(f"{one} and {other} exclude each other; use one of them")
+
+
+def _has(options: CompareOptions, name: str) -> bool:
+    """Return True if the option is set."""
+    key = {"--csv": "as_csv", "--json": "as_json"}.get(name, name[2:].replace("-", "_"))
+    return bool(getattr(options, key))
 
 
 @dataclass(frozen=True)

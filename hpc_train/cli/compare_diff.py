@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, shortened
 from hpc_train.paths import RunPaths

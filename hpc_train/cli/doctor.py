@@ -1,16 +1,16 @@
-"""``doctor``: problems that would make runs fail on this machine or cluster, and the remedies."""
+"""``doctor``: problems that would make runs fail on this machine or cluster; ``notify``: a test message."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
+from hpc_train.cli.options import DoctorOptions, NotifyOptions
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.console import JSON_VERSION, one_line, put, put_json
+from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
@@ -19,7 +19,8 @@ from hpc_train.launchers.findings import Finding, Level
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.launchers.webhook import read_webhook, settings_file
+from hpc_train.launchers.notifications import text_of
+from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file
 from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
@@ -27,30 +28,12 @@ from hpc_train.validate.loading import Loaded, load
 _LOCAL_ONLY = "runs can be started here with --local only"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The options of ``doctor``."""
-
-    local: bool = False
-    launcher: str | None = None
-    #: Run a small job; on these nodes, or on any.
-    submit: bool = False
-    nodes: str | None = None
-    wait_min: float = 5.0
-    as_json: bool = False
-
-    @property
-    def runs_job(self) -> bool:
-        """Whether a small job is submitted; naming nodes implies it."""
-        return self.submit or self.nodes is not None
-
-
-def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) -> ExitCode:
+def doctor(options: DoctorOptions) -> ExitCode:
     """Report all findings; FAILED if one is an error."""
     if options.local and options.runs_job:
         raise UsageError("--local: checks this machine alone; omit --submit and --nodes")
     launcher = load_launcher(options.launcher or (LOCAL if options.local else DEFAULT))
-    loaded = load(file, overrides) if file is not None else None
+    loaded = load(options.file, options.overrides) if options.file is not None else None
     severity = list(Level).index
     findings = sorted(_findings(launcher, loaded, options), key=lambda finding: severity(finding.level))
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
@@ -150,3 +133,20 @@ def _lines(finding: Finding) -> Iterator[str]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def notify(options: NotifyOptions) -> ExitCode:
+    """Post a test message. IO if it can't be sent; raises UsageError without a webhook, BadFileError."""
+    path = settings_file()
+    webhook = read_webhook(path)
+    if webhook is None:
+        raise UsageError(f"{path}: there is no such file; write the line webhook: https://… to it, mode 600")
+    message = text_of(f"test message of hpc-train on {socket.gethostname()}") | {"event": "test"}
+    try:
+        post(webhook, message)
+    except NotSentError as error:
+        say(f"not sent: {error}")
+        return ExitCode.IO
+    events = ", ".join(sorted(webhook.events)) or "nothing"
+    put(f"sent to {one_line(webhook.host)}; runs report there: {events}")
+    return ExitCode.DONE

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.options import LogsOptions
 from hpc_train.console import JSON_VERSION, columns, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
@@ -30,32 +31,23 @@ _CHUNK_BYTES = 1 << 16
 FOLLOWED_LINES = 20
 
 
-def logs(
-    word: str,
-    *,
-    follow: bool,
-    rank: int,
-    attempt: int | None,
-    lines: int | None = None,
-    last: bool = False,
-    as_json: bool = False,
-) -> ExitCode:
-    """Print one rank's log to stdout.
-
-    ``lines``: only this many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``.
-    ``last``: selects the run that started last. ``as_json``: as one object, with all logs of the run.
-    """
-    if as_json and follow:
+def logs(options: LogsOptions) -> ExitCode:
+    """Print one rank's log to stdout; as JSON with all logs of the run."""
+    if options.as_json and options.follow:
         raise UsageError("--json and --follow exclude each other; use one of them")
-    paths = _one_run(word, last=last)
-    lines = lines if lines is not None else FOLLOWED_LINES if follow else 0
-    if follow:
+    paths = _one_run(options.run, last=options.last)
+    rank, attempt, lines = options.rank, options.attempt, options.lines
+    if lines is None:
+        lines = FOLLOWED_LINES if options.follow else 0
+    if options.print_all:
+        lines = 0
+    if options.follow:
         _follow(paths, rank, attempt, lines)
         return ExitCode.DONE
     output = launcher_of(paths).output(paths) if attempt is None else None
     number = attempt or newest_number(paths)
     log = output or _existing(paths, rank, number)
-    if as_json:
+    if options.as_json:
         place = {"attempt": None, "rank": None} if output else {"attempt": number, "rank": rank}
         put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": _lines(log, lines)})
     else:

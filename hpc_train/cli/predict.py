@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpc_train.cli.evaluate import Checkpoint, run_ranks
+from hpc_train.cli.evaluate import run_ranks
+from hpc_train.cli.options import PredictOptions
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
 from hpc_train.data_facts.built_in import TASKS
@@ -29,49 +30,38 @@ _FORMATS = (".jsonl", ".csv")
 _SHOWN = 5
 
 
-def predict(
-    words: Sequence[str],
-    output: Path,
-    *,
-    data: str | None,
-    checkpoint: Checkpoint,
-    devices: int | None,
-    ema: bool,
-    force: bool,
-    as_json: bool = False,
-) -> ExitCode:
-    """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
+def predict(options: PredictOptions) -> ExitCode:
+    """Write a line per sample to ``--output``, in the order of the samples.
 
-    Raises UsageError if ``output`` exists without ``force``, or has a suffix other than .jsonl or .csv, or if
+    Raises UsageError if the file exists without ``--force``, or has a suffix other than .jsonl or .csv, or if
     the run's task can't predict, or not in this format.
     """
-    _refuse_output(output, force=force)
-    images = None if data is None else str(expanded(data).absolute())
+    output = options.output
+    _refuse_output(output, force=options.force)
+    images = None if options.data is None else str(expanded(options.data).absolute())
     if images is not None and not Path(images).exists():
-        raise UsageError(f"--data: there is no file or folder {data}")
-    request = {"predict": {"images": images, "ema": ema}}
-    code, own = run_ranks(
-        "predict", words, checkpoint, devices, request, partial(_refuse_task, suffix=output.suffix)
-    )
+        raise UsageError(f"--data: there is no file or folder {options.data}")
+    request = {"predict": {"images": images, "ema": options.ema}}
+    code, own = run_ranks("predict", options, request, partial(_refuse_task, suffix=output.suffix))
     if code != ExitCode.DONE:
         return code
     with replacing(output.absolute()) as file:
         count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
-    asked = read_json(own.evaluated_checkpoint) or {}
+    evaluated = read_json(own.evaluated_checkpoint) or {}
     skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
     notices = read_json(own.attempt(newest_number(own)).notices) or {}
     shutil.rmtree(own.folder.parent)
     for line in notices.get("lines", []):
         say(f"predict: {line}")
     say_skipped(skipped)
-    if as_json:
+    if options.as_json:
         file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}
         counts = {"predictions": count, "skipped": len(skipped)}
-        known = {"id": Path(asked["run"]).name, "step": asked["step"]} | counts
-        put_json({"version": JSON_VERSION} | known | file_facts)
+        run = {"id": Path(evaluated["run"]).name, "step": evaluated["step"]}
+        put_json({"version": JSON_VERSION} | run | counts | file_facts)
     else:
-        left_out = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
-        put(f"{output}  {count} predictions{left_out}")
+        skipped_words = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
+        put(f"{output}  {count} predictions{skipped_words}")
     return ExitCode.DONE
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.many_runs import collecting_rarely
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.options import ReportOptions
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect
@@ -19,15 +18,16 @@ _ENDINGS = (".html", ".htm")
 
 
 @collecting_rarely()
-def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: bool = False) -> ExitCode:
+def report(options: ReportOptions) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 
     Raises UsageError for a metric that none of the runs has, and the errors of ``refuse_target``.
     """
+    output, metric = options.output, options.metric
     if output.suffix.lower() not in _ENDINGS:
         raise UsageError(f"-o: {output} must end in .html, since it is a page for a browser")
     refuse_target(output)
-    collected = collect(find_readable(words), metric)
+    collected = collect(find_readable(options.runs), metric)
     if collected.metric is None and metric is not None:
         listed = ", ".join(sorted(map(str, collected.metrics))[:50]) or "none yet"
         where = (
@@ -39,7 +39,7 @@ def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: b
     page = render(collected).encode()
     with replacing(output) as file:
         file.write(page)
-    if as_json:
+    if options.as_json:
         put_json(_to_json(collected, output, len(page)))
         return ExitCode.DONE
     put(f"{output}  {counted(len(collected.runs), 'run')}  {len(page) / 2**20:.1f} MB")

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.run_usage import used_by
 from hpc_train.console import JSON_VERSION
-from hpc_train.errors import BadFileError
-from hpc_train.launchers.lookup import statuses
+from hpc_train.errors import BadFileError, HpcTrainError
+from hpc_train.launchers.base import AccountingLauncher, Launcher
+from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
@@ -27,12 +27,13 @@ from hpc_train.report.run_times import (
     short_duration,
 )
 from hpc_train.report.step_layout import layout_of, ranks_of
-from hpc_train.report.usage import MAX_BYTES, Usage
+from hpc_train.report.usage import MAX_BYTES, Usage, usage_of
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.topology.degrees import Ranks
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def _details(
     if run.recorded:
         rows, share = spread_rows(paths.metrics, MAX_BYTES)
     useful = goodput(paths, now, elapsed, rows)
-    used = used_by(run, now, rows, share, with_accounting=with_accounting)
+    used = _usage(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
@@ -260,3 +261,30 @@ def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(noted, dict):
         return None
     return {key: noted.get(key) for key in ("commit", "dirty", "snapshot")}
+
+
+def _usage(
+    run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
+) -> Usage | None:
+    """Return the run's usage; None before its first attempt.
+
+    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also query the scheduler, which takes time
+    for each run.
+    """
+    if not run.recorded:
+        return None
+    launcher = launcher_in(run.paths, run.facts)
+    job = None
+    if with_accounting and isinstance(launcher, AccountingLauncher):
+        job = launcher.job_usage(run.paths)
+    return usage_of(run, now, rows, share, _size(run, launcher), job)
+
+
+def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
+    """Return the ranks, GPUs and cores of an attempt if the launcher started it now; None if unknown."""
+    record, experiment = run.newest_record, run.experiment
+    devices = None if record is None else record.devices or record.ranks
+    try:
+        return None if experiment is None else launcher.ranks(experiment, devices)
+    except (HpcTrainError, OSError):
+        return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.cli.next_steps import has_saved
+from hpc_train.cli.options import SearchOptions, SubmitOptions
+from hpc_train.cli.preflight import LauncherChoice
 from hpc_train.cli.searching import experiment_folder, finish_submissions, search_round
-from hpc_train.cli.submit import SubmitOptions, submit
+from hpc_train.cli.starting import has_saved
+from hpc_train.cli.submit import submit
 from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
@@ -22,17 +23,17 @@ from hpc_train.validate.loading import Loaded, load
 _POLL_S = 30.0
 
 
-def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds: int | None) -> ExitCode:
+def search(options: SearchOptions) -> ExitCode:
     """Start the next trials whenever some are missing; return the worst exit code of the runs.
 
-    FAILED also if no trial has a value at the end. ``rounds``: the number of submits; None: until all trials
-    are done. Raises UsageError if the file has no search.
+    FAILED also if no trial has a value at the end. Raises UsageError if the file has no search.
     """
-    loaded = load(file, overrides)
+    rounds, loaded = options.rounds, load(options.file, options.overrides)
     section = loaded.experiment.sweep.search
     if section is None:
-        raise UsageError(f"search: {file} has no sweep.search; add it, or use `hpc-train submit`")
-    launcher, started = options.load(), _Started(loaded, section)
+        raise UsageError(f"search: {options.file} has no sweep.search; add it, or use `hpc-train submit`")
+    launcher, started = LauncherChoice.of(options).launcher, _Started(loaded, section)
+    submitted = SubmitOptions(**{key: value for key, value in vars(options).items() if key != "rounds"})
     codes = [ExitCode.DONE]
     before: list[Mapping[str, Any]] | None = None
     while rounds is None or len(codes) <= rounds:
@@ -48,7 +49,7 @@ def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds:
             say(f"{loaded.experiment.name}: {problem}")
             return max(*codes, ExitCode.FAILED)
         before = list(made.proposals)
-        codes.append(submit(file, overrides, options, started.contains))
+        codes.append(submit(submitted, started.contains))
         started.note(made)
         if codes[-1] == ExitCode.INTERRUPTED:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpc_train.cli.creating import starts_again
+from hpc_train.cli.starting import starts_again
 from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import UsageError

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.options import SyncOptions
 from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations
@@ -21,21 +20,12 @@ from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncOptions:
-    """The options of ``sync``."""
-
-    #: Destinations; empty: those in each run's file.
-    to: Sequence[str] = ()
-    project: str | None = None
-    output: Path | None = None
-    as_json: bool = False
-
-
-def sync(words: Sequence[str], options: SyncOptions) -> ExitCode:
+def sync(options: SyncOptions) -> ExitCode:
     """Send the final rows of runs, each once; TRY_AGAIN if some could not be sent."""
     _check(options)
-    targets = [(paths, target) for paths in find_readable(words) for target in _targets(paths, options)]
+    targets = [
+        (paths, target) for paths in find_readable(options.runs) for target in _targets(paths, options)
+    ]
     for line in dict.fromkeys(filter(None, (target.used_variables for _, target in targets))):
         say(line)
     done: list[tuple[RunPaths, Synced]] = []

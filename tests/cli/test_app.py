@@ -212,7 +212,7 @@ def test_submit_names_the_owner_of_an_experiment_that_it_may_not_enter(
     (runs / name).mkdir(mode=0o700, parents=True)
     os.chown(runs / name, 12345, -1)
     loads = Mock(side_effect=AssertionError("a file in it was opened"))
-    monkeypatch.setattr("hpc_train.cli.creating.is_run", loads)
+    monkeypatch.setattr("hpc_train.cli.submit.is_run", loads)
     done = hpc_train("submit", file, "--local")
     assert done.code != 0
     assert f"{runs / name}: belongs to another user (uid 12345)" in done.err

@@ -293,11 +293,6 @@ def content_of(folder: Path) -> str:
     return str(_manifest(folder)["content"])
 
 
-def module_in(snapshot: Path, module: str) -> Path:
-    """Return the file of a module of this package in a snapshot; it may not exist."""
-    return (snapshot / _PACKAGE / Path(*module.split("."))).with_suffix(".py")
-
-
 def search_path(paths: RunPaths) -> list[str]:
     """Return the entries to put first on the ranks' PYTHONPATH; empty if the run has no snapshot."""
     folder = linked(paths)

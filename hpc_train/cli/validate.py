@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.children import child_report, run_child
-from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
-from hpc_train.cli.plan import LauncherOptions, lacking_parts, say_remarks, submit_problems
+from hpc_train.cli.options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
+from hpc_train.cli.plan import say_layouts, with_found_sizes
+from hpc_train.cli.preflight import LauncherChoice, Preflight, lacking_parts, say_remarks
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
 from hpc_train.validate.loading import Loaded, load
 
 
-def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def validate(options: ValidateOptions) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
-    if not as_json:
+    file, overrides = options.file, options.overrides
+    if not options.as_json:
         loaded, plan, count = _checked(file, overrides)
         say(f"{file}: fine: {counted(count, 'run')} of {plan.name}")
         say_layouts(plan.runs)
@@ -39,16 +41,16 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
 
     Raises BadFileError with all problems.
     """
-    loaded, options = load(file, overrides), LauncherOptions()
-    launcher = options.load()
-    plan = with_found_sizes(options.plan(launcher, loaded, None))
-    if problems := submit_problems(launcher, loaded, plan):
+    loaded, choice = load(file, overrides), LauncherChoice.of(LauncherOptions())
+    plan = with_found_sizes(choice.plan(loaded, None))
+    checks = Preflight(choice.launcher, on_this_machine=False, needs_launcher=False)
+    if problems := checks.of_plan(loaded, plan).problems:
         raise BadFileError(problems)
     search = loaded.experiment.sweep.search
     return loaded, plan, search.trials if search else len(plan.runs)
 
 
-def schema() -> ExitCode:
+def schema(options: SchemaOptions) -> ExitCode:
     """Print the JSON Schema of the file."""
     from hpc_train.config.json_schema import json_schema
 
@@ -56,14 +58,14 @@ def schema() -> ExitCode:
     return ExitCode.DONE
 
 
-def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, as_json: bool = False) -> int:
+def prepare(options: PrepareOptions) -> int:
     """Download and try the file's parts in a child process, which imports torch."""
-    loaded = load(file, overrides)
+    loaded = load(options.file, options.overrides)
     if problems := lacking_parts(loaded, make_plan(loaded)):
         raise BadFileError(problems)
-    options = [*([] if runs_forward else ["--no-forward"]), *(["--json"] if as_json else [])]
-    request = ("hpc_train.training.prepare", str(file), *options, *overrides)
-    if not as_json:
+    flags = [*(["--no-forward"] if options.no_forward else []), *(["--json"] if options.as_json else [])]
+    request = ("hpc_train.training.prepare", str(options.file), *flags, *options.overrides)
+    if not options.as_json:
         return run_child(*request)
     code, report = child_report(*request)
     if code == ExitCode.DONE:
