@@ -31,6 +31,7 @@ from hpc_train.report.usage import MAX_BYTES, Usage, usage_of
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus
 from hpc_train.topology.degrees import Ranks
@@ -179,7 +180,7 @@ class RunRow:
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
             ("metric", self._metric_at()),
-            ("best", str(Best.from_json(self.best) or "")),
+            ("best", str(decoded(Best, self.best) or "")),
             (
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
@@ -243,7 +244,7 @@ def _details(
         "accumulation": layout.accumulation if layout else None,
         "precision": layout.precision if layout else None,
         "goodput": None if useful is None else round(useful, 4),
-        "best": None if best is None else best.to_json(),
+        "best": None if best is None else encoded(best),
         "usage": None if used is None else used.to_json(),
         "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
     }

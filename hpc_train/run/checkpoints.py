@@ -12,9 +12,9 @@ import secrets
 import shutil
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
@@ -22,6 +22,7 @@ from hpc_train import __version__
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.best import BEST, Best
+from hpc_train.run.file_shapes import JSON_KEY, Count, decoded, encoded
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.storage_errors import TRANSIENT, retried
 
@@ -35,7 +36,6 @@ _SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 #: The key of a file's hash in the manifest.
 _HASH = "xxh3_128"
-_HEXADECIMAL = re.compile("[0-9a-f]{32}")
 #: File in a folder that was set aside.
 _WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
@@ -50,20 +50,8 @@ class NewerVersionError(BadFileError):
 class FileEntry:
     """The expected size and XXH3-128 hash (hexadecimal) of one file of a checkpoint."""
 
-    size: int
-    digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its entry in ``manifest.json``."""
-        return {"size": self.size, _HASH: self.digest}
-
-    @classmethod
-    def from_json(cls, entry: object) -> FileEntry:
-        """Raise ValueError if ``entry`` is invalid."""
-        size, digest = (entry.get("size"), entry.get(_HASH)) if isinstance(entry, dict) else (None, None)
-        if type(size) is int and size >= 0 and isinstance(digest, str) and _HEXADECIMAL.fullmatch(digest):
-            return cls(size, digest)
-        raise ValueError(f"must have a size and a hash ({_HASH})")
+    size: Count
+    digest: Annotated[str, re.compile("[0-9a-f]{32}").fullmatch] = field(metadata={JSON_KEY: _HASH})
 
 
 @dataclass(frozen=True)
@@ -85,10 +73,10 @@ class Manifest:
             "step": self.step,
             "attempt": self.attempt,
             "world_size": self.world_size,
-            "files": {name: entry.to_json() for name, entry in self.files.items()},
+            "files": {name: encoded(entry) for name, entry in self.files.items()},
         }
         if self.best is not None:
-            data[BEST] = self.best.to_json()
+            data[BEST] = encoded(self.best)
         write_json(checkpoint.manifest, data, sync=True)
 
     @classmethod
@@ -104,7 +92,7 @@ class Manifest:
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
         )
         files = _file_entries(checkpoint.manifest, data.get("files"))
-        return cls(step, attempt, world_size, files, Best.from_json(data.get(BEST)))
+        return cls(step, attempt, world_size, files, decoded(Best, data.get(BEST)))
 
 
 def _newer(manifest: Path, version: int, written_by: object) -> str:
@@ -137,17 +125,18 @@ def _number(manifest: Path, key: str, value: object) -> int:
 def _file_entries(manifest: Path, files: object) -> dict[str, FileEntry]:
     if not isinstance(files, dict):
         raise BadFileError(f"{manifest}: files must be an object")
-    return {name: _file_entry(manifest, name, entry) for name, entry in files.items()}
+    return {name: file_entry(manifest, name, entry) for name, entry in files.items()}
 
 
-def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
+def file_entry(manifest: Path, name: str, data: object) -> FileEntry:
+    """Return the entry of the file ``name`` in a manifest or index. Raises BadFileError if it is invalid."""
     # A name with a slash or only dots would make a reader leave the checkpoint's folder.
     if not _PLAIN_NAME.fullmatch(name):
         raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
-    try:
-        return FileEntry.from_json(entry)
-    except ValueError as error:
-        raise BadFileError(f"{manifest}: {name!r} {error}") from error
+    entry = decoded(FileEntry, data)
+    if entry is None:
+        raise BadFileError(f"{manifest}: {name!r} must have a size and a hash ({_HASH})")
+    return entry
 
 
 def hash_file(path: Path) -> str:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
+from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import hidden_beside, is_unsupported, read_json, sync_folder, write_json
+
+_Positive = Annotated[int, lambda number: number > 0]
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,12 @@ class Found:
     """The content of ``micro_batch.json`` without its version."""
 
     #: m.
-    size: int
+    size: _Positive
     #: The next larger size, which did not fit; None if there is none.
     too_large: int | None
     #: The attempt that found it.
-    ranks: int
-    attempt: int
+    ranks: _Positive
+    attempt: _Positive
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``micro_batch.json``."""
@@ -37,15 +40,13 @@ def kept(paths: RunPaths) -> Found | None:
     """Return the size that was found; None before that. Raises StorageError if the file can't be read."""
     if not paths.micro_batch.exists():
         return None
-    data = read_json(paths.micro_batch) or {}
-    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Found)}
-    numbers = [values["size"], values["ranks"], values["attempt"]]
-    if not all(isinstance(number, int) and number > 0 for number in numbers):
+    found = decoded(Found, read_json(paths.micro_batch))
+    if found is None:
         raise StorageError(
             f"{paths.micro_batch}: can't be read, and another micro_batch_size would be another run; put it "
             "back, or start again with hpc-train submit --new"
         )
-    return Found(**values)
+    return found
 
 
 def kept_size(paths: RunPaths) -> int | None:

@@ -16,6 +16,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
 from hpc_train.run.checkpoints import committed
+from hpc_train.run.file_shapes import encoded
 from hpc_train.run.metric_rows import Row
 from hpc_train.training.median_rule import MedianRule
 
@@ -100,7 +101,7 @@ class ModelSelection:
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""
         found = None if self.best is None else self.best.best
-        return {} if found is None else {BEST: found.to_json()}
+        return {} if found is None else {BEST: encoded(found)}
 
     def _stops(self, step: int) -> bool:
         """Return True if the run ends after the evaluation of ``step``. Only rank 0's result is used."""
