@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -20,6 +21,8 @@ _O = TypeVar("_O")
 
 #: The key of a field's metadata that has its settings on the command line, see ``options``.
 SETTINGS = "command line"
+#: A command's options → imports its function.
+FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
 app = typer.Typer(
     name="hpc-train",
@@ -40,9 +43,11 @@ def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], typ
     """
 
     def register(options: type[_O]) -> type[_O]:
+        FUNCTIONS[options] = partial(_function, module or name, name)
+
         def run(**values: Any) -> None:
             given = {key: value for key, value in values.items() if value is not None}
-            sys.exit(exit_code_of(lambda: _function(module or name, name)(options(**given))))
+            sys.exit(exit_code_of(lambda: FUNCTIONS[options]()(options(**given))))
 
         run.__doc__ = options.__doc__
         run.__signature__ = _signature(options)  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 
-from hpc_train.cli.options import DoctorOptions, NotifyOptions
+from hpc_train.cli.options import DoctorOptions, LauncherOptions, NotifyOptions
+from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
@@ -16,9 +17,7 @@ from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageErro
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
 from hpc_train.launchers.findings import Finding, Level
-from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
-from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.launchers.notifications import text_of
 from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file
 from hpc_train.loggers.wandb_key import has_key, needs_key
@@ -32,10 +31,10 @@ def doctor(options: DoctorOptions) -> ExitCode:
     """Report all findings; FAILED if one is an error."""
     if options.local and options.runs_job:
         raise UsageError("--local: checks this machine alone; omit --submit and --nodes")
-    launcher = load_launcher(options.launcher or (LOCAL if options.local else DEFAULT))
+    choice = LauncherChoice.of(LauncherOptions(local=options.local, launcher=options.launcher))
     loaded = load(options.file, options.overrides) if options.file is not None else None
     severity = list(Level).index
-    findings = sorted(_findings(launcher, loaded, options), key=lambda finding: severity(finding.level))
+    findings = sorted(_findings(choice, loaded, options), key=lambda finding: severity(finding.level))
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     if options.as_json:
         items = [finding.to_json() for finding in findings]
@@ -46,8 +45,11 @@ def doctor(options: DoctorOptions) -> ExitCode:
     return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
 
 
-def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
+def _findings(choice: LauncherChoice, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
+    launcher = choice.launcher
     experiment = loaded.experiment if loaded is not None else None
+    if loaded is not None:
+        yield from _file(choice, loaded)
     # The devices of ranks on this machine; jobs of a queue use other machines' GPUs.
     is_on_cpu = experiment is not None and experiment.device == "cpu"
     here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
@@ -60,6 +62,15 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
         yield from _wandb(experiment)
     if launcher.is_queue:
         yield from _cluster(launcher, CheckRequest(experiment, partial(_place, loaded)), options)
+
+
+def _file(choice: LauncherChoice, loaded: Loaded) -> Iterator[Finding]:
+    """Why ``submit`` would refuse the file, apart from the queue."""
+    try:
+        submittable(choice, loaded)
+    except BadFileError as error:
+        for problem in error.problems:
+            yield Finding(Level.ERROR, "file.start", problem, loaded.source.name, "`submit` refuses the file")
 
 
 def _place(loaded: Loaded | None, key: str) -> str:

@@ -16,18 +16,17 @@ from hpc_train.cli.preflight import (
     missing_pack_lines,
     possible_packs,
     say_remarks,
+    with_found_sizes,
 )
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import KnowsDevices, Launcher
-from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.devices import Device, device_here
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.plan.prediction import PARTS, StepPrediction, predict
 from hpc_train.plan.sweep import describe
-from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import load
@@ -199,19 +198,6 @@ def _hours(run: PlannedRun) -> str:
     if hours is None:
         return "unknown"
     return f"at most {hours:g}" if hours else "0"
-
-
-def with_found_sizes(made: Plan) -> Plan:
-    """Return the plan with numbers for ``auto`` if the run exists and has found its size."""
-    return replace(made, runs=[_with_found_size(made.name, run) for run in made.runs])
-
-
-def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
-    optimization = run.experiment.optimization
-    size = kept_size(RunPaths(runs_root() / name / run.id))
-    if optimization.micro_batch_size != "auto" or size is None:
-        return run
-    return replace(run, micro_batches=optimization.global_batch_size // size)
 
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:

@@ -7,7 +7,7 @@ of the data, data that must be on this machine; then the batch scripts; then the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.input_files import LIMIT_S
 from hpc_train.plan.pack_files import missing_pack, pack_files
-from hpc_train.plan.planning import Plan, make_plan
+from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.weight_source import KEY, source_facts
@@ -68,6 +68,31 @@ class LauncherChoice:
             on_this_machine=self.on_this_machine,
             trials=trials,
         )
+
+
+def with_found_sizes(plan: Plan) -> Plan:
+    """Return the plan with numbers for ``auto`` if the run exists and has found its size."""
+    return replace(plan, runs=[_with_found_size(plan.name, run) for run in plan.runs])
+
+
+def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
+    optimization = run.experiment.optimization
+    size = kept_size(RunPaths(runs_root() / name / run.id))
+    if optimization.micro_batch_size != "auto" or size is None:
+        return run
+    return replace(run, micro_batches=optimization.global_batch_size // size)
+
+
+def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
+    """Return the plan of a file that ``submit`` would accept, whatever the queue says.
+
+    Raises BadFileError with all problems.
+    """
+    plan = with_found_sizes(choice.plan(loaded, None))
+    checks = Preflight(choice.launcher, on_this_machine=choice.on_this_machine, needs_launcher=False)
+    if problems := checks.of_plan(loaded, plan).problems:
+        raise BadFileError(problems)
+    return plan
 
 
 class Candidate(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
-from hpc_train.cli.plan import say_layouts, with_found_sizes
-from hpc_train.cli.preflight import LauncherChoice, Preflight, lacking_parts, say_remarks
+from hpc_train.cli.plan import say_layouts
+from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
@@ -41,11 +41,8 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
 
     Raises BadFileError with all problems.
     """
-    loaded, choice = load(file, overrides), LauncherChoice.of(LauncherOptions())
-    plan = with_found_sizes(choice.plan(loaded, None))
-    checks = Preflight(choice.launcher, on_this_machine=False, needs_launcher=False)
-    if problems := checks.of_plan(loaded, plan).problems:
-        raise BadFileError(problems)
+    loaded = load(file, overrides)
+    plan = submittable(LauncherChoice.of(LauncherOptions()), loaded)
     search = loaded.experiment.sweep.search
     return loaded, plan, search.trials if search else len(plan.runs)
 
