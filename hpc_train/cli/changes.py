@@ -38,10 +38,10 @@ _FIXED = ("name",)
 _NAMED = 10
 
 
-def runs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def runs_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a command line into runs and ``KEY=VALUE``."""
-    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
-    return [word for word in words if word not in overrides], overrides
+    overrides = [word for word in arguments if _OVERRIDE.fullmatch(word)]
+    return [word for word in arguments if word not in overrides], overrides
 
 
 @dataclass(frozen=True)

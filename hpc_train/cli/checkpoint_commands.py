@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
@@ -22,6 +22,56 @@ from hpc_train.run import checkpoints
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
+
+
+class CheckpointJson(TypedDict):
+    """One checkpoint, checked by its hashes."""
+
+    step: int
+    path: str
+    #: Empty if it is intact.
+    problems: list[str]
+    #: False if the attempt that wrote it no longer owned the run.
+    counts: bool
+    #: Whether it is the one that would be loaded.
+    loads: bool
+
+
+class VerifiedRun(TypedDict):
+    """A run's checkpoints, the newest one first."""
+
+    id: str
+    name: str
+    path: str
+    checkpoints: list[CheckpointJson]
+
+
+class Verification(TypedDict):
+    """Which checkpoints would load."""
+
+    version: int
+    runs: list[VerifiedRun]
+
+
+class Export(TypedDict):
+    """The file that was written."""
+
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    #: ``safetensors``, ``onnx`` or ``torch-export``.
+    format: str
+    bytes: int
+    #: Of the checkpoint.
+    step: int
+    ema: bool
+    #: Weights and buffers.
+    tensors: int
+    #: Of a program: the shapes of its inputs, in their order; a text in a shape names a size that may vary.
+    inputs: list[list[int | str]] | None
+    #: Of a program: between its outputs and those of PyTorch.
+    max_difference: float | None
 
 
 def export(options: ExportOptions) -> int:
@@ -49,9 +99,7 @@ def export(options: ExportOptions) -> int:
     return exit_code
 
 
-def _export_json(
-    paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool
-) -> dict[str, Any]:
+def _export_json(paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool) -> Export:
     """Return the content of ``export --json``; ``report``: the child's output."""
     return {
         "version": JSON_VERSION,
@@ -99,9 +147,15 @@ class _Verdict:
     #: A resume would load it.
     loads: bool
 
-    def to_json(self) -> dict[str, Any]:
-        verdict = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
-        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **verdict}
+    def to_json(self) -> CheckpointJson:
+        """Return its entry in ``verify --json``."""
+        return {
+            "step": self.checkpoint.step,
+            "path": str(self.checkpoint.folder),
+            "problems": self.problems,
+            "counts": self.counts,
+            "loads": self.loads,
+        }
 
 
 def verify(options: VerifyOptions) -> ExitCode:
@@ -110,15 +164,18 @@ def verify(options: VerifyOptions) -> ExitCode:
     for paths in find_readable(options.runs):
         by_run[paths] = list(_verdicts(paths, shows=not options.as_json))
     if options.as_json:
-        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, by_run[paths]) for paths in by_run]})
+        put_json(Verification(version=JSON_VERSION, runs=[_run_json(*item) for item in by_run.items()]))
     is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
     return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
-def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> dict[str, Any]:
-    listed = [verdict.to_json() for verdict in verdicts]
-    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    return {"id": paths.folder.name, "name": name, "path": path, "checkpoints": listed}
+def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> VerifiedRun:
+    return {
+        "id": paths.folder.name,
+        "name": paths.siblings.folder.name,
+        "path": str(paths.folder.absolute()),
+        "checkpoints": [verdict.to_json() for verdict in verdicts],
+    }
 
 
 def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:

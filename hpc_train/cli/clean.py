@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.options import CleanOptions, RemoveOptions
@@ -31,6 +31,56 @@ from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 _UNUSED_CODE = "code that no run uses"
 
 
+class RemovedJson(TypedDict):
+    """A file or folder that was removed."""
+
+    path: str
+    bytes: int
+    why: str
+
+
+class CleanedRun(TypedDict):
+    """What a run no longer needed, and what it keeps."""
+
+    id: str
+    name: str
+    path: str
+    removed: list[RemovedJson]
+    #: Folders of checkpoints that are still there.
+    checkpoints: list[str]
+
+
+class Cleaning(TypedDict):
+    """What was removed; nothing if the answer was no."""
+
+    version: int
+    runs: list[CleanedRun]
+    #: Snapshots of code that no run used.
+    code: list[RemovedJson]
+    #: Of all that was removed.
+    bytes: int
+
+
+class RemovedRun(TypedDict):
+    """A run that was removed, as it was."""
+
+    id: str
+    name: str
+    path: str
+    state: str
+    step: int
+    bytes: int
+
+
+class Removal(TypedDict):
+    """The runs that were removed; none if the answer was no."""
+
+    version: int
+    runs: list[RemovedRun]
+    code: list[RemovedJson]
+    bytes: int
+
+
 class LivingRunError(UserError):
     """The run still writes to its folder."""
 
@@ -47,7 +97,7 @@ class _Surplus:
         """The size when it was first read."""
         return _size_bytes(self.path)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> RemovedJson:
         """Return its entry in the JSON output of ``clean`` and ``remove``."""
         return {"path": str(self.path.absolute()), "bytes": self.size_bytes, "why": self.why}
 
@@ -64,18 +114,17 @@ def clean(options: CleanOptions) -> ExitCode:
     removed, code = _clean(options)
     if options.as_json:
         items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
-        put_json(
-            {
-                "version": JSON_VERSION,
-                "runs": [_to_json(paths, items_of_run) for paths, items_of_run in removed.items()],
-                "code": [item.to_json() for item in code],
-                "bytes": sum(item.size_bytes for item in items),
-            }
+        cleaned = Cleaning(
+            version=JSON_VERSION,
+            runs=[_to_json(paths, items_of_run) for paths, items_of_run in removed.items()],
+            code=[item.to_json() for item in code],
+            bytes=sum(item.size_bytes for item in items),
         )
+        put_json(cleaned)
     return ExitCode.DONE
 
 
-def _to_json(paths: RunPaths, removed: Sequence[_Surplus]) -> dict[str, Any]:
+def _to_json(paths: RunPaths, removed: Sequence[_Surplus]) -> CleanedRun:
     return {
         "id": paths.folder.name,
         "name": paths.siblings.folder.name,
@@ -155,7 +204,7 @@ def _why(paths: RunPaths, path: Path, newest: Path) -> str:
     if path.name < newest.name:
         return f"older than {newest.name}"
     counting = (*checkpoints.committed(paths), *checkpoints.damaged(paths))
-    if path in [each.folder for each in counting]:
+    if path in [checkpoint.folder for checkpoint in counting]:
         return "damaged"
     return "does not count: its attempt no longer owned the run"
 
@@ -239,15 +288,20 @@ def rm(options: RemoveOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def _facts(paths: RunPaths, status: RunStatus) -> dict[str, Any]:
+def _facts(paths: RunPaths, status: RunStatus) -> RemovedRun:
     """Return the ``--json`` entry of a run that is still there."""
-    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    known = {"id": paths.folder.name, "name": name, "path": path, "state": status.state, "step": status.step}
-    return known | {"bytes": _size_bytes(paths.folder)}
+    return {
+        "id": paths.folder.name,
+        "name": paths.siblings.folder.name,
+        "path": str(paths.folder.absolute()),
+        "state": status.state,
+        "step": status.step,
+        "bytes": _size_bytes(paths.folder),
+    }
 
 
-def _removed_json(runs: Sequence[dict[str, Any]], code: Sequence[_Surplus]) -> dict[str, Any]:
-    total = sum(each["bytes"] for each in runs) + sum(item.size_bytes for item in code)
+def _removed_json(runs: list[RemovedRun], code: Sequence[_Surplus]) -> Removal:
+    total = sum(run["bytes"] for run in runs) + sum(item.size_bytes for item in code)
     return {"version": JSON_VERSION, "runs": runs, "code": [item.to_json() for item in code], "bytes": total}
 
 
@@ -273,10 +327,10 @@ def _fresh_status(launcher: Launcher, runs: Sequence[RunPaths]) -> list[RunStatu
     try:
         return launcher.status(runs, is_fresh=True)
     except NoSchedulerError:
-        found = list(map(read_status, runs))
-        if any(status.state != "completed" for status in found):  # it may be in the queue again
+        recorded = list(map(read_status, runs))
+        if any(status.state != "completed" for status in recorded):  # it may be in the queue again
             raise
-        return found
+        return recorded
 
 
 def _check_ours(paths: RunPaths) -> None:
@@ -299,18 +353,18 @@ def _entries(paths: RunPaths) -> set[str]:
     """Return the names written by hpc-train, including files of an interrupted write:
     ``.status.json.0a1b2c3d``.
     """
-    known = RunPaths.entry_names()
+    names = RunPaths.entry_names()
     half_written = {
-        path.name for path in paths.folder.glob(".*.*") if path.name[1:].rpartition(".")[0] in known
+        path.name for path in paths.folder.glob(".*.*") if path.name[1:].rpartition(".")[0] in names
     }
-    return known | half_written
+    return names | half_written
 
 
 def _remove_run(paths: RunPaths) -> None:
     """Remove the run; an attempt is claimed first, so that no command starts one meanwhile."""
     number = claim_attempt(paths, "rm")
     try:
-        before = [read_record(each) for each in paths.attempt_folders() if each.number < number]
+        before = [read_record(attempt) for attempt in paths.attempt_folders() if attempt.number < number]
         if before and before[-1] and before[-1].job is None and living(before[-1]) is not False:
             raise TryAgainError(f"{run_name(paths)}: another command has just started it; it is kept")
         aside = paths.folder.with_name(f".{paths.folder.name}.removed-{os.getpid()}")

@@ -46,8 +46,8 @@ def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], typ
         FUNCTIONS[options] = partial(_function, module or name, name)
 
         def run(**values: Any) -> None:
-            given = {key: value for key, value in values.items() if value is not None}
-            sys.exit(exit_code_of(lambda: FUNCTIONS[options]()(options(**given))))
+            values = {key: value for key, value in values.items() if value is not None}  # else: the default
+            sys.exit(exit_code_of(lambda: FUNCTIONS[options]()(options(**values))))
 
         run.__doc__ = options.__doc__
         run.__signature__ = _signature(options)  # type: ignore[attr-defined]

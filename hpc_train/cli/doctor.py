@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import TypedDict
 
 from hpc_train.cli.options import DoctorOptions, LauncherOptions, NotifyOptions
 from hpc_train.cli.preflight import LauncherChoice, submittable
@@ -25,6 +26,16 @@ from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
 
 _LOCAL_ONLY = "runs can be started here with --local only"
+
+
+class Diagnosis(TypedDict):
+    """What would make runs fail."""
+
+    version: int
+    #: How many findings there are by level.
+    counts: dict[str, int]
+    #: Errors first.
+    findings: list[Finding]
 
 
 def doctor(options: DoctorOptions) -> ExitCode:

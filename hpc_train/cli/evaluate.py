@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
@@ -34,6 +34,16 @@ from hpc_train.run.trust import check_run
 _CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
 
 
+class Evaluation(TypedDict):
+    """One evaluation of a checkpoint."""
+
+    version: int
+    id: str
+    path: str
+    #: Like a ``val`` row of ``metrics.jsonl``.
+    row: dict[str, Any]
+
+
 def evaluate(options: EvaluateOptions) -> ExitCode:
     """Evaluate a checkpoint of a run; print a row like a ``val`` row.
 
@@ -46,7 +56,7 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
     run = RunPaths(Path((read_json(run_of_ranks.evaluated_checkpoint) or {})["run"]))
     shutil.rmtree(run_of_ranks.folder.parent)
     if options.as_json:
-        put_json({"version": JSON_VERSION, "id": run.folder.name, "path": str(run.folder), "row": row})
+        put_json(Evaluation(version=JSON_VERSION, id=run.folder.name, path=str(run.folder), row=row))
     else:
         put(f"{run_name(run)}  step {row['step']}  {in_words(row)}")
     return ExitCode.DONE
@@ -63,7 +73,7 @@ def run_ranks(
     Also return their run folder, alone in a temporary folder that the caller removes; an error leaves it in
     place. ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
-    run_words, overrides = runs_and_overrides(options.words)
+    run_words, overrides = runs_and_overrides(options.runs_and_overrides)
     paths = _one_run(command, run_words)
     refuse_both(options)
     _refuse_fixed(overrides)
@@ -87,12 +97,12 @@ def refuse_both(options: CheckpointOptions) -> None:
         raise UsageError("--best and --step exclude each other; use one of them")
 
 
-def _one_run(command: str, words: Sequence[str]) -> RunPaths:
-    if not words:
+def _one_run(command: str, names: Sequence[str]) -> RunPaths:
+    if not names:
         raise UsageError(f"{command}: names no run; give a run id or a run's folder")
-    runs = find_readable(words)
+    runs = find_readable(names)
     if len(runs) != 1:
-        raise UsageError(f"{command}: takes one run, and {' '.join(words)} matches {len(runs)}; give one id")
+        raise UsageError(f"{command}: takes one run, and {' '.join(names)} matches {len(runs)}; give one id")
     return runs[0]
 
 

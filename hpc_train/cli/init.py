@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.cli.options import InitOptions
 from hpc_train.config.keys import JOB, description_of
@@ -40,6 +40,33 @@ _COLUMN = 44
 #: Shorter descriptions repeat the key, longer ones obscure the file.
 _COMMENT_LENGTHS = (20, 90)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
+
+
+class FirstFileJson(TypedDict):
+    """The experiment file that was written."""
+
+    version: int
+    file: str
+    #: All files that were written: of a recipe its modules, too.
+    files: list[str]
+    #: Whether it is for this cluster rather than for this machine.
+    for_cluster: bool
+    #: Numbers of the lines that have to be changed.
+    lines_to_change: list[int]
+
+
+class RecipeJson(TypedDict):
+    """An experiment file to start from."""
+
+    name: str
+    title: str
+
+
+class Recipes(TypedDict):
+    """What ``--from`` takes."""
+
+    version: int
+    recipes: list[RecipeJson]
 
 
 def init(options: InitOptions) -> ExitCode:
@@ -71,9 +98,14 @@ def init(options: InitOptions) -> ExitCode:
     to_change = _lines_to_change(text)
     _say_next(output, to_change, job)
     if options.as_json:
-        written = {"file": str(output), "files": list(map(str, files))}
-        facts = {"for_cluster": job is not None, "lines_to_change": to_change}
-        put_json({"version": JSON_VERSION, **written, **facts})
+        written = FirstFileJson(
+            version=JSON_VERSION,
+            file=str(output),
+            files=list(map(str, files)),
+            for_cluster=job is not None,
+            lines_to_change=to_change,
+        )
+        put_json(written)
     return ExitCode.DONE
 
 
@@ -154,8 +186,8 @@ def _examples() -> dict[str, Path]:
 def _put_examples(*, as_json: bool) -> None:
     titles = {name: _title(path) for name, path in _examples().items()}
     if as_json:
-        recipes = [{"name": name, "title": title} for name, title in titles.items()]
-        put_json({"version": JSON_VERSION, "recipes": recipes})
+        recipes = [RecipeJson(name=name, title=title) for name, title in titles.items()]
+        put_json(Recipes(version=JSON_VERSION, recipes=recipes))
     else:
         put(*columns(list(titles.items())))
 
@@ -163,8 +195,8 @@ def _put_examples(*, as_json: bool) -> None:
 def _title(path: Path) -> str:
     """Return the first sentence of the comment that begins the recipe."""
     paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
-    words = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
-    return words.partition(". ")[0].rstrip(".:")
+    text = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
+    return text.partition(". ")[0].rstrip(".:")
 
 
 def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:

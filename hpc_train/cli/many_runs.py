@@ -30,9 +30,9 @@ def collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def find_readable(words: Sequence[str]) -> list[RunPaths]:
+def find_readable(names: Sequence[str]) -> list[RunPaths]:
     """Return ``find_runs`` of the words, and list those that can't be read (of all runs without words)."""
-    runs, unreadable = find_and_skip(words)
+    runs, unreadable = find_and_skip(names)
     if unreadable:
         named = listed(list(map(str, unreadable)), _NAMED)
         say(f"skipped, since you may not read them: {named}; their owner can run `chmod -R go+rX`")

@@ -115,7 +115,7 @@ class CheckpointOptions(_Code):
 class RanksOptions(CheckpointOptions, _Json):
     """The options of commands whose ranks on this machine load a checkpoint."""
 
-    words: list[str] = argument(
+    runs_and_overrides: list[str] = argument(
         ...,
         "One run, and keys of data, parallel, device, … to override.",
         "RUN|KEY=VALUE",
@@ -279,7 +279,7 @@ class LogsOptions(_Json):
 class ResumeOptions(LauncherOptions, _Code, _Json):
     """Resume unfinished runs from their newest valid checkpoint."""
 
-    words: list[str] = argument(
+    runs_and_overrides: list[str] = argument(
         ...,
         "Runs, and keys to override that are not part of a run's id.",
         "RUN|KEY=VALUE",

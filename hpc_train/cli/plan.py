@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from hpc_train.cli import plan_cost, queue_forecast
 from hpc_train.cli.options import PlanOptions
@@ -29,7 +29,7 @@ from hpc_train.plan.prediction import PARTS, StepPrediction, predict
 from hpc_train.plan.sweep import describe
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.validate.loading import load
+from hpc_train.validate.loading import Loaded, load
 
 #: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed
@@ -60,45 +60,131 @@ _MEMORY_HEADS = (
 _SHOWN = 0.001
 
 
+class PlannedRunJson(TypedDict):
+    """One run that a file plans; a number is null if it is not known before the start."""
+
+    id: str
+    #: The swept keys and their values.
+    values: dict[str, Any]
+    #: Of a range of nodes the maximum.
+    ranks: int | None
+    #: ``pipeline``, ``replicate``, ``shard`` and ``tensor``.
+    degrees: dict[str, int] | None
+    #: Of a pipeline: the stages, on all ranks.
+    stages: int | None
+    schedule: str | None
+    #: The fraction of a step in which ranks of a pipeline wait, 0 to 1.
+    bubble: float | None
+    micro_batches: int | None
+    #: Forward passes per rank and step.
+    accumulation: int | None
+    precision: str
+    steps_per_epoch: int | None
+    total_steps: int | None
+    #: The upper bound given by the time limit; null without one.
+    gpu_hours: float | None
+    #: Predicted, of one rank; without ``memory`` nothing was predicted.
+    peak_memory_gb: float | None
+    #: In GB: ``parameters``, ``gradients``, ``optimizer``, ``activations`` and ``buffers``.
+    memory: dict[str, float] | None
+    #: Why activations are unknown, or that nothing was predicted.
+    memory_problem: str | None
+    #: What is assumed of data that can't be read here.
+    memory_assumption: str | None
+    #: Null for an unknown device.
+    device_memory_gb: float | None
+    fits: bool | None
+    largest_micro_batch_size: int | None
+    #: Of all ranks.
+    flops_per_step: int | float | None
+    #: GB that a rank sends per step: ``all_reduce_gb``, ``all_gather_gb``, ``reduce_scatter_gb``,
+    #: ``tensor_gb`` (activations, among ranks that share layers), ``pipeline_gb``; and of their sum
+    #: ``within_node_gb`` and ``between_nodes_gb``.
+    communication: dict[str, float] | None
+
+
+class PlanJson(TypedDict):
+    """What a file would start."""
+
+    version: int
+    #: The experiment's.
+    name: str
+    runs: list[PlannedRunJson]
+    #: The batch script of each job.
+    scripts: list[str]
+    cost: plan_cost.CostJson
+    #: Lines on jobs that would never start, or exceed the budget.
+    refused: list[str]
+    #: Null if no scheduler was asked.
+    jobs: list[queue_forecast.JobForecastJson] | None
+
+
+@dataclass(frozen=True)
+class FullPlan:
+    """Everything that ``plan`` shows."""
+
+    loaded: Loaded
+    plan: Plan
+    scripts: Sequence[str]
+    #: The lines on problems that prevent a start, except of keys that only another launcher does not need.
+    problems: Sequence[str]
+    #: Its ``refused`` also has the lines on the budget.
+    queue: queue_forecast.QueueForecast
+    cost: plan_cost.PlanCost
+    memory: list[StepPrediction] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``plan --json``."""
+        runs = {"runs": _json_of_runs(self.plan.runs, self.memory), "scripts": list(self.scripts)}
+        return self.plan.to_json() | runs | self.queue.to_json() | self.cost.to_json(self.plan)
+
+
 def plan(options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
+    full = make_full_plan(options)
+    if options.as_json:
+        put_json(full.to_json())
+    else:
+        scripts = full.scripts if options.script else ()
+        show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
+        _show_predictions(full.plan.runs, full.memory)
+    lines = full.problems or full.queue.refused or missing_pack_lines(full.loaded)
+    for line in lines:
+        say(line)
+    say_remarks(full.loaded)
+    plan_cost.say_cost(full.cost)
+    queue_forecast.say_forecast(full.queue, full.plan)
+    if not lines:
+        _say_pack(full.loaded.experiment.data)
+    return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
+
+
+def make_full_plan(options: PlanOptions) -> FullPlan:
+    """Plan the runs of the file, query the queue, and predict cost and memory."""
     choice, loaded = LauncherChoice.of(options), load(options.file, options.overrides)
     launcher, devices = choice.launcher, options.devices
     if devices is None:  # explicit devices need not exist here
         devices = launcher.choose_devices(loaded.experiment, None)
     search = next_trials(loaded)
-    made = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
-    cost = plan_cost.cost_of(made, choice.name, options.throughput)
+    planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
+    cost = plan_cost.cost_of(planned, choice.name, options.throughput)
     queue = queue_forecast.QueueForecast()
 
     def refused_by_queue() -> list[str]:
         nonlocal queue
-        queue = queue_forecast.ask(launcher, loaded, made)
+        queue = queue_forecast.ask(launcher, loaded, planned)
         return list(queue.refused)
 
     checks = Preflight(launcher, on_this_machine=choice.on_this_machine, needs_launcher=options.script)
     checked = checks.of_plan(
         loaded,
-        made,
-        budget=lambda: plan_cost.over_budget_lines(loaded, made, choice.name, cost),
+        planned,
+        budget=lambda: plan_cost.over_budget_lines(loaded, planned, choice.name, cost),
         queue=refused_by_queue,
     )
-    memory = _predictions(made, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
-    scripts = checked.scripts if options.script or options.as_json else ()
     queue = replace(queue, refused=checked.refused)
-    more = queue.to_json() | cost.to_json(made) | {"runs": _json_of_runs(made.runs, memory)}
-    show(made, as_json=options.as_json, scripts=scripts, more=more, more_columns=cost.columns())
-    if not options.as_json:
-        _show_predictions(made.runs, memory)
-    lines = checked.problems or checked.refused or missing_pack_lines(loaded)
-    for line in lines:
-        say(line)
-    say_remarks(loaded)
-    plan_cost.say_cost(cost)
-    queue_forecast.say_forecast(queue, made)
-    if not lines:
-        _say_pack(loaded.experiment.data)
-    return ExitCode.BAD_FILE if checked.refused else ExitCode.DONE
+    memory = _predictions(planned, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
+    return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory)
 
 
 def _say_pack(data: DataConfig) -> None:
@@ -113,24 +199,22 @@ def _say_pack(data: DataConfig) -> None:
 
 
 def show(
-    made: Plan,
+    plan: Plan,
     *,
     as_json: bool,
     scripts: Sequence[str] = (),
-    more: Mapping[str, Any] | None = None,
     more_columns: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> None:
     """Print the plan, and the batch scripts of its runs, to stdout.
 
-    ``more``: further keys of the JSON. ``more_columns``: further heads and cells of the table.
+    ``more_columns``: further heads and cells of the table.
     """
     if as_json:
-        runs = {"runs": _json_of_runs(made.runs, None)}
-        put_json(made.to_json() | runs | {"scripts": list(scripts), **(more or {})})
+        put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
         return
-    for line in columns(_table(made.runs, more_columns)):
+    for line in columns(_table(plan.runs, more_columns)):
         put(line)
-    for hint in dict.fromkeys(map(_hint, made.runs)):
+    for hint in dict.fromkeys(map(_hint, plan.runs)):
         if hint:
             say(hint)
     for script in scripts:
@@ -202,12 +286,12 @@ def _hours(run: PlannedRun) -> str:
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:
     """Print the step layout of the runs, each distinct one once."""
-    for words, number in Counter(str(run.layout) for run in runs if run.layout).items():
-        say(f"  {words}" if number == len(runs) else f"  {number} of {len(runs)} runs: {words}")
+    for layout, number in Counter(str(run.layout) for run in runs if run.layout).items():
+        say(f"  {layout}" if number == len(runs) else f"  {number} of {len(runs)} runs: {layout}")
 
 
 def _predictions(
-    made: Plan, launcher: Launcher, *, is_wanted: bool | None, on_this_machine: bool
+    plan: Plan, launcher: Launcher, *, is_wanted: bool | None, on_this_machine: bool
 ) -> list[StepPrediction] | None:
     """Return the prediction of each run's step; None if the user does not want to wait for it."""
     if is_wanted is None:
@@ -221,7 +305,7 @@ def _predictions(
             device = launcher.device(run.experiment, run.size)
         return device or device_here(run.experiment.device, run.size.per_node or run.ranks or 1)
 
-    return predict(made.runs, device_of)
+    return predict(plan.runs, device_of)
 
 
 def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> list[dict[str, Any]]:
@@ -239,8 +323,8 @@ def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction
     rows = [_memory_cells(run, step) for run, step in zip(runs, steps, strict=True)]
     for line in columns([[*_MEMORY_HEADS], *rows]):
         put(line)
-    for words in dict.fromkeys(words for step in steps for words in _remarks(step)):
-        say(words)
+    for remark in dict.fromkeys(remark for step in steps for remark in _remarks(step)):
+        say(remark)
 
 
 def _memory_cells(run: PlannedRun, step: StepPrediction) -> list[str]:
@@ -264,20 +348,20 @@ def _memory_cells(run: PlannedRun, step: StepPrediction) -> list[str]:
 
 def _remarks(step: StepPrediction) -> list[str]:
     device = step.device
-    words = []
+    lines = []
     if step.problem:
-        words.append(f"memory: {step.problem}")
+        lines.append(f"memory: {step.problem}")
     if step.assumption:
-        words.append(f"memory: the data are not read: {step.assumption}")
+        lines.append(f"memory: the data are not read: {step.assumption}")
     if device.memory_bytes is None:
-        words.append(f"memory: the size of {device.name} is unknown; {device.remedy}")
+        lines.append(f"memory: the size of {device.name} is unknown; {device.remedy}")
     elif step.fits is False:
         limit = (device.limit_bytes or 0) / 1e9
-        words.append(
+        lines.append(
             f"memory: a step may take {limit:.3g} of {device.memory_bytes / 1e9:.3g} GB of {device.name}; "
             'see the page "Out of memory" of the docs'
         )
-    return words
+    return lines
 
 
 def _keys() -> tuple[str, ...]:

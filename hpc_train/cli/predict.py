@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 from hpc_train.cli.evaluate import run_ranks
 from hpc_train.cli.options import PredictOptions
@@ -30,6 +30,23 @@ _FORMATS = (".jsonl", ".csv")
 _SHOWN = 5
 
 
+class Predictions(TypedDict):
+    """The file that was written."""
+
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    #: ``jsonl`` or ``csv``.
+    format: str
+    bytes: int
+    step: int
+    #: One per sample.
+    predictions: int
+    #: Samples without a prediction, since they can't be read (``data.on_bad_sample: skip``).
+    skipped: int
+
+
 def predict(options: PredictOptions) -> ExitCode:
     """Write a line per sample to ``--output``, in the order of the samples.
 
@@ -42,23 +59,31 @@ def predict(options: PredictOptions) -> ExitCode:
     if images is not None and not Path(images).exists():
         raise UsageError(f"--data: there is no file or folder {options.data}")
     request = {"predict": {"images": images, "ema": options.ema}}
-    code, own = run_ranks("predict", options, request, partial(_refuse_task, suffix=output.suffix))
+    code, run_of_ranks = run_ranks("predict", options, request, partial(_refuse_task, suffix=output.suffix))
     if code != ExitCode.DONE:
         return code
     with replacing(output.absolute()) as file:
-        count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
-    evaluated = read_json(own.evaluated_checkpoint) or {}
-    skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
-    notices = read_json(own.attempt(newest_number(own)).notices) or {}
-    shutil.rmtree(own.folder.parent)
+        count = write_rows(file, partial(_merged_rows, run_of_ranks.prediction_files()), output.suffix)
+    evaluated = read_json(run_of_ranks.evaluated_checkpoint) or {}
+    skipped = sorted(all_known(run_of_ranks).values(), key=lambda sample: sample.index)
+    notices = read_json(run_of_ranks.attempt(newest_number(run_of_ranks)).notices) or {}
+    shutil.rmtree(run_of_ranks.folder.parent)
     for line in notices.get("lines", []):
         say(f"predict: {line}")
     say_skipped(skipped)
     if options.as_json:
-        file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}
-        counts = {"predictions": count, "skipped": len(skipped)}
-        run = {"id": Path(evaluated["run"]).name, "step": evaluated["step"]}
-        put_json({"version": JSON_VERSION} | run | counts | file_facts)
+        put_json(
+            Predictions(
+                version=JSON_VERSION,
+                id=Path(evaluated["run"]).name,
+                file=str(output),
+                format=output.suffix[1:],
+                bytes=output.stat().st_size,
+                step=evaluated["step"],
+                predictions=count,
+                skipped=len(skipped),
+            )
+        )
     else:
         skipped_words = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
         put(f"{output}  {count} predictions{skipped_words}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
 from hpc_train.cli.options import ReportOptions
@@ -15,6 +15,26 @@ from hpc_train.run.files import replacing
 from hpc_train.run.output_files import refuse_target
 
 _ENDINGS = (".html", ".htm")
+
+
+class ReportedRun(TypedDict):
+    """A run on the page."""
+
+    id: str
+    name: str
+    path: str
+
+
+class Page(TypedDict):
+    """The page that was written."""
+
+    version: int
+    file: str
+    bytes: int
+    #: By which the runs are compared: ``val/accuracy``; null if nothing was measured yet.
+    metric: str | None
+    #: The best one first.
+    runs: list[ReportedRun]
 
 
 @collecting_rarely()
@@ -46,10 +66,10 @@ def report(options: ReportOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def _to_json(collected: Collected, output: Path, size_bytes: int) -> dict[str, Any]:
+def _to_json(collected: Collected, output: Path, size_bytes: int) -> Page:
     runs = [
-        {"id": run.paths.folder.name, "name": run.experiment, "path": str(run.paths.folder.absolute())}
+        ReportedRun(id=run.paths.folder.name, name=run.experiment, path=str(run.paths.folder.absolute()))
         for run in collected.runs
     ]
     metric = None if collected.metric is None else str(collected.metric)
-    return {"version": JSON_VERSION, "file": str(output), "bytes": size_bytes, "metric": metric, "runs": runs}
+    return Page(version=JSON_VERSION, file=str(output), bytes=size_bytes, metric=metric, runs=runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_train.cli.changes import (
     VersionChange,
@@ -84,6 +84,8 @@ class _Request:
     strict: bool = False
     #: Also runs that may be alive on another machine.
     take_over: bool = False
+    #: Filled with the printed lines on runs that may be alive.
+    refused: list[str] = field(default_factory=list)
 
 
 def start_again(
@@ -113,24 +115,38 @@ class _Resumption:
 
 
 def resume(options: ResumeOptions) -> ExitCode:
-    """Resume the runs: queued ones at once, the others one after the other; return the worst exit code.
-
-    With ``--strict-env`` both this command and the nodes compare the versions with the run's earlier ones.
-    """
-    run_words, overrides = runs_and_overrides(options.words)
-    if not run_words:
+    """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
+    names, overrides = runs_and_overrides(options.runs_and_overrides)
+    if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
-    overrides += [_STRICT] if options.strict_env else []
-    launcher = options.launcher or (LOCAL if options.local else None)
-    new_code = is_new(options.code)
-    request = _Request(overrides, launcher, options.devices, new_code, options.strict_env, options.take_over)
-    runs, codes = find_runs(run_words), []
+    runs = find_runs(names)
+    codes, _ = resume_runs(runs, overrides, options)
+    report(rows_of(runs), as_json=options.as_json)
+    return max(codes)
+
+
+def resume_runs(
+    runs: Sequence[RunPaths], overrides: Sequence[str], options: ResumeOptions
+) -> tuple[list[ExitCode], list[str]]:
+    """Resume the runs: queued ones at once, the others one after the other; return the exit codes.
+
+    Also return the lines that report runs which were not resumed because they may be alive. With
+    ``--strict-env`` both this command and the nodes compare the versions with the run's earlier ones.
+    """
+    request = _Request(
+        [*overrides, *([_STRICT] if options.strict_env else [])],
+        options.launcher or (LOCAL if options.local else None),
+        options.devices,
+        is_new(options.code),
+        options.strict_env,
+        options.take_over,
+    )
+    codes: list[ExitCode] = []
     for name, group in _batches(runs, request):
         codes += _resume_batch(name, group, request)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-    report(rows_of(runs), as_json=options.as_json)
-    return max(codes)
+    return codes, request.refused
 
 
 def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, list[RunPaths]]]:
@@ -159,21 +175,21 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
             is_made_only = launcher.is_unsubmitted(paths)
-            code = _stays(paths, status, is_made_only=is_made_only, take_over=request.take_over)
+            code = _stays(paths, status, request, is_made_only=is_made_only)
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
         checks = Preflight(launcher, on_this_machine=not launcher.is_queue)
         prepared = [_prepare(paths, request, name, launcher, checks) for paths in ready]
         refuse_never_starting(launcher, [run.loaded for run in prepared])
         living = {run.paths: None for run in prepared if _outlives(run.paths, request)}
-        codes += [_refuse_living(paths, read_status(paths)) for paths in living]
+        codes += [_refuse_living(paths, read_status(paths), request) for paths in living]
         prepared = [run for run in prepared if run.paths not in living]
         _say_changes(prepared, is_queued=launcher.is_queue)
         _warn_of_divergence([run.paths for run in prepared], request)
         starts = [_start_request(run, request, newest[run.paths]) for run in prepared]
         for run in starts:
-            words = next_attempt_words(run.paths, request.overrides)
-            say(f"{run_name(run.paths)}: {words}; in {run.paths.folder}")
+            action = next_attempt_words(run.paths, request.overrides)
+            say(f"{run_name(run.paths)}: {action}; in {run.paths.folder}")
         if starts:
             codes.append(start(launcher, starts))
     return codes
@@ -216,11 +232,9 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
     return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
-def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
-    """Return why the run is not resumed; None if it can be.
-
-    ``take_over``: resume it also if it may be alive on another machine.
-    """
+def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_only: bool) -> ExitCode | None:
+    """Return why the run is not resumed; None if it can be."""
+    take_over = request.take_over
     if status.state == "completed":
         say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
@@ -232,10 +246,10 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
     if take_over and _other_cluster(paths) is not None:
         return None
     if status.state in GOING_ON:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     # A failed run's launcher may still be ending, and ranks may outlive theirs. Queues were queried before.
     if record is not None and record.job is None and lives(paths, record) is not False:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     return None
 
 
@@ -248,14 +262,15 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
     say_file_changes([(run.paths, run.loaded.experiment) for run in runs], is_queued=is_queued)
     runs_by_words: dict[str, list[str]] = {}
     for run in runs:
-        if words := run.versions.words:
-            runs_by_words.setdefault(words, []).append(run_name(run.paths))
-    for words, ids in runs_by_words.items():
-        say(f"{either(ids)}: {words}")
+        if text := run.versions.words:
+            runs_by_words.setdefault(text, []).append(run_name(run.paths))
+    for text, ids in runs_by_words.items():
+        say(f"{either(ids)}: {text}")
 
 
-def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
-    say(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
+    request.refused.append(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+    say(request.refused[-1])
     return ExitCode.FAILED
 
 
@@ -367,9 +382,9 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
 def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
     """Report how to train with keys that a resume can't change: as a separate run."""
     run = run_name(paths)
-    words = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
-    words += f"  from step 0: `{new_run_command(paths, overrides)}`"
+    text = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
+    text += f"  from step 0: `{new_run_command(paths, overrides)}`"
     if has_saved(paths):
         command = new_run_command(paths, [*overrides, f"model.init_from={run}"])
-        words += f"\n  from its weights: `{command}`"
-    return words
+        text += f"\n  from its weights: `{command}`"
+    return text

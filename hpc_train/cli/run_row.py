@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.console import JSON_VERSION
 from hpc_train.errors import BadFileError, HpcTrainError
@@ -176,7 +176,7 @@ class RunRow:
 
     def details(self) -> list[tuple[str, str]]:
         """Return details that don't fit the table, as label and text."""
-        found = [
+        details = [
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
             ("metric", self._metric_at()),
@@ -191,11 +191,11 @@ class RunRow:
             ("code", self._code_words()),
             ("folder", self.path),
         ]
-        return [(label, text) for label, text in found if text]
+        return [(label, text) for label, text in details if text]
 
     def _metric_at(self) -> str:
-        found = self.last_metric
-        return f"{self.metric} at step {found['step']} ({found['split']})" if found else ""
+        metric = self.last_metric
+        return f"{self.metric} at step {metric['step']} ({metric['split']})" if metric else ""
 
     def _code_words(self) -> str:
         code = self.code or {}
@@ -217,8 +217,15 @@ def rows_at(
     return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in runs]
 
 
+class Runs(TypedDict):
+    """The runs that were meant, each as it is when the command ends."""
+
+    version: int
+    runs: list[RunRow]
+
+
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Return the content of ``status --json`` (a contract)."""
+    """Return ``Runs``, the content of ``status --json``."""
     return {"version": JSON_VERSION, "runs": [row.to_json() for row in rows]}
 
 

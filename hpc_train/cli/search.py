@@ -37,24 +37,24 @@ def search(options: SearchOptions) -> ExitCode:
     codes = [ExitCode.DONE]
     before: list[Mapping[str, Any]] | None = None
     while rounds is None or len(codes) <= rounds:
-        made = search_round(loaded, section, started.contains)
-        problem = started.problem(made)
-        if problem is None and not made.starts and made.running:
+        round_ = search_round(loaded, section, started.contains)
+        problem = started.problem(round_)
+        if problem is None and not round_.starts and round_.running:
             finish_submissions(launcher, loaded)
             time.sleep(_POLL_S)
             continue
-        if made.proposals and made.proposals == before:
+        if round_.proposals and round_.proposals == before:
             problem = "the last submit started none of its trials; see its messages"
         if problem is not None:
             say(f"{loaded.experiment.name}: {problem}")
             return max(*codes, ExitCode.FAILED)
-        before = list(made.proposals)
+        before = list(round_.proposals)
         codes.append(submit(submitted, started.contains))
-        started.note(made)
+        started.note(round_)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-        if not made.starts:
-            codes.append(started.end(made))
+        if not round_.starts:
+            codes.append(started.end(round_))
             break
     return max(codes)
 
@@ -68,11 +68,11 @@ class _Started:
         self._known: set[str] | None = None
         self._again: set[str] = set()
 
-    def note(self, made: Round) -> None:
-        """Record the trials that a submit has started; ``made``: the trials before it."""
+    def note(self, round_: Round) -> None:
+        """Record the trials that a submit has started; ``round_``: the trials before it."""
         if self._known is None:
-            self._known = {trial.run_id for trial in made.trials}
-        self._again.update(trial.run_id for trial in made.again)
+            self._known = {trial.run_id for trial in round_.trials}
+        self._again.update(trial.run_id for trial in round_.again)
 
     def contains(self, run_id: str) -> bool:
         return self._is_new(run_id) or run_id in self._again
@@ -80,15 +80,15 @@ class _Started:
     def _is_new(self, run_id: str) -> bool:
         return self._known is not None and run_id not in self._known
 
-    def problem(self, made: Round) -> str | None:
+    def problem(self, round_: Round) -> str | None:
         """Return why to start no more trials: a whole round of them failed before saving anything, and no new
         trial got further (without new ones: no trial of the search).
         """
-        failed = [trial for trial in made.trials if self.contains(trial.run_id) and self._is_lost(trial)]
+        failed = [trial for trial in round_.trials if self.contains(trial.run_id) and self._is_lost(trial)]
         if len(failed) < self._section.max_concurrent:
             return None
-        new = [trial for trial in made.trials if self._is_new(trial.run_id)]
-        if any(self._got_further(trial) for trial in new or made.trials):
+        new = [trial for trial in round_.trials if self._is_new(trial.run_id)]
+        if any(self._got_further(trial) for trial in new or round_.trials):
             return None
         which = "the trial" if len(failed) == 1 else f"all {len(failed)} trials that have ended"
         return (
@@ -105,9 +105,9 @@ class _Started:
     def _has_saved(self, run_id: str) -> bool:
         return has_saved(RunPaths(self._folder.folder / run_id))
 
-    def end(self, made: Round) -> ExitCode:
+    def end(self, round_: Round) -> ExitCode:
         """Return FAILED, with a message, if the search has ended without a value."""
-        if made.best(self._section.mode) is not None:
+        if round_.best(self._section.mode) is not None:
             return ExitCode.DONE
         metric = self._section.metric
         say(f"{self._name}: no trial has a value of {metric}; see `hpc-train status {self._name}`")

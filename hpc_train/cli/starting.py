@@ -220,9 +220,9 @@ def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
     """Return the ``submit`` command of a run like this one, with other values of some keys."""
     origin = origin_of(paths)
     file = Path(origin.file if origin else paths.experiment)
-    words = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
+    overrides = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
     swept = _swept(paths) if origin else []
-    latest = {_key(word): word for word in [*words, *swept, *changes]}
+    latest = {_key(word): word for word in [*overrides, *swept, *changes]}
     return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
 
 

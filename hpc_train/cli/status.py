@@ -78,7 +78,7 @@ def _print_rows(rows: Sequence[RunRow], *, is_grouped: bool) -> None:
     """Print the table; above the runs of a sweep a line with their number by state."""
     paths = [row.paths for row in rows]
     names = run_names(paths)
-    cells = [row.cells(names[each]) for each, row in zip(paths, rows, strict=True)]
+    cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
     print_table(_HEADS, cells, _titles(rows) if is_grouped else {})
 
 

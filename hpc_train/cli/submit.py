@@ -39,9 +39,20 @@ from hpc_train.validate.loading import Loaded, load
 
 
 def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> ExitCode:
+    """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
+    code, runs = submit_runs(options, given_up)
+    if not options.dry_run:
+        report(rows_of(runs), as_json=options.as_json)
+    return code
+
+
+def submit_runs(
+    options: SubmitOptions, given_up: GivenUp = lambda run_id: False
+) -> tuple[ExitCode, list[RunPaths]]:
     """Start the runs of the file; return the worst exit code of the runs, or DONE once all are queued.
 
-    ``given_up``: the trials of a search that are not started again.
+    Also return the runs, except those that were not started after Ctrl-C. ``given_up``: the trials of a
+    search that are not started again.
     """
     choice = LauncherChoice.of(options)
     if options.jobs > 1 and not options.local:
@@ -59,8 +70,7 @@ def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> 
     if search is not None and not search.starts:
         if not options.dry_run:
             finish_submissions(launcher, loaded)
-        report([], as_json=options.as_json)
-        return ExitCode.DONE
+        return ExitCode.DONE, []
     plan = choice.plan(loaded, devices, search.starts if search else None)
     checked = Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
         loaded,
@@ -78,7 +88,7 @@ def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> 
     say_remarks(loaded)
     _say_no_key(loaded)
     if options.dry_run:
-        return ExitCode.DONE
+        return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []
     return _Submission(choice, loaded, plan, devices, options, again).start_all()
 
@@ -130,8 +140,8 @@ class _Submission:
         self._unchanged: dict[RunPaths, Experiment] = {}
         self._codes = [ExitCode.DONE]
 
-    def start_all(self) -> ExitCode:
-        """Start all runs; Ctrl-C ends the series. Return the worst exit code."""
+    def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
+        """Start all runs; Ctrl-C ends the series. Return the worst exit code, and the runs."""
         if self._options.jobs > 1:
             assert self._devices is not None, "devices_per_run chose them"
             device = self._loaded.experiment.device
@@ -146,8 +156,7 @@ class _Submission:
             say_older_code(self._folder, self._unchanged)
         if missing := len(self._plan.runs) - len(self._runs):
             say(f"{missing} more runs were not started; submit the file again to start them")
-        report(rows_of(self._runs), as_json=self._options.as_json)
-        return max(self._codes)
+        return max(self._codes), self._runs
 
     def _start_batches(self) -> None:
         runs = self._plan.runs
@@ -169,12 +178,12 @@ class _Submission:
         existing: list[tuple[RunPaths, PlannedRun]] = []
         with self._launcher.submitting(self._folder):
             context = self._submit_context()
-            for run, (own, is_new) in zip(batch, _create_all(self._folder, batch, context), strict=True):
+            for run, (folder, is_new) in zip(batch, _create_all(self._folder, batch, context), strict=True):
                 if not is_new and not self._options.new:
-                    existing.append((self._again.get(run.id) or _existing_run(own, run), run))
+                    existing.append((self._again.get(run.id) or _existing_run(folder, run), run))
                     self._runs.append(existing[-1][0])
                     continue
-                paths = own if is_new else _create_beside(own, run, context, self._make_free)
+                paths = folder if is_new else _create_beside(folder, run, context, self._make_free)
                 new.append((paths, run))
                 self._runs.append(paths)
             if new:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
-from typing import Any
+from typing import TypedDict
 
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.options import SyncOptions
@@ -18,6 +17,32 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
+
+
+class SyncedJson(TypedDict):
+    """What became of a run's rows at one destination."""
+
+    id: str
+    path: str
+    #: ``wandb``, ``mlflow`` or ``tensorboard``.
+    to: str
+    #: The final rows, and the step of the last one.
+    rows: int
+    step: int | None
+    #: Those that this command has sent.
+    rows_sent: int
+    #: The run's page, its id at the service, or the folder of the event files.
+    target: str | None
+    error: str | None
+    #: Lines of ``metrics.jsonl`` that can't be sent, and why.
+    notes: list[str]
+
+
+class Synchronization(TypedDict):
+    """Which rows were sent where."""
+
+    version: int
+    synced: list[SyncedJson]
 
 
 def sync(options: SyncOptions) -> ExitCode:
@@ -35,7 +60,7 @@ def sync(options: SyncOptions) -> ExitCode:
         if not options.as_json:
             _show(paths, synced)
     if options.as_json:
-        put_json({"version": JSON_VERSION, "synced": [_to_json(*each) for each in done]})
+        put_json(Synchronization(version=JSON_VERSION, synced=[_to_json(*entry) for entry in done]))
     failed = [synced for _, synced in done if synced.error is not None]
     if failed:
         say(f"{len(failed)} of {len(done)} failed; the same command sends what is missing, nothing twice")
@@ -94,5 +119,15 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count:,} rows"
 
 
-def _to_json(paths: RunPaths, synced: Synced) -> dict[str, Any]:
-    return {"id": paths.folder.name, "path": str(paths.folder.absolute()), **asdict(synced)}
+def _to_json(paths: RunPaths, synced: Synced) -> SyncedJson:
+    return {
+        "id": paths.folder.name,
+        "path": str(paths.folder.absolute()),
+        "to": synced.to,
+        "rows": synced.rows,
+        "step": synced.step,
+        "rows_sent": synced.rows_sent,
+        "target": synced.target,
+        "error": synced.error,
+        "notes": list(synced.notes),
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
@@ -16,6 +16,55 @@ from hpc_train.plan.planning import Plan, make_plan
 from hpc_train.validate.loading import Loaded, load
 
 
+class Validation(TypedDict):
+    """Whether a file is valid: it is if there are no problems."""
+
+    version: int
+    file: str
+    #: The experiment's name; null if the file is not valid.
+    name: str | None
+    #: How many runs it plans; null if it is not valid.
+    runs: int | None
+    #: As printed without ``--json``: position, key, rule and remedy.
+    problems: list[str]
+
+
+class PreparedData(TypedDict):
+    """Data that is complete here."""
+
+    name: str
+    root: str | None
+    train_samples: int
+    val_samples: int
+    classes: int
+    #: Samples, of those that were tried, that another one will replace.
+    bad_samples: list[str]
+    #: Files that are not read, and conversions that lose information.
+    notices: list[str]
+
+
+class PreparedModel(TypedDict):
+    """A model whose weights are here, tried on samples of the data of that name."""
+
+    name: str
+    task: str
+    data: str
+    #: Null if the model was not built.
+    parameters: int | None
+    trained_parameters: int | None
+    weights: str | None
+    #: Why it was not built, or not run on samples; null if it was.
+    unchecked: str | None
+
+
+class Preparation(TypedDict):
+    """What the runs of a file need, each once."""
+
+    version: int
+    data: list[PreparedData]
+    models: list[PreparedModel]
+
+
 def validate(options: ValidateOptions) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
     file, overrides = options.file, options.overrides
@@ -25,13 +74,13 @@ def validate(options: ValidateOptions) -> ExitCode:
         say_layouts(plan.runs)
         say_remarks(loaded)
         return ExitCode.DONE
-    answer: dict[str, Any] = {"version": JSON_VERSION, "file": str(file), "name": None, "runs": None}
+    answer = Validation(version=JSON_VERSION, file=str(file), name=None, runs=None, problems=[])
     try:
         loaded, plan, count = _checked(file, overrides)
     except BadFileError as error:
         put_json(answer | {"problems": error.problems})
         return error.exit_code
-    put_json(answer | {"name": plan.name, "runs": count, "problems": []})
+    put_json(answer | {"name": plan.name, "runs": count})
     say_remarks(loaded)
     return ExitCode.DONE
 

@@ -204,17 +204,17 @@ def find_step(paths: RunPaths, *, best: bool, step: int | None) -> int:
 
     Raises UsageError if there is no such checkpoint. Reads no tensors: the checkpoint may be damaged.
     """
-    steps = [each.step for each in committed(paths)]
+    steps = [checkpoint.step for checkpoint in committed(paths)]
     if not steps:
         raise UsageError(f"{paths.folder}: this run has no checkpoint yet; try again once it has saved one")
     if best:
-        found = kept_best(paths)
-        if found is None:
+        kept_evaluation = kept_best(paths)
+        if kept_evaluation is None:
             raise UsageError(
                 f"--best: {paths.folder} has no best checkpoint; omit --best, or train with checkpoint.best: "
                 "{metric: accuracy, mode: max}"
             )
-        step = found.step
+        step = kept_evaluation.step
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))
         raise UsageError(f"{paths.checkpoints}: there is no checkpoint of step {step}; there are {listed}")
@@ -227,7 +227,7 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
     A folder gets its final name only after its manifest was written, so these are not half-written. Raises
     NewerVersionError.
     """
-    found = {}
+    reasons = {}
     for checkpoint in _folders(paths):
         try:
             Manifest.read(checkpoint)
@@ -235,14 +235,14 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
             raise
         except BadFileError as error:
             if checkpoint.folder.exists():  # otherwise another attempt has removed it since
-                found[checkpoint] = str(error)
-    return found
+                reasons[checkpoint] = str(error)
+    return reasons
 
 
 def _folders(paths: RunPaths) -> list[CheckpointPaths]:
     """Newest first; other spellings of the same step with more zeros are excluded."""
     folders = paths.checkpoint_folders()[::-1]
-    return [found for found in folders if found == paths.checkpoint(found.step)]
+    return [folder for folder in folders if folder == paths.checkpoint(folder.step)]
 
 
 def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
@@ -250,9 +250,9 @@ def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
 
     Call it before that record is written. ``attempt`` is the number of the new one; optional.
     """
-    earlier = [found for found in paths.attempt_folders() if attempt is None or found.number < attempt]
-    began = [found for found in earlier if found.record.is_file()]
-    before = max((found.number for found in began or earlier), default=0)
+    earlier = [folder for folder in paths.attempt_folders() if attempt is None or folder.number < attempt]
+    began = [folder for folder in earlier if folder.record.is_file()]
+    before = max((folder.number for folder in began or earlier), default=0)
     return [checkpoint.folder.name for checkpoint in committed(paths, before)]
 
 
@@ -326,11 +326,11 @@ def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
 
 def all_set_aside(paths: RunPaths) -> dict[str, str]:
     """Return the folders that ``set_aside`` renamed in this attempt and before, and why."""
-    found = {}
+    reasons = {}
     for folder in sorted(paths.checkpoints.glob("step-*.bad*")):
         why = folder / _WHY
-        found[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
-    return found
+        reasons[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
+    return reasons
 
 
 def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
@@ -340,11 +340,13 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a later
     attempt exists, which may have listed checkpoints that this one does not need.
     """
-    found = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
-    kept = found[: max(keep, MIN_KEEP)]
+    checkpoints = [
+        checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
+    ]
+    newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
-    best_steps = {best.step for each in kept if (best := _best_at(each)) is not None}
-    surplus = [each for each in found[len(kept) :] if each.step not in best_steps]
+    best_steps = {best.step for checkpoint in newest if (best := _best_at(checkpoint)) is not None}
+    surplus = [checkpoint for checkpoint in checkpoints[len(newest) :] if checkpoint.step not in best_steps]
     removed = []
     for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
         if newest_attempt(paths) > attempt:
@@ -355,12 +357,12 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
 
 
 def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
-    found = []
+    folders = []
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)
         if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
-            found.append(path)
-    return found
+            folders.append(path)
+    return folders
 
 
 def is_left_over(folder: Path) -> bool:

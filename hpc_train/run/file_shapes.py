@@ -198,7 +198,7 @@ def _reader(hint: Any) -> Callable[[object], Any]:
         return lambda value: decoded(record, value)
     is_list = _check_of(list[dict[str, Any]])
     return lambda value: (
-        [item for each in value if (item := decoded(record, each)) is not None]  # type: ignore[attr-defined]
+        [item for data in value if (item := decoded(record, data)) is not None]  # type: ignore[attr-defined]
         if is_list(value)
         else _WRONG
     )

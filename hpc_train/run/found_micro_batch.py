@@ -40,20 +40,20 @@ def kept(paths: RunPaths) -> Found | None:
     """Return the size that was found; None before that. Raises StorageError if the file can't be read."""
     if not paths.micro_batch.exists():
         return None
-    found = decoded(Found, read_json(paths.micro_batch))
-    if found is None:
+    result = decoded(Found, read_json(paths.micro_batch))
+    if result is None:
         raise StorageError(
             f"{paths.micro_batch}: can't be read, and another micro_batch_size would be another run; put it "
             "back, or start again with hpc-train submit --new"
         )
-    return found
+    return result
 
 
 def kept_size(paths: RunPaths) -> int | None:
     """Return the size alone, for messages about a run; also None if the file can't be read."""
     with suppress(OSError, StorageError):
-        found = kept(paths)
-        return None if found is None else found.size
+        result = kept(paths)
+        return None if result is None else result.size
     return None
 
 
@@ -71,14 +71,14 @@ def _replace_first(temporary: Path, target: Path) -> None:
     temporary.replace(target)
 
 
-def keep(paths: RunPaths, found: Found) -> Found:
-    """Write ``found``, on disk when this returns; return the first result.
+def keep(paths: RunPaths, result: Found) -> Found:
+    """Write ``result``, on disk when this returns; return the first result.
 
     An attempt that was presumed dead may still be searching: both use the result written first.
     """
     temporary = hidden_beside(paths.micro_batch)
     try:
-        write_json(temporary, found.to_json(), sync=True)
+        write_json(temporary, result.to_json(), sync=True)
         try:
             os.link(temporary, paths.micro_batch)  # fails if a rename would replace the target
         except FileExistsError:

@@ -176,7 +176,7 @@ def _environment(pid: int) -> dict[bytes, bytes]:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return {}
-    return dict(each.partition(b"=")[::2] for each in entries)
+    return dict(entry.partition(b"=")[::2] for entry in entries)
 
 
 @cache

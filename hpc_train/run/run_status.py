@@ -64,20 +64,20 @@ class RunStatus:
         if self.state != "running" or not self.compiling:
             return ""
         graph = self.compiling.get("graph")
-        words = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
+        text = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
         with suppress(ValueError, TypeError, OverflowError):
             since = datetime.fromisoformat(str(self.compiling.get("since")))
-            words += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
-        return words
+            text += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
+        return text
 
     @property
     def slow_words(self) -> str:
         """The ranks that are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
         slow = []
         for rank, ratios in (self.slow_ranks or {}).items():
-            for name, words in _SLOW.items():
+            for name, template in _SLOW.items():
                 if rank.isdecimal() and isinstance(ratios, dict) and isinstance(ratios.get(name), float):
-                    slow.append(f"rank {rank}: {words.format(ratios[name])}")
+                    slow.append(f"rank {rank}: {template.format(ratios[name])}")
         return "; ".join([*slow[:_MAX_SLOW], *(["…"] if len(slow) > _MAX_SLOW else [])])
 
 
