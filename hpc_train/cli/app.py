@@ -1,4 +1,4 @@
-"""The ``hpc-train`` command, whose subcommands ``options`` declares; a body is imported when it runs."""
+"""The ``hpc-train`` command. ``command_options`` declares its subcommands, imported when they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-from hpc_train.cli import options  # noqa: F401
+from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
 from hpc_train.errors import ExitCode
 from hpc_train.run.processes import keep_exit_statuses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc_train.cli.options import CancelOptions
+from hpc_train.cli.command_options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
 from hpc_train.console import put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError

@@ -9,11 +9,11 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
+from hpc_train.cli.command_options import ExportOptions, VerifyOptions
 from hpc_train.cli.evaluate import refuse_both
 from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.options import ExportOptions, VerifyOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.package_path import PACKAGE_PARENT

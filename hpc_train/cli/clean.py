@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
+from hpc_train.cli.command_options import CleanOptions, RemoveOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.options import CleanOptions, RemoveOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.base import Launcher

@@ -19,7 +19,7 @@ from hpc_train.errors import ExitCode, HpcTrainError, UserError
 
 _O = TypeVar("_O")
 
-#: The key of a field's metadata that has its settings on the command line, see ``options``.
+#: The key of a field's metadata that has its settings on the command line, see ``command_options``.
 SETTINGS = "command line"
 #: A command's options → imports its function.
 FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from hpc_train.cli.command_options import CompareOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.cli.options import CompareOptions
 from hpc_train.console import JSON_VERSION, csv_line, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TypedDict
 
-from hpc_train.cli.options import DoctorOptions, LauncherOptions, NotifyOptions
+from hpc_train.cli.command_options import DoctorOptions, LauncherOptions, NotifyOptions
 from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hpc_train.cli.options import InitOptions
+from hpc_train.cli.command_options import InitOptions
 from hpc_train.config.keys import JOB, description_of
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, is_clean, shown
@@ -373,7 +373,7 @@ def _changes(start: Start, data: str, chosen: _FirstFile) -> dict[KeyPath, str]:
     if chosen.root is None and start.needs_root(data):
         changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
     if data == start.own_data:
-        table = "docs/reference.md, data.name"
+        table = "docs/reference_parts.md, data.name"
         changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
     return changes
 
@@ -383,7 +383,7 @@ def _header(output: Path, chosen: _FirstFile) -> list[str]:
     return [
         f"# An experiment, written by `hpc-train init` for {'a cluster' if chosen.job else 'this machine'}.",
         f"# Lines with {CHANGE} have values that only you know; the others are a start. All keys:",
-        "# docs/reference.md. Check and start it:",
+        "# docs/reference_file.md. Check and start it:",
         "#",
         f"#   hpc-train validate {shown_name}",
         f"#   hpc-train plan {shown_name}{where}",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from hpc_train.cli.command_options import LogsOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.options import LogsOptions
 from hpc_train.console import JSON_VERSION, columns, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses

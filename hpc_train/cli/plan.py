@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from hpc_train.cli import plan_cost, queue_forecast
-from hpc_train.cli.options import PlanOptions
+from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import (
     LauncherChoice,
     Preflight,

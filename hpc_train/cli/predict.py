@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
+from hpc_train.cli.command_options import PredictOptions
 from hpc_train.cli.evaluate import run_ranks
-from hpc_train.cli.options import PredictOptions
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
 from hpc_train.data_facts.built_in import TASKS

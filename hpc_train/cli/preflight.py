@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpc_train.cli.options import LauncherOptions
+from hpc_train.cli.command_options import LauncherOptions
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
+from hpc_train.cli.command_options import ReportOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.cli.options import ReportOptions
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect

@@ -14,7 +14,7 @@ from hpc_train.cli.changes import (
     version_change,
 )
 from hpc_train.cli.code import code_on_resume, is_new
-from hpc_train.cli.options import ResumeOptions
+from hpc_train.cli.command_options import ResumeOptions
 from hpc_train.cli.preflight import Candidate, Preflight
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of

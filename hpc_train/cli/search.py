@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.cli.options import SearchOptions, SubmitOptions
+from hpc_train.cli.command_options import SearchOptions, SubmitOptions
 from hpc_train.cli.preflight import LauncherChoice
 from hpc_train.cli.searching import experiment_folder, finish_submissions, search_round
 from hpc_train.cli.starting import has_saved

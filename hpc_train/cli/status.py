@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from hpc_train.cli.command_options import StatusOptions, WatchOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.cli.options import StatusOptions, WatchOptions
 from hpc_train.cli.run_row import RunRow, rows_at, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_train.cli.changes import changes_on_resume, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
-from hpc_train.cli.options import SubmitOptions
+from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines

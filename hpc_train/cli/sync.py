@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TypedDict
 
+from hpc_train.cli.command_options import SyncOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.options import SyncOptions
 from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
-from hpc_train.cli.options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
+from hpc_train.cli.command_options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
 from hpc_train.cli.plan import say_layouts
 from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
 from hpc_train.console import JSON_VERSION, put_json, say

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from hpc_train.cli import command_line
-from hpc_train.cli.options import ValidateOptions
+from hpc_train.cli.command_options import ValidateOptions
 from hpc_train.cli.validate import validate
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
