@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig
+from hpc_train.datasets.augment import resized_crops
 from hpc_train.datasets.decoding import EncodedImage, reduction_for
 from hpc_train.datasets.images import resize
 from hpc_train.datasets.random_numbers import Keys
-from hpc_train.datasets.rectangles import resized_crops
 
 Sides = tuple[int, int]
 

@@ -1,7 +1,7 @@
 # ruff: noqa: N806  (shape suffixes)
-"""``data.augment`` and ``data.image_size`` for images with masks or boxes. Called by the readers of batches.
+"""``data.transform``, ``augment`` and ``image_size`` for images with masks or boxes.
 
-Only targets whose ``TargetSpec`` has a ``geometry`` are moved.
+Called by the readers of batches. Only targets whose ``TargetSpec`` has a ``geometry`` are moved.
 
 Legend: B samples, C channels, H rows, W columns.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
 from hpc_train.data_facts.joint_keys import not_for_masks
-from hpc_train.datasets.augment import crop_interpolations, photometric
+from hpc_train.datasets.augment import Photometric, crop_interpolations
 from hpc_train.datasets.decoding import EncodedImage
 from hpc_train.datasets.geometry import Geometry, fitted, random_geometries
 from hpc_train.datasets.images import stack
@@ -24,6 +24,7 @@ from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.structures import Tensors
 from hpc_train.datasets.targets import parts_moved_as
+from hpc_train.datasets.transforms import OwnTransform
 from hpc_train.datasets.types import TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
 
@@ -43,13 +44,23 @@ class JointTransform:
     Raises BadFileError if ``data.augment`` moves pixels in a way that masks and boxes can't follow.
     """
 
-    def __init__(self, data: DataConfig, seed: int, spec: TargetSpecs, *, is_training: bool) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        seed: int,
+        spec: TargetSpecs,
+        *,
+        is_training: bool,
+        channels: int | None = None,
+    ) -> None:
         if problem := not_for_masks(data):
             raise problem.as_error()
         self._spec = spec
+        self._transform = OwnTransform(data.transform, channels) if is_training and data.transform else None
         self._seed = seed
         self._interpolation = data.interpolation
         self._augment = data.augment if is_training else AugmentConfig()
+        self._photometric = Photometric(self._augment)
         self._is_training = is_training
         self._canvas, self._eval_canvas = data.height_and_width, data.eval_height_and_width
 
@@ -61,8 +72,10 @@ class JointTransform:
         ``targets`` come from ``TargetCheck``, masks (B, H, W) or a list of B. Raises UndecodableError.
         """
         images = list(inputs)
-        self._refuse_other_sides(images, targets, slot)
         keys = Keys(self._seed, slot.epoch, slot.indices, slot.repeats)
+        if self._transform is not None:
+            images, targets = self._transform.with_targets(images, targets, self._spec, keys, slot.indices)
+        self._refuse_other_sides(images, targets, slot)
         geometries = self._geometries(images, keys)
         moved = self._moved(targets, geometries)
         names = self._interpolations(keys, len(images))
@@ -72,7 +85,7 @@ class JointTransform:
                 for geometry, image, name in zip(geometries, images, names, strict=True)
             ]
         )
-        return photometric(images_BCHW, keys, self._augment), moved
+        return self._photometric(images_BCHW, keys), moved
 
     def _interpolations(self, keys: Keys, count: int) -> list[str]:
         crop = self._augment.random_resized_crop

@@ -131,7 +131,7 @@ def _construct(name: str, cls: Any, root: Path, args: dict[str, Any]) -> Any:
     if args.get("download"):
         root.mkdir(parents=True, exist_ok=True)
     try:
-        return call(f"torchvision/{name}", cls, str(root), **args)
+        return call("data.args", f"torchvision/{name}", cls, str(root), **args)
     except (RuntimeError, FileNotFoundError, NotADirectoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = (
