@@ -33,7 +33,7 @@ _THIRD_PARTY = (
 _NOT_IMPORTED = (
     "__main__", "datasets.sources.image_files", "datasets.sources.imagefolder",
     "datasets.sources.segmentation_folder", "datasets.sources.torchvision",
-    "datasets.sources.torchvision_masks", "loggers.tensorboard",
+    "loggers.tensorboard",
     "models.segmentation_models", "models.timm", "models.torchvision", "models.torchvision_detection",
     "report.live.", "training.memory_prediction", "training.predicted_runs",
 )  # fmt: skip

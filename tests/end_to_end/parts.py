@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.sources import digits
-from hpc_train.datasets.sources.in_memory import TensorSplit
 
 #: The digit that ``Poisoned`` can't bear.
 POISON = 1000
