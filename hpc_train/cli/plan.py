@@ -29,6 +29,7 @@ from hpc_train.plan.prediction import PARTS, StepPrediction, predict
 from hpc_train.plan.sweep import describe
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
 
 #: Bubble above which ``plan`` prints a remedy.
@@ -139,6 +140,7 @@ class FullPlan:
         return self.plan.to_json() | runs | self.queue.to_json() | self.cost.to_json(self.plan)
 
 
+@one_child()
 def plan(options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
     full = make_full_plan(options)

@@ -23,8 +23,7 @@ from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
-from hpc_train.plan.input_files import LIMIT_S
-from hpc_train.plan.pack_files import missing_pack, pack_files
+from hpc_train.plan.input_files import LIMIT_S, missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size

@@ -13,6 +13,7 @@ from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, 
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
 
 
@@ -65,6 +66,7 @@ class Preparation(TypedDict):
     models: list[PreparedModel]
 
 
+@one_child()
 def validate(options: ValidateOptions) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
     file, overrides = options.file, options.overrides
