@@ -160,7 +160,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
         prepared = [_prepare(paths, request, name, launcher) for paths in ready]
-        refuse_never_starting(launcher, [each.loaded for each in prepared])
+        refuse_never_starting(launcher, {each.paths: each.loaded for each in prepared})
         living = {each.paths: None for each in prepared if _outlives(each.paths, request)}
         codes += [_refuse_living(paths, read_status(paths)) for paths in living]
         prepared = [each for each in prepared if each.paths not in living]

@@ -201,19 +201,15 @@ class JobForecast:
     nodes: str = ""
     #: Why the job would not start now, as text; it may start later.
     note: str = ""
+    #: Why the scheduler would refuse the job, or never start it.
+    problems: Sequence[KeyProblem] = ()
 
 
 @runtime_checkable
 class ForecastLauncher(Protocol):
-    """Optional methods of a ``Launcher``: ``plan`` shows when jobs would start, and ``plan``, ``submit`` and
-    ``resume`` refuse jobs that would never start.
+    """Optional method of a ``Launcher``: ``plan`` shows when jobs would start, and ``plan``, ``submit`` and
+    ``resume`` refuse jobs with ``JobForecast.problems``.
     """
-
-    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Return why the scheduler would refuse jobs of these runs, or hold them forever.
-
-        Raises NoSchedulerError if it does not answer.
-        """
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
         """Query when each job of these runs would start; nothing is submitted.

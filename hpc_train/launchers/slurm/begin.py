@@ -23,7 +23,6 @@ from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import stop_by
-from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
@@ -55,6 +54,11 @@ _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 _SINFO_LIMIT_S = 30.0
 #: Not ``power*``: nodes that are switched off to save power are not broken.
 _GONE = ("down", "fail")
+#: Parts of a list of nodes, such as ``n[1-2,07],login1``.
+_LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
+_BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
+#: A list of more nodes is not expanded: no cluster has them.
+_MAX_NODES = 100_000
 
 
 class BudgetSpentError(UserError):
@@ -291,11 +295,32 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
             timeout=_SCONTROL_LIMIT_S,
         )
     except (OSError, subprocess.SubprocessError):
-        return expanded(listed) or [listed] if listed else []
+        return _expanded_list(listed) or [listed] if listed else []
     # The names come last, whatever a wrapper prints before them.
     names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
     count = environ.get("SLURM_JOB_NUM_NODES", "")
     return names[-int(count) :] if count.isdecimal() and int(count) else names
+
+
+def _expanded_list(listed: str) -> list[str]:
+    """Return the names in a list of nodes; empty for an invalid list."""
+    names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
+    return names if len(names) <= _MAX_NODES else []
+
+
+def _expanded_item(item: str) -> list[str]:
+    match = _BRACKETS.fullmatch(item)
+    if match is None:
+        return [item] if "[" not in item else []
+    before, ranges, after = match.groups()
+    ends = _expanded_item(after) if after else [""]
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= _MAX_NODES:
+            return []
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return [f"{before}{number}{end}" for number in numbers for end in ends]
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int | None:

@@ -125,12 +125,6 @@ class SlurmLauncher:
 
         return section.job_section(cluster_facts.read(), queue, gpus_per_node)
 
-    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Compare the requests with the limits of the cluster; empty if Slurm is not installed."""
-        from hpc_train.launchers.slurm import forecast
-
-        return forecast.never_starts(experiments)
-
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
         """Query ``sbatch --test-only``; empty if Slurm is not installed."""
         from hpc_train.launchers.slurm import forecast

@@ -10,7 +10,7 @@ from hpc_train.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.errors import UsageError, shortened
 from hpc_train.launchers.base import JobSection
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
-from hpc_train.launchers.slurm.unsatisfiable import Node
+from hpc_train.launchers.slurm.refusals import Node
 
 #: Shorter than most limits: a job resumes after it, and short jobs start sooner. Assumed.
 _TIME_MIN = 24 * 60
@@ -87,14 +87,8 @@ def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
 
 def _account(facts: ClusterFacts) -> str | None:
     """Return the account to name, only if there are several."""
-    first, *more = _accounts(facts) or [""]
+    first, *more = facts.accounts or [""]
     return first if more and re.fullmatch(SLURM_WORD_PATTERN, first) else None
-
-
-def _accounts(facts: ClusterFacts) -> list[str]:
-    """Return the user's accounts, the default one first."""
-    associations = sorted(facts.associations or (), key=lambda association: not association.is_default)
-    return list(dict.fromkeys(association.account for association in associations))
 
 
 def _notes(facts: ClusterFacts) -> Iterator[str]:
@@ -111,5 +105,5 @@ def _notes(facts: ClusterFacts) -> Iterator[str]:
         yield f"partition {label}: {len(nodes)} nodes with {gpu_text if gpus else 'no GPUs'}, {limit}{state}"
     if len(facts.partitions) > _LISTED:
         yield f"and {len(facts.partitions) - _LISTED} more partitions: sinfo"
-    if accounts := _accounts(facts):
-        yield f"accounts: {', '.join(accounts[:_LISTED])}"
+    if facts.accounts:
+        yield f"accounts: {', '.join(facts.accounts[:_LISTED])}"

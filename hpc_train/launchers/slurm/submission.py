@@ -6,6 +6,7 @@ experiment's lock finishes the submission of a killed command (docs/architecture
 
 from __future__ import annotations
 
+import os
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.console import say
-from hpc_train.errors import StorageError
+from hpc_train.errors import NoSchedulerError, StorageError
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import add_job, job_ids, now_ms
@@ -301,6 +302,16 @@ def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
     return by_job
 
 
+def has_running_jobs() -> bool:
+    """Return True if a job of this user has nodes, or if Slurm does not answer."""
+    states = "RUNNING,CONFIGURING,COMPLETING,SUSPENDED"
+    argv = ["squeue", "--noheader", f"--user={os.getuid()}", f"--states={states}", "--format=%F"]
+    try:
+        return bool(commands.run(argv).strip())
+    except (NoSchedulerError, commands.RefusedError):
+        return True
+
+
 def is_unsubmitted(paths: RunPaths) -> bool:
     """Return True if the run was made for Slurm by a command that died before it recorded a submission."""
     return is_without_job(paths) and paths.folder.name not in recorded_runs(paths.siblings)
@@ -320,12 +331,16 @@ def recorded_runs(folder: ExperimentPaths) -> set[str]:
     return {run_id for submission in recorded if submission is not None for run_id in submission.runs}
 
 
-def withdraw(paths: RunPaths, reason: str) -> None:
-    """Withdraw a run that Slurm has refused: remove it if it was never queued, else mark it as failed."""
+def withdraw(paths: RunPaths, reason: str, job_id: str | None = None) -> None:
+    """Withdraw a run that Slurm has refused, or whose job ``job_id`` it would never start.
+
+    Removes it if it was in no other job, else marks it as failed.
+    """
     facts = read_json(paths.run)
     if facts is None:
         return
-    if job_ids(facts) or paths.attempt_folders():
+    other_jobs = [job for job in job_ids(facts) if job.partition("_")[0] != job_id]
+    if other_jobs or paths.attempt_folders():
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
     remove_folder(paths.folder)

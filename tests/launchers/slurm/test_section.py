@@ -43,7 +43,7 @@ def test_what_is_asked_for_must_exist() -> None:
 
 def test_an_account_is_written_where_there_are_several() -> None:
     facts = cluster()
-    some = [Association("nlp", "", (), None, False), Association("vision", "", (), None, True)]
+    some = [Association("nlp", False), Association("vision", True)]
     mine = ClusterFacts(facts.config, facts.partitions, facts.nodes, some)
     job = job_section(mine, None, None)
     assert job.values["account"] == "vision" and job.notes[-1] == "accounts: vision, nlp"
