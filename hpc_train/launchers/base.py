@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.findings import Finding
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 from hpc_train.topology.degrees import Ranks as Ranks  # exported for plug-ins
@@ -136,6 +136,36 @@ class Launcher(Protocol):
 
     def output(self, paths: RunPaths) -> Path | None:
         """Return the newest job's output file if none of its ranks has written a log; else None."""
+
+
+class Level(StrEnum):
+    """How bad a finding is, the worst first."""
+
+    #: Runs would fail, or lose work that they need not lose.
+    ERROR = "error"
+    #: Runs work, but with less than they could have, or only under a condition that ``why`` names.
+    WARNING = "warning"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. Texts may contain names of a cluster: print them by ``console`` only."""
+
+    level: Level
+    #: Name of the check, the same in all versions.
+    check: str
+    #: The observation, with its value.
+    what: str
+    #: Its source: a command, a file, a node.
+    source: str = ""
+    #: The consequence for a run. Empty for ``ok``.
+    why: str = ""
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as an entry of ``findings`` of ``doctor --json``."""
+        return asdict(self) | {"level": str(self.level)}
 
 
 @dataclass(frozen=True)

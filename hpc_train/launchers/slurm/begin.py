@@ -20,8 +20,16 @@ from pathlib import Path
 from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
+from hpc_train.launchers.slurm import LAUNCHER, commands
+from hpc_train.launchers.slurm.batch_job import (
+    MARK,
+    BatchJob,
+    answer,
+    granted,
+    limit_words,
+    say,
+    used_gpu_hours,
+)
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
@@ -242,7 +250,7 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     """Raise BudgetSpentError if no attempt may follow the lost one; else record the remaining budget."""
     attempt = job.paths.attempt(diagnosed.attempt)
     recovery = effective_recovery(job.paths, diagnosed.attempt)
-    spent = gpu_budget.used_by(job.paths, diagnosed)
+    spent = used_gpu_hours(job.paths, diagnosed)
     decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery, spent)
     diagnosed = replace(diagnosed, reason=one_line(decision.reason))
     if decision.comes_back:

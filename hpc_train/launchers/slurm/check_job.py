@@ -24,7 +24,7 @@ from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import NoSchedulerError, UsageError, printable
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
     Machine,
@@ -241,7 +241,7 @@ def _judged(
     gpus = experiment.slurm.gpus_per_node if experiment is not None and experiment.slurm is not None else 0
     wants_gpu = experiment is not None and gpus > 0 and experiment.device != "cpu"
     prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
-    machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched, experiment)
+    machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched)
     return [*findings, *judged(machine)]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_train.config.schema import Experiment
-from hpc_train.launchers.base import CheckRequest, KeyProblem, StartRequest
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
 from hpc_train.launchers.slurm import cluster_facts, commands, forecast, options, profiles, save_window
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
-from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.base import KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
     commands,
     options,
@@ -35,10 +35,9 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import remove_folder, write_text
-from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
 
 if TYPE_CHECKING:
-    from hpc_train.config.cluster_sections import SlurmConfig
+    pass
 
 #: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
@@ -62,73 +61,41 @@ class _Job:
     runs: list[StartRequest]
 
 
-class JobArrays:
-    """The jobs of an experiment's runs, as ``Launcher``'s methods of these names describe."""
+def scripts(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+    """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
+    return [script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))]
 
-    def __init__(self) -> None:
-        #: Within ``submitting``, before ``start``: the runs that are in a submission, once read.
-        self._recorded: set[str] | None = None
 
-    def ranks(self, slurm: SlurmConfig) -> Ranks:
-        """Return the ranks of a run with this section."""
-        per_node = ranks_on_each_node(slurm)
-        nodes = max_nodes(slurm)
-        limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
-        return Ranks(
-            most=nodes * per_node,
-            per_node=per_node,
-            fewest=min_nodes(slurm) * per_node,
-            gpu_hours=_gpu_hours(slurm),
-            gpus=nodes * slurm.gpus_per_node,
-            cores=nodes * refusals.needed_cpus(slurm),
-            attempt_s=None if limit_s is None else limit_s - options.lead_of(slurm),
-        )
+@contextmanager
+def submitting(folder: ExperimentPaths) -> Iterator[None]:
+    """Hold the experiment's lock; first finish the submissions of killed commands."""
+    sbatch.check_programs()
+    with steps.locked(folder):
+        for paths, record in steps.unfinished(folder):
+            if steps.is_elsewhere(record):
+                say(f"submission {record.token}: left to cluster {record.cluster}, where it began")
+            elif steps.may_be_at_work(record.creator, record.created):
+                assert record.creator is not None
+                say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
+            else:
+                _finish(folder, paths, record)
+        yield
 
-    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
-        """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
-        return [
-            script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))
-        ]
 
-    @contextmanager
-    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
-        """Hold the lock; finish the submissions of killed commands."""
-        sbatch.check_programs()
-        with steps.locked(folder):
-            self._recorded = None
-            for paths, record in steps.unfinished(folder):
-                if steps.is_elsewhere(record):
-                    say(f"submission {record.token}: left to cluster {record.cluster}, where it began")
-                elif steps.may_be_at_work(record.creator, record.created):
-                    assert record.creator is not None
-                    say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
-                else:
-                    _finish(folder, paths, record)
-            yield
-
-    def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Return True if no job and no submission has the run; reads submissions once per ``submitting``."""
-        if not steps.is_without_job(paths):
-            return False
-        if self._recorded is None:
-            self._recorded = steps.recorded_runs(paths.siblings)
-        return paths.folder.name not in self._recorded
-
-    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        """Submit all, held; release them once all are recorded; withdraw those that can never start."""
-        self._recorded = None
-        with prepared(runs):
-            jobs = _submit(folder, runs)
-            refusals_by_job = _never_starting(jobs)
-            for job_id in refusals_by_job:
-                _withdraw(jobs[job_id], refusals_by_job[job_id][0])
-            lines = list(dict.fromkeys(line for lines in refusals_by_job.values() for line in lines))
-            if len(refusals_by_job) == len(jobs):
-                raise BadFileError(lines)
-        _report([job for job_id, job in jobs.items() if job_id not in refusals_by_job])
-        for line in lines:
-            say(line)
-        return ExitCode.BAD_FILE if lines else ExitCode.DONE
+def start(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+    """Submit all, held; release them once all are recorded; withdraw those that can never start."""
+    with prepared(runs):
+        jobs = _submit(folder, runs)
+        refusals_by_job = _never_starting(jobs)
+        for job_id in refusals_by_job:
+            _withdraw(jobs[job_id], refusals_by_job[job_id][0])
+        lines = list(dict.fromkeys(line for lines in refusals_by_job.values() for line in lines))
+        if len(refusals_by_job) == len(jobs):
+            raise BadFileError(lines)
+    _report([job for job_id, job in jobs.items() if job_id not in refusals_by_job])
+    for line in lines:
+        say(line)
+    return ExitCode.BAD_FILE if lines else ExitCode.DONE
 
 
 @contextmanager
@@ -177,14 +144,6 @@ def shown_batches(
     """Return the script and the runs of each job that these runs would be, at most ``limit`` per array."""
     shown = folder.submission(_SHOWN_TOKEN)
     return [(_batch(shown, group), group) for group in _groups(runs, limit)]
-
-
-def _gpu_hours(slurm: SlurmConfig) -> float | None:
-    if slurm.gpus_per_node == 0:
-        return 0.0
-    if slurm.time_limit is None:
-        return None
-    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
 
 
 def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:

@@ -20,8 +20,9 @@ from hpc_train.launchers.base import KeyProblem
 from hpc_train.launchers.slurm import commands, pending_reasons
 from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.launchers.slurm.profiles import slurm_of
+from hpc_train.launchers.slurm.resources import cpus_per_node
 from hpc_train.launchers.slurm.submission import has_running_jobs
-from hpc_train.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes, ranks_on_each_node
+from hpc_train.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
 
 
 class Advice(NamedTuple):
@@ -229,7 +230,7 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
     most_gb = max(node.memory_mb for node in nodes) / 1024
     if slurm.mem_gb is not None and slurm.mem_gb > most_gb:
         yield KeyProblem("slurm.mem_gb", f"{slurm.mem_gb}, but a node has at most {most_gb:.0f}", remedy)
-    cpus, most_cpus = needed_cpus(slurm), max(node.cpus for node in nodes)
+    cpus, most_cpus = cpus_per_node(slurm), max(node.cpus for node in nodes)
     if cpus > most_cpus and slurm.cpus_per_gpu is not None:
         message = f"{slurm.cpus_per_gpu} is {cpus} per node, a node has at most {most_cpus}"
         yield KeyProblem("slurm.cpus_per_gpu", message, remedy)
@@ -256,12 +257,6 @@ def features_of(constraint: str) -> list[str]:
     parts = [_COUNT.sub("", word).strip() for word in _BETWEEN_FEATURES.split(constraint)]
     names = list(dict.fromkeys(word for word in parts if word))
     return names if all(map(_FEATURE.fullmatch, names)) else []
-
-
-def needed_cpus(slurm: SlurmConfig) -> int:
-    """Return the minimum number of cores that the job needs on each node."""
-    ranks = ranks_on_each_node(slurm)
-    return max(ranks, (slurm.gpus_per_node or ranks) * (slurm.cpus_per_gpu or 1))
 
 
 def time_limit_problems(experiment: Experiment) -> list[KeyProblem]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.launchers.base import KeyProblem
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, KeyProblem, Level
 from hpc_train.launchers.slurm.cluster_checks import CHECKS, Subject
 from hpc_train.launchers.slurm.cluster_facts import (
     Association,

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.launchers.slurm.cluster_facts import Association, ClusterFacts, Partition, parsed_nodes
-from hpc_train.launchers.slurm.section import job_section
+from hpc_train.launchers.slurm.cluster_facts import (
+    Association,
+    ClusterFacts,
+    Partition,
+    job_section,
+    parsed_nodes,
+)
 from tests.launchers.slurm.clusters import cluster
 
 
