@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import ExperimentPaths, RunPaths
@@ -51,8 +51,8 @@ class AttemptLauncher(Protocol):
         """
 
 
-def _no_poll(paths: RunPaths, attempt: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None)
+#: Called with the run and the attempt's number; returns a context with the function to call for progress.
+Polling: TypeAlias = Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class StartRequest:
     prepare: Callable[[int], None] = lambda attempt: None
     #: The newest attempt when the command saw that it had ended; 0: there was none.
     after: int = 0
-    #: Shows progress: a context with the function that a launcher calls while it follows the attempt.
-    polling: Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]] = _no_poll
+    #: Shows progress while a launcher follows the attempt.
+    polling: Polling = lambda _paths, _attempt: nullcontext(lambda: None)
 
 
 class KeyProblem(NamedTuple):

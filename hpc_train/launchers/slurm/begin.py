@@ -93,8 +93,10 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """
     job = BatchJob.of(folder, environ)
     began = now_ms()
-    if ended := _why_not(job.paths):
-        say(f"run {job.paths.folder.name} is {ended}; nothing to do")
+    is_cancelled = job.paths.cancelled.exists()
+    if is_cancelled or read_status(job.paths).state == "completed":
+        state = "cancelled" if is_cancelled else "completed"
+        say(f"run {job.paths.folder.name} is {state}; nothing to do")
         return None
     _check_unrequested(job)
     try:
@@ -106,10 +108,10 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     except TryAgainError:
         raise
     except WrongNodeError as error:
-        _stand(job.paths, "requeued", str(error))
+        _write_status(job.paths, "requeued", str(error))
         raise
     except HpcTrainError as error:
-        notify_end(job.paths, say, _stand(job.paths, "failed", str(error)))
+        notify_end(job.paths, say, _write_status(job.paths, "failed", str(error)))
         raise
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
@@ -126,18 +128,12 @@ def _full_disks(paths: RunPaths) -> Iterator[None]:
         raise
 
 
-def _stand(paths: RunPaths, state: str, reason: str) -> RunStatus:
+def _write_status(paths: RunPaths, state: str, reason: str) -> RunStatus:
     """Write the run's status, if the disk has room for it; return it."""
     status = replace(read_status(paths), state=state, reason=one_line(reason))
     with suppress(OSError):
         write_status(paths, status)
     return status
-
-
-def _why_not(paths: RunPaths) -> str | None:
-    if paths.cancelled.exists():
-        return "cancelled"
-    return "completed" if read_status(paths).state == "completed" else None
 
 
 def _check_unrequested(job: BatchJob) -> None:

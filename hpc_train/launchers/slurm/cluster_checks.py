@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from hpc_train.config.schema import Experiment
 from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
-from hpc_train.launchers.slurm import cluster_facts, commands, forecast, options, profiles, save_window
+from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles, save_window
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
@@ -99,7 +99,7 @@ def _subject(request: CheckRequest) -> Subject:
 def _forecast_problems(experiment: Experiment) -> list[KeyProblem]:
     folder = ExperimentPaths(runs_root() / experiment.name)
     run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
-    return [problem for job in forecast.forecast(folder, [run]) for problem in job.problems]
+    return [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
 
 
 def _longest_save_s() -> float | None:

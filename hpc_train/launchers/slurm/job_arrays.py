@@ -5,22 +5,24 @@ Imported by ``launcher`` only when runs are planned or started: it reads experim
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
-from hpc_train.launchers.base import KeyProblem, StartRequest
+from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
     commands,
     options,
-    pending_reasons,
     profiles,
+    queue,
     refusals,
     save_window,
     sbatch,
@@ -48,6 +50,11 @@ _FINISH = (
     "what is made stays: submit the file again, or resume a run of it, to finish this; to train on this "
     "machine instead, submit with --local --new"
 )
+#: ``sbatch: Job 1 to start at 2026-11-25T01:42:26 using 1 processors on nodes n1 in partition low``.
+_STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b.*? on (?:nodes? )?(\S+)")
+_ERROR = re.compile(r"(sbatch: )?(error: |fatal: )?(allocation failure: )?")
+#: Jobs of a sweep whose start is queried: each query takes a fraction of a second.
+_JOBS_ASKED = 20
 #: Placeholders, in scripts that are only shown, for names that a submission sets.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
@@ -64,6 +71,34 @@ class _Job:
 def scripts(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
     """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
     return [script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))]
+
+
+def forecast(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+    """Return the forecast for each job of the runs; empty if Slurm is not installed, as for plans elsewhere.
+
+    Raises NoSchedulerError if Slurm does not answer, BadFileError if no script can be made.
+    """
+    try:
+        sbatch.check_programs()
+    except NoSchedulerError:
+        return []
+    batches = shown_batches(folder, runs, array_limit())
+    return [_forecast(batch, group) for batch, group in batches[:_JOBS_ASKED]]
+
+
+def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
+    paths, experiment = [run.paths for run in runs], runs[0].experiment
+    try:
+        output = sbatch.tested(batch, len(runs))
+    except commands.RefusedError as error:
+        problems = refusals.refused_in_test(error.words, experiment)
+        return JobForecast(paths, note=_ERROR.sub("", error.words), problems=problems)
+    problems = refusals.time_limit_problems(experiment)
+    match = _STARTS.search(output)
+    if match is None:
+        return JobForecast(paths, problems=problems)
+    start = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
+    return JobForecast(paths, start.isoformat(), match[2], problems=problems)
 
 
 @contextmanager
@@ -345,7 +380,7 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
         ]
         if problems:
             lines_by_job[job_id] = _lines(run, problems)
-        elif shared := sorted(filter(pending_reasons.is_shared_limit, reasons)):
+        elif shared := sorted(filter(queue.is_shared_limit, reasons)):
             say(f"  job {job_id} waits: {shared[0]}; if it alone exceeds that limit, it never starts")
     return lines_by_job
 

@@ -55,19 +55,19 @@ class SlurmLauncher:
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         """Return the ranks that the section ``slurm`` requests; 1 without the section."""
-        from hpc_train.launchers.slurm import resources
+        from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of
 
         slurm = slurm_of(experiment)
-        return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else resources.ranks(slurm)
+        return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else options.ranks(slurm)
 
     def device(self, experiment: Experiment, size: Ranks) -> Device | None:
         """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
-        from hpc_train.launchers.slurm import resources
+        from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of
 
         slurm = slurm_of(experiment)
-        return None if slurm is None else resources.device_of_job(slurm, experiment.device, size)
+        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch script of each job array, with a placeholder for the submission's token."""
@@ -137,9 +137,9 @@ class SlurmLauncher:
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
         """Query ``sbatch --test-only``; empty if Slurm is not installed."""
-        from hpc_train.launchers.slurm import forecast
+        from hpc_train.launchers.slurm import job_arrays
 
-        return forecast.forecast(folder, runs)
+        return job_arrays.forecast(folder, runs)
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""

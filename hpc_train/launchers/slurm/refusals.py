@@ -17,10 +17,10 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import SBATCH_KEYS
 from hpc_train.errors import NoSchedulerError, UserError, listed
 from hpc_train.launchers.base import KeyProblem
-from hpc_train.launchers.slurm import commands, pending_reasons
+from hpc_train.launchers.slurm import commands, queue
 from hpc_train.launchers.slurm.accounting import seconds
+from hpc_train.launchers.slurm.options import cpus_per_node
 from hpc_train.launchers.slurm.profiles import slurm_of
-from hpc_train.launchers.slurm.resources import cpus_per_node
 from hpc_train.launchers.slurm.submission import has_running_jobs
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
 
@@ -140,15 +140,15 @@ def refused_in_test(output: str, experiment: Experiment) -> list[KeyProblem]:
 
 def never_starts(reason: str, experiment: Experiment) -> list[KeyProblem]:
     """Return the problems for a pending reason; empty if the job may start later."""
-    key = pending_reasons.key_at_fault(reason)
-    if key is None and pending_reasons.is_shared_limit(reason) and not has_running_jobs():
-        key = pending_reasons.key_at_fault(reason, is_alone=True)
+    key = queue.key_at_fault(reason)
+    if key is None and queue.is_shared_limit(reason) and not has_running_jobs():
+        key = queue.key_at_fault(reason, is_alone=True)
     if key is None:
         return []
     message = f"Slurm accepts the job, but never starts it: {reason}"
     if _NO_SUCH_NODES.search(reason):
         return node_problems(experiment) or [_no_such_nodes(message, experiment)]
-    return [KeyProblem(key, message, pending_reasons.remedy(reason))]
+    return [KeyProblem(key, message, queue.remedy(reason))]
 
 
 def _no_such_nodes(message: str, experiment: Experiment) -> KeyProblem:

@@ -115,18 +115,15 @@ def locked(folder: ExperimentPaths) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"{folder.folder.name}: waits for {_holder_words(holder)}, which is submitting runs of it")
+        process = Process.from_json(read_json(holder))
+        owner = "another command" if process is None else f"process {process.pid} on {process.host}"
+        say(f"{folder.folder.name}: waits for {owner}, which is submitting runs of it")
         lock.acquire()
     try:
         write_json(holder, Process.current().to_json())
         yield
     finally:
         lock.release()
-
-
-def _holder_words(holder: Path) -> str:
-    process = Process.from_json(read_json(holder))
-    return "another command" if process is None else f"process {process.pid} on {process.host}"
 
 
 def make_private(folder: Path) -> None:
@@ -217,7 +214,10 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
         note_job(run, job, submission.cluster)
 
     in_parallel(place_task, range(len(submission.runs)))
-    _remove_leftovers(paths)
+    # Pickles that submitit names by chance and has not moved, since its process died.
+    for path in paths.folder.glob("*.pkl"):
+        if not path.name.endswith("_submitted.pkl"):
+            path.unlink(missing_ok=True)
     sync_folder(paths.folder)
     submitted = replace(submission, state=SUBMITTED)
     write(paths, submitted)
@@ -264,13 +264,6 @@ def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:
         write_status(run, replace(status, state="pending", reason=None))
 
 
-def _remove_leftovers(paths: SubmissionPaths) -> None:
-    """Remove the pickles that submitit names by chance and has not moved, its submitter having died."""
-    for path in paths.folder.glob("*.pkl"):
-        if not path.name.endswith("_submitted.pkl"):
-            path.unlink(missing_ok=True)
-
-
 def release(paths: SubmissionPaths, submission: Submission) -> None:
     """Release the job. It may be gone already, if it was cancelled manually while it was held."""
     assert submission.job_id is not None
@@ -279,13 +272,9 @@ def release(paths: SubmissionPaths, submission: Submission) -> None:
             commands.release(submission.job_id)
         except commands.RefusedError:
             # Slurm refuses for a job that has ended, and for a released job that can't start.
-            if _is_held(submission.job_id):
+            if "JobHeldUser" in reasons([submission.job_id]).get(submission.job_id, set()):
                 raise
     write(paths, replace(submission, state=RELEASED))
-
-
-def _is_held(job_id: str) -> bool:
-    return "JobHeldUser" in reasons([job_id]).get(job_id, set())
 
 
 def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
@@ -310,11 +299,6 @@ def has_running_jobs() -> bool:
         return bool(commands.run(argv).strip())
     except (NoSchedulerError, commands.RefusedError):
         return True
-
-
-def is_unsubmitted(paths: RunPaths) -> bool:
-    """Return True if the run was made for Slurm by a command that died before it recorded a submission."""
-    return is_without_job(paths) and paths.folder.name not in recorded_runs(paths.siblings)
 
 
 def is_without_job(paths: RunPaths) -> bool:

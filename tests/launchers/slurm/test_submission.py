@@ -115,16 +115,16 @@ def test_only_an_unseen_command_of_late_may_be_at_work(
 
 def test_a_run_is_unsubmitted_until_a_submission_holds_it(tmp_path: Path, folder: ExperimentPaths) -> None:
     runs = _runs(tmp_path, folder)
-    assert all(steps.is_unsubmitted(run.paths) for run in runs)
+    assert all(SlurmLauncher().is_unsubmitted(run.paths) for run in runs)
     paths = steps.new_paths(folder)
     recorded = [runs[0].paths]
     steps.prepare(paths, recorded, Batch(paths.folder, "python", {}), max_parallel=None, stays_held=False)
     claim_attempt(runs[1].paths, "local")
-    assert [steps.is_unsubmitted(run.paths) for run in runs] == [False, False, True]
+    assert [SlurmLauncher().is_unsubmitted(run.paths) for run in runs] == [False, False, True]
     facts = read_json(runs[2].paths.run)
     assert facts is not None
     write_json(runs[2].paths.run, facts | {"launcher": "local"})
-    assert not steps.is_unsubmitted(runs[2].paths)
+    assert not SlurmLauncher().is_unsubmitted(runs[2].paths)
 
 
 def test_a_refused_run_goes_unless_it_holds_something(tmp_path: Path, folder: ExperimentPaths) -> None:
