@@ -21,7 +21,7 @@ from hpc_train.errors import shortened
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
-from hpc_train.plan.gpu_models import described
+from hpc_train.plan.devices import described
 
 REPORT = Path(__file__).with_name("machine_report.py")
 #: torch's own limit is below: this one is for a machine that does not answer at all.

@@ -13,7 +13,7 @@ _MODULES = {
     "launchers/machine_checks.py": "machine",
     "cli/doctor.py": "",
 }
-_NAME = re.compile(r'"((?:slurm|machine|wandb|notify|launcher)\.[a-z-]+)"')
+_NAME = re.compile(r'"((?:slurm|machine|wandb|notify|launcher|file)\.[a-z-]+)"')
 #: The helpers that put the module's own prefix before a name.
 _SHORT_NAME = re.compile(r'(?:fine\(|setting\(\s*|finding\(\s*Level\.\w+,\s*)"([a-z-]+)"')
 
@@ -27,7 +27,7 @@ def checks() -> set[str]:
 
 
 def test_the_table_of_checks_is_complete() -> None:
-    page = (REPOSITORY / "docs/reference.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs/reference_commands.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| check \| finds \|.*?\n\n", page, re.DOTALL | re.MULTILINE)
     rows = {
         name

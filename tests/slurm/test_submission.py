@@ -96,13 +96,14 @@ def any_place(
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Path:
-    """A folder with an sbatch that counts its calls in ``calls`` and does as Slurm's own."""
+    """A folder with an sbatch that counts its submissions in ``calls`` and does as Slurm's own."""
     return _wrapped_sbatch(tmp_path / "counted", 'exec "$real" "$@"')
 
 
 def _wrapped_sbatch(folder: Path, body: str) -> Path:
     folder.mkdir()
-    real = f"real=$(PATH=${{PATH#*:}} command -v sbatch)\necho call >> {folder}/calls\n"
+    real = 'real=$(PATH=${PATH#*:} command -v sbatch)\n[ "$1" != --test-only ] || exec "$real" "$@"\n'
+    real += f"echo call >> {folder}/calls\n"
     (folder / "sbatch").write_text(f"#!/bin/bash\n{real}{body}\n")
     (folder / "sbatch").chmod(0o755)
     return folder
@@ -173,8 +174,8 @@ def test_twenty_submits_at_once_make_one_array(place: Place, counted: Path) -> N
 
 
 _STEPS = [
-    ("hpc_train.cli.creating:create_run", 1),
-    ("hpc_train.cli.creating:create_run", 2),
+    ("hpc_train.cli.submit:create_run", 1),
+    ("hpc_train.cli.submit:create_run", 2),
     ("hpc_train.launchers.slurm.submission:write", 1),
     ("hpc_train.launchers.slurm.sbatch:sbatch", 1),
     ("hpc_train.launchers.slurm.submission:place_pickle", 2),

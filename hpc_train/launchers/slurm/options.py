@@ -19,8 +19,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
-from hpc_train.plan.devices import Device
-from hpc_train.plan.gpu_models import gpu_memory_gib
+from hpc_train.plan.devices import Device, gpu_memory_gib
 from hpc_train.run.attempts import read_record
 from hpc_train.topology.degrees import Ranks
 from hpc_train.validate.slurm_rules import (
