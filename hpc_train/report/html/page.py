@@ -22,8 +22,7 @@ from hpc_train.report.changed_keys import short_names, value_text
 from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, RunData
 from hpc_train.report.html.evaluations import Evaluation, confined_text, newest_evaluation
-from hpc_train.report.html.line_charts import LineChart, line_charts
-from hpc_train.report.html.scales import short
+from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
 from hpc_train.report.run_times import short_duration
 from hpc_train.report.time_use import PARTS, summed
@@ -61,25 +60,13 @@ class RunLine:
 
 
 @dataclass(frozen=True)
-class PartBar:
-    """A part of a bar of time use; position and width in percent."""
-
-    part: str
-    x: float
-    width: float
-    text: str
-
-
-@dataclass(frozen=True)
-class TimeBar:
-    """The time use of a run, or of all."""
+class TimeRow:
+    """The time use of a run, or of all; ``durations`` by part."""
 
     title: str
-    parts: list[PartBar]
-    total: str
-    #: Duration by part.
-    durations: list[str]
     goodput: str
+    durations: list[str]
+    total: str
 
 
 def render(collected: Collected) -> str:
@@ -141,8 +128,8 @@ def _content(collected: Collected) -> dict[str, Any]:
         "charts": charts,
         "data": _Trusted(_embedded_json(_data(collected, charts))),
         "has_attempts": any(run.attempts for run in runs),
-        "times": _time_bars(runs),
-        "parts": [(part, _PART_TITLES[part]) for part in PARTS],
+        "times": _time_rows(runs),
+        "parts": [_PART_TITLES[part] for part in PARTS],
         "evaluations": _evaluations(runs),
         "ious": _ious(runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
@@ -198,8 +185,8 @@ def _title(runs: Sequence[RunData]) -> str:
 
 def _interruptions(runs: Sequence[RunData]) -> list[tuple[str, int]]:
     """Return how often attempts ended early, by cause, the most frequent first."""
-    causes = [attempt.cause for run in runs for attempt in run.attempts]
-    return Counter(each for each in causes if each not in {"completed", "running", "unknown"}).most_common()
+    causes = Counter(attempt.cause for run in runs for attempt in run.attempts)
+    return [pair for pair in causes.most_common() if pair[0] not in {"completed", "running", "unknown"}]
 
 
 def _run_line(place: int, run: RunData, collected: Collected) -> RunLine:
@@ -237,26 +224,19 @@ def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:
     return {"runs": names, "highlighted": limits.HIGHLIGHTED, "charts": [chart.data() for chart in charts]}
 
 
-def _time_bars(runs: Sequence[RunData]) -> list[TimeBar]:
-    """Return the bar of all runs together, then the bars of the first runs."""
+def _time_rows(runs: Sequence[RunData]) -> list[TimeRow]:
+    """Return the row of all runs together, then the rows of the first runs."""
     timed = [run for run in runs if run.time_use]
-    bars = [_time_bar(run.name, run.time_use) for run in timed[: limits.TIME_BARS]]
+    rows = [_time_row(run.name, run.time_use) for run in timed[: limits.TIME_ROWS]]
     if len(timed) > 1:
-        bars.insert(0, _time_bar(f"all {len(timed):,} runs", summed(run.time_use for run in timed)))
-    return bars
+        rows.insert(0, _time_row(f"all {len(timed):,} runs", summed(run.time_use for run in timed)))
+    return rows
 
 
-def _time_bar(title: str, use: Mapping[str, float]) -> TimeBar:
+def _time_row(title: str, use: Mapping[str, float]) -> TimeRow:
     total = sum(use.values())
-    x, parts = 0.0, []
-    for part in PARTS:
-        width = 100 * use[part] / total
-        if width > 0:
-            words = f"{_PART_TITLES[part]} {width:.1f}%, {short_duration(use[part])}"
-            parts.append(PartBar(part, round(x, 3), round(width, 3), words))
-        x += width
     durations = [short_duration(use[part]) if use[part] else "" for part in PARTS]
-    return TimeBar(title, parts, short_duration(total), durations, _share(use["training"] / total))
+    return TimeRow(title, _share(use["training"] / total), durations, short_duration(total))
 
 
 def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation]]:
@@ -265,19 +245,19 @@ def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation]]:
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
-    """Return the IoU of each class in the newest evaluation, and its step, for runs that have any."""
-    found = []
+    """Return the step and the IoU of each class in the newest evaluation, for runs that have any."""
+    ious = []
     for run in runs[: limits.EVALUATED]:
-        pairs = [
-            (metric.name.removeprefix("iou_"), curve)
+        curves = {
+            metric.name.removeprefix("iou_"): curve
             for metric, curve in run.curves.items()
             if metric.split == "val" and metric.name.startswith("iou_") and curve
-        ]
-        if pairs:
-            step = max(curve.steps[-1] for _, curve in pairs)
-            ious = [(name, min(max(curve.values[-1], 0.0), 1.0)) for name, curve in pairs]
-            found.append((run, step, ious[: limits.CLASS_LINES]))
-    return found
+        }
+        if curves:
+            values = [(name, curve.values[-1]) for name, curve in curves.items()]
+            step = max(curve.steps[-1] for curve in curves.values())
+            ious.append((run, step, values[: limits.TABLE_ROWS]))
+    return ious
 
 
 def _details(run: RunData) -> dict[str, Any]:
