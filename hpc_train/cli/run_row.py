@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.run_usage import used_by
 from hpc_train.console import JSON_VERSION
-from hpc_train.errors import BadFileError
-from hpc_train.launchers.lookup import statuses
-from hpc_train.paths import RunPaths
-from hpc_train.recovery.budgets import Left
+from hpc_train.errors import BadFileError, HpcTrainError
+from hpc_train.launchers.lookup import launcher_in, statuses
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery.budgets import Left, Limits
+from hpc_train.recovery.diagnosis import silent_for
+from hpc_train.recovery.history import effective_recovery
 from hpc_train.report.changed_keys import in_words
-from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
-from hpc_train.report.recovery_budget import Recovery, recovery_of
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
 from hpc_train.report.run_times import (
     Restart,
     elapsed_s,
@@ -26,13 +30,101 @@ from hpc_train.report.run_times import (
     remaining_s,
     short_duration,
 )
-from hpc_train.report.step_layout import layout_of, ranks_of
+from hpc_train.report.time_use import goodput
 from hpc_train.report.usage import MAX_BYTES, Usage
-from hpc_train.run.attempts import job_ids
+from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.files import read_text
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus
+
+#: Six heartbeats: clocks of nodes and file servers may differ by a few heartbeats.
+_SILENT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """``budget`` is None if nothing requeues the run, or its file can't be read."""
+
+    budget: Left | None = None
+    excluded_nodes: dict[str, str] = field(default_factory=dict)
+    #: Lines to show in addition to the run's own reason.
+    words: tuple[str, ...] = ()
+
+
+def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
+    """Return how the run would recover. ``now``: its status."""
+    newest = run.paths.attempt(run.newest_number)
+    silent = _silent_nodes(newest) if now.state == "running" else ()
+    if not launcher_in(run.paths, run.facts).is_queue:
+        return Recovery(words=silent)
+    records = run.records
+    try:
+        limits = _limits(run)
+    except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
+        return Recovery(words=silent)
+    excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
+    words = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    return Recovery(budgets.left(_of_newest_job(records, run.facts), limits), excluded, (*words, *silent))
+
+
+def _of_newest_job(records: list[AttemptRecord], facts: Mapping[str, Any]) -> list[AttemptRecord]:
+    """Return the newest job's attempts: a resume starts with a full budget."""
+    newest = next(reversed(job_ids(facts)), None)
+    return [record for record in records if record.job == newest]
+
+
+def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
+    words = bad_nodes.exclusion_words(excluded)
+    if newest.kept_nodes.exists():
+        return f"can't exclude these nodes, since too few would be left: {words}"
+    return words
+
+
+def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
+    """Return a line for each node whose heartbeat is old; none for nodes that never had one."""
+    found = []
+    for path in sorted(attempt.folder.glob("heartbeat-*.json")):
+        with suppress(OSError):
+            age_s = time.time() - path.stat().st_mtime
+            if age_s > _SILENT_S:
+                node = path.stem.removeprefix("heartbeat-")
+                found.append(silent_for(node, age_s))
+    return tuple(found)
+
+
+#: Cached by the text of ``recovery`` sections: most are equal, and a resolved file takes longer to read.
+_known: dict[tuple[str, ...], Limits] = {}
+
+
+def _limits(run: RunFiles) -> Limits:
+    """Return the limits of the run's next attempt."""
+    next_number = run.newest_number + 1
+    said = (*_section(run.paths), *_changes(run, next_number))
+    if said not in _known:
+        _known[said] = effective_recovery(run.paths, next_number)
+    return _known[said]
+
+
+def _changes(run: RunFiles, attempt: int) -> list[str]:
+    """Return the changes of the section for this attempt, ``KEY=VALUE`` each."""
+    if not run.facts.get("changes"):
+        return []
+    from hpc_train.run.create import noted_changes  # the schema: 0.2 s, which few runs need
+
+    return [word for word in noted_changes(run.paths, attempt) if word.startswith("recovery")]
+
+
+def _section(paths: RunPaths) -> list[str]:
+    """Return the lines of the frozen file's ``recovery:``, which is written with one key per line."""
+    text = read_text(paths.experiment)
+    if "recovery:" not in text:
+        return []
+    lines = text.splitlines()
+    if "recovery:" not in lines:
+        return []
+    return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))
 
 
 @dataclass(frozen=True)

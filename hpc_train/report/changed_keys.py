@@ -62,14 +62,14 @@ def _read(
         texts = _texts(sections)
         if sections is None or texts is None:
             continue
-        found: dict[str, _Section | None] = {}
+        by_name: dict[str, _Section | None] = {}
         for name, text in texts.items():
             by_text = variants.setdefault(name, {})
             if text not in by_text:
                 by_text[text] = _flattened(name, sections[name])
-            found[name] = by_text[text]
-        if None not in found.values():
-            settings[paths] = cast(_Settings, found)
+            by_name[name] = by_text[text]
+        if None not in by_name.values():
+            settings[paths] = cast(_Settings, by_name)
     return settings
 
 
@@ -114,7 +114,9 @@ def _differing(settings: Mapping[RunPaths, _Settings]) -> list[tuple[str, str]]:
 def _variants(settings: Mapping[RunPaths, _Settings], section: str) -> list[_Section]:
     """Return the different contents that a section has in the runs; a run without it has an empty one."""
     return list(
-        {id(flat): flat for each in settings.values() for flat in (each.get(section, _EMPTY),)}.values()
+        {
+            id(flat): flat for sections in settings.values() for flat in (sections.get(section, _EMPTY),)
+        }.values()
     )
 
 
@@ -197,4 +199,4 @@ def _ends(key: str) -> Iterator[str]:
 
 def _means_only(key: str, end: str, keys: Sequence[str]) -> bool:
     """Return True if the suffix ``end`` identifies ``key`` uniquely; a whole key always does."""
-    return end == key or (end not in keys and sum(each.endswith(f".{end}") for each in keys) == 1)
+    return end == key or (end not in keys and sum(other.endswith(f".{end}") for other in keys) == 1)

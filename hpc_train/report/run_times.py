@@ -30,8 +30,8 @@ def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
         return None
     newest = attempts[-1][0]
     return sum(
-        _attempt_s(each, record, is_running=each == newest and now.state == "running")
-        for each, record in attempts
+        _attempt_s(attempt, record, is_running=attempt == newest and now.state == "running")
+        for attempt, record in attempts
     )
 
 

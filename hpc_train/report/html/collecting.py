@@ -1,12 +1,20 @@
-"""Reads runs for the page: each file once, and only the metric rows that are shown."""
+"""Reads runs for the page: each file once, only rows of metrics and evaluations that are shown.
+
+Another user may have written the files: reading is bounded, and links out of a run's folder are not followed.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from hpc_train.launchers.lookup import statuses
@@ -21,13 +29,17 @@ from hpc_train.report.html.limits import (
     MIN_EVALUATIONS,
     MIN_ROWS,
     NAME_LENGTH,
+    PICTURE_BYTES,
+    PICTURES,
+    SAMPLE_CHARS,
+    TABLE_BYTES,
 )
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import Row, number, sampled_rows
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words
-from hpc_train.report.step_layout import ranks_of
 from hpc_train.report.time_use import attempt_cause, time_use
+from hpc_train.run.files import open_regular, read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.metric_rows import POSITION
 from hpc_train.run.run_status import RunStatus
@@ -304,3 +316,87 @@ def _data_wait(row: Row) -> float | None:
         return None
     step_s, wait_s = number(row.get("step_s")), number(row.get("data_wait_s"))
     return 100 * wait_s / step_s if step_s and wait_s is not None and step_s > 0 else None
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A CSV file of an evaluation, such as a confusion matrix."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The files of one evaluation."""
+
+    step: int
+    tables: list[Table] = field(default_factory=list)
+    #: Title and data URI of each PNG file.
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.pictures or self.texts)
+
+
+def confined_text(path: Path, run: RunPaths, max_bytes: int) -> str | None:
+    """Return the text of a file of the run; None if it is missing, too large, or a link out of the folder."""
+    with suppress(OSError, ValueError):
+        if is_confined(path, run):
+            return read_text(path, max_bytes, errors="replace")
+    return None
+
+
+def is_confined(path: Path, run: RunPaths) -> bool:
+    """Return True if the file is in the run's folder once links are followed."""
+    return path.resolve().is_relative_to(run.folder.resolve())
+
+
+def newest_evaluation(run: RunPaths) -> Evaluation | None:
+    """Return the newest evaluation with files that can be shown."""
+    try:
+        folders = run.evaluation_folders()
+    except OSError:
+        return None
+    for step in sorted(folders, reverse=True):
+        with suppress(OSError):
+            if evaluation := _evaluation(step, folders[step], run):
+                return evaluation
+    return None
+
+
+def _evaluation(step: int, folder: Path, run: RunPaths) -> Evaluation:
+    evaluation = Evaluation(step)
+    for path in sorted(folder.iterdir())[:1000]:
+        match path.suffix:
+            case ".csv" if text := confined_text(path, run, TABLE_BYTES):
+                evaluation.tables.extend(_table(path.stem, text))
+            case ".png" if len(evaluation.pictures) < PICTURES and (uri := _picture(path, run)):
+                evaluation.pictures.append((path.stem, uri))
+            case ".txt" if text := confined_text(path, run, TABLE_BYTES):
+                evaluation.texts.append((path.stem, text[:SAMPLE_CHARS]))
+    return evaluation
+
+
+def _table(title: str, text: str) -> Iterator[Table]:
+    """Yield the table, unless the file is empty or damaged."""
+    with suppress(csv.Error):
+        if rows := [row for row in csv.reader(io.StringIO(text)) if row]:
+            yield Table(title, rows[0], rows[1:])
+
+
+def _picture(path: Path, run: RunPaths) -> str | None:
+    """Return a PNG file as a data URI; None if it is not one, or too large."""
+    content = b""
+    with suppress(OSError, ValueError):
+        if is_confined(path, run):
+            with open_regular(path) as file:
+                content = file.read(PICTURE_BYTES + 1)
+    if not content.startswith(_PNG) or len(content) > PICTURE_BYTES:
+        return None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

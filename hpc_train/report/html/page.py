@@ -20,8 +20,7 @@ from hpc_train import __version__
 from hpc_train.errors import printable, shortened
 from hpc_train.report.changed_keys import short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import Collected, RunData
-from hpc_train.report.html.evaluations import Evaluation, confined_text, newest_evaluation
+from hpc_train.report.html.collecting import Collected, Evaluation, RunData, confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
 from hpc_train.report.run_times import short_duration
@@ -269,7 +268,7 @@ def _details(run: RunData) -> dict[str, Any]:
     return {
         "run": run,
         "file": None if text is None else _cut(text, limits.FILE_CHARS),
-        "facts": [(label, _cut(words)) for label, words in _facts(run, code, source) if words],
+        "facts": [(label, _cut(text)) for label, text in _facts(run, code, source) if text],
         "changes": [
             (number, _cut(change))
             for number, listed in (changes if isinstance(changes, dict) else {}).items()

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.report.html import collecting, limits
-from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of
-from hpc_train.report.html.evaluations import newest_evaluation
+from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import render
 from hpc_train.report.metric_values import Metric, Point
