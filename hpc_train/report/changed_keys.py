@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import marshal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
@@ -130,7 +130,19 @@ def _differ(values: Sequence[Any]) -> bool:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest suffix of each dotted key that identifies it uniquely."""
-    return {key: next(end for end in _ends(key) if _means_only(key, end, keys)) for key in keys}
+    return {key: next(end for end in _suffixes(key) if _identifies(end, key, keys)) for key in keys}
+
+
+def _suffixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+
+
+def _identifies(suffix: str, key: str, keys: Sequence[str]) -> bool:
+    """Return True if ``suffix`` belongs to no other of the keys; a whole key always identifies itself."""
+    if suffix == key:
+        return True
+    return suffix not in keys and sum(other.endswith(f".{suffix}") for other in keys) == 1
 
 
 @lru_cache
@@ -189,14 +201,3 @@ def _comparable(value: Any) -> tuple[type, Any]:
     if isinstance(value, str | int | float):
         return type(value), value
     return list, json.dumps(value, sort_keys=True)
-
-
-def _ends(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[-count:])
-
-
-def _means_only(key: str, end: str, keys: Sequence[str]) -> bool:
-    """Return True if the suffix ``end`` identifies ``key`` uniquely; a whole key always does."""
-    return end == key or (end not in keys and sum(other.endswith(f".{end}") for other in keys) == 1)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import printable, shortened
@@ -65,14 +65,6 @@ class ProgressText:
         return ", ".join(part for part in dict.fromkeys(order) if part and part in parts)
 
 
-class _Display(Protocol):
-    def show(self, now: RunStatus, text: ProgressText) -> None: ...
-
-    def note(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Progress:
     """Follows one attempt of one run; only rows of that attempt are shown."""
 
@@ -85,7 +77,7 @@ class Progress:
         self._has_notices = False
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
+        self._display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
 
     def update(self) -> None:
         """Read the files if enough time has passed, and show changes."""

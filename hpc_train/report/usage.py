@@ -74,11 +74,11 @@ class Usage:
 
     def _memory(self) -> str:
         gpu, peak = self.peak_gpu_memory_gib, self.peak_memory_gib
-        lines = [] if gpu is None else [f"{gpu:.3g} GiB at most on a GPU"]
+        lines = [] if gpu is None else [f"peak {gpu:.3g} GiB on a GPU"]
         if peak is not None:
             requested, share = self.requested_memory_gib, self.memory_efficiency
-            of = "" if requested is None else f" of {requested:.3g} GiB requested per node ({share:.0%})"
-            lines.append(f"{peak:.3g} GiB at most on a node{of}")
+            of = "" if requested is None else f", {share:.0%} of the {requested:.3g} GiB requested"
+            lines.append(f"peak {peak:.3g} GiB on a node{of}")
         return ", ".join(lines)
 
 

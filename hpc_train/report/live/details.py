@@ -114,7 +114,7 @@ class DetailsReader:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
         with suppress(HpcTrainError):  # a checkpoint of a later version
             if best := kept_best(self.paths):
-                return f"{best}, in a checkpoint"
+                return f"{best}, saved"
         seen = stamp(self.paths.metrics)
         if seen is None or seen[0] != self._inode:
             self._evaluations, self._inode = [], seen[0] if seen else None
@@ -151,7 +151,7 @@ def _speed(run: LiveRun) -> str:
     if (step_s := number(run.train.get("step_s"))) is not None:
         parts.append(f"{step_s:.3g} s per step")
     if run.data_wait is not None:
-        parts.append(f"{run.data_wait:.1%} of it waits for data")
+        parts.append(f"{run.data_wait:.1%} data wait")
     if run.mfu is not None:
         parts.append(f"MFU {run.mfu:.1%}")
     return ", ".join(filter(None, parts))

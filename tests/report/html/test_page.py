@@ -214,4 +214,4 @@ def test_runs_without_anything_have_a_page(tmp_path: Path) -> None:
     for path in (paths.metrics, paths.attempt(1).record, paths.experiment, paths.status):
         path.unlink()
     text = " ".join(_check(render(collect([paths])), _script()).text)
-    assert "nothing was measured yet" in text and "experiment.yaml can't be read" in text
+    assert "no metric yet" in text and "experiment.yaml can't be read" in text

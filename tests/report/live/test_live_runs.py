@@ -53,7 +53,7 @@ def test_a_run_is_shown_as_its_files_say() -> None:
     write_status(paths, RunStatus("failed", 30, 100, 1.0, 1, "rank 0: no"))
     details = dict(DetailsReader(paths).read(run, is_full=True).lines)
     assert details["best"] == "accuracy 0.3 at step 30"
-    assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% of it waits for data, MFU 41.0%"
+    assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% data wait, MFU 41.0%"
     assert details["folder"] == str(paths.folder)
 
 
