@@ -37,8 +37,9 @@ from hpc_train.report.html.limits import (
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import Row, number, sampled_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words
+from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.time_use import attempt_cause, time_use
+from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.files import open_regular, read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.metric_rows import POSITION
@@ -88,17 +89,11 @@ class Curve:
 class Attempt:
     """From one start of a run's ranks to their end; None: unknown."""
 
-    number: int
-    #: UTC, as recorded: ISO 8601.
-    start: str
+    record: AttemptRecord
     cause: str
-    reason: str | None
-    nodes: list[str]
     ranks: int | None
     #: Seconds since 1970.
     span: tuple[float, float] | None
-    #: Parts of the time of its first step; empty if unknown.
-    first_step_words: str
 
 
 @dataclass(frozen=True)
@@ -208,7 +203,7 @@ def _read(
         status=status,
         facts=run.facts,
         values=values,
-        attempts=_attempts(run, status),
+        attempts=list(_attempts(run, status)),
         curves=curves,
         non_finite_ends=non_finite_ends(rows, curves),
         elapsed_s=elapsed_s(run, status),
@@ -224,23 +219,15 @@ def _time_use(run: RunFiles, status: RunStatus, rows: list[dict[str, Any]]) -> d
         return {}
 
 
-def _attempts(run: RunFiles, status: RunStatus) -> list[Attempt]:
-    attempts = []
+def _attempts(run: RunFiles, status: RunStatus) -> Iterator[Attempt]:
     for attempt, record in run.recorded:
         is_running = run.is_running(record, status)
-        attempts.append(
-            Attempt(
-                number=attempt.number,
-                start=record.start,
-                cause=attempt_cause(record, is_running=is_running),
-                reason=record.reason,
-                nodes=record.hosts,
-                ranks=ranks_of(run.facts, record),
-                span=attempt_span(attempt, record, is_running=is_running),
-                first_step_words=first_step_words(record.first_step),
-            )
+        yield Attempt(
+            record,
+            attempt_cause(record, is_running=is_running),
+            ranks_of(run.facts, record),
+            attempt_span(attempt, record, is_running=is_running),
         )
-    return attempts
 
 
 def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] = ()) -> dict[Metric, Curve]:

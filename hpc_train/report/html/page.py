@@ -22,7 +22,7 @@ from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, RunData, confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
-from hpc_train.report.run_times import short_duration
+from hpc_train.report.run_times import first_step_words, short_duration
 from hpc_train.report.time_use import PARTS, summed
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "cut": _cut,
         "duration": short_duration,
+        "first_step": first_step_words,
         "short": short,
         "thousands": lambda number: f"{number:,}",
     }
