@@ -35,7 +35,7 @@ from hpc_train.launchers.machine_checks import (
     unusable_runs,
 )
 from hpc_train.launchers.outcome import last_line
-from hpc_train.launchers.slurm import commands, profiles, queue, refusals, sbatch, script
+from hpc_train.launchers.slurm import commands, job_refusals, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import runs_root
@@ -213,7 +213,7 @@ def _cancel(jobs: Sequence[CheckJob]) -> None:
 def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
     remedy = "give an experiment file with the account, partition and options that this site requires"
     if experiment is not None:
-        advice = refusals.advice(error.words, experiment)
+        advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
     return Finding(
         Level.ERROR,
