@@ -19,7 +19,7 @@ from hpc_train.launchers.findings import Finding, Level
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.launchers.webhook import read_webhook, settings_file
+from hpc_train.launchers.notifications import read_webhook, settings_file
 from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load

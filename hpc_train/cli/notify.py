@@ -6,8 +6,7 @@ import socket
 
 from hpc_train.console import one_line, put, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.launchers.notifications import text_of
-from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file
+from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 
 
 def notify() -> ExitCode:
