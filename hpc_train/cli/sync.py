@@ -11,8 +11,7 @@ from typing import Any
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations
-from hpc_train.loggers.syncing import Synced
+from hpc_train.loggers.syncing import DESTINATIONS, Synced, Target, find_target, named_destinations
 from hpc_train.loggers.syncing import sync as sync_rows
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
