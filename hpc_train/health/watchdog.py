@@ -24,11 +24,10 @@ from hpc_train.distributed import signals
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
-from hpc_train.health.alarm import Alarm
+from hpc_train.health.alarm import Alarm, Board
 from hpc_train.health.hang import Report
 from hpc_train.health.progress import CONNECTING, Progress
 from hpc_train.health.stacks import state_of
-from hpc_train.health.watch_board import Board
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.attempts import now
 from hpc_train.run.files import write_json
