@@ -1,7 +1,7 @@
 """The process group of all ranks.
 
-Ranks ``meet`` at the store (``rendezvous``), then each starts its watchdog, then ``make_group`` connects them.
-The control group is gloo's, because a second group of all ranks would cost another socket per peer; two
+Ranks ``meet`` at the store (``rendezvous``), then each starts its watchdog, then ``make_group`` connects
+them. The control group is gloo's, because a second group of all ranks would cost another socket per peer; two
 threads use it: the training thread by collectives, the thread that writes a checkpoint point to point
 (``checkpoint.control_group``).
 """
