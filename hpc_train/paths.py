@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import UsageError, printable
+from hpc_train.errors import UsageError
 
 #: Valid names of experiments: used for a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
@@ -40,7 +40,7 @@ def runs_root() -> Path:
     except RuntimeError as error:
         home = given.parts[0]
         raise UsageError(
-            f"HPC_TRAIN_RUNS: {printable(str(given))!r} starts with {printable(home)!r}, and this machine "
+            f"HPC_TRAIN_RUNS: {str(given)!r} starts with {home!r}, and this machine "
             "knows no such home folder; write the folder's full path"
         ) from error
 

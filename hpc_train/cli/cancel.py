@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_train.cli.run_row import rows_json, rows_of
-from hpc_train.console import put_json, say
+from hpc_train.console import put_json, say, say_text
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
@@ -27,7 +27,7 @@ def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
         try:
             left = set(launcher.cancel(runs))
         except NoSchedulerError as error:
-            say(str(error))
+            say_text(str(error))
             codes.append(error.exit_code)
             continue
         codes += [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.console import JSON_VERSION, one_line, put, put_json
+from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
@@ -140,12 +140,12 @@ def _webhook() -> Iterator[Finding]:
 
 def _lines(finding: Finding) -> Iterator[str]:
     """Yield the lines of a finding; names of a cluster may contain anything."""
-    yield f"{finding.level:<8} {one_line(finding.what)}"
+    yield f"{finding.level:<8} {finding.what}"
     details = {"why": finding.why, "remedy": finding.remedy}
     if finding.level is not Level.OK:
         for label, text in (*details.items(), ("read from", finding.source)):
             if text:
-                yield f"         {label}: {one_line(text)}"
+                yield f"         {label}: {text}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from hpc_train.console import one_line, put, say
+from hpc_train.console import put, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 
@@ -22,5 +22,5 @@ def notify() -> ExitCode:
         say(f"not sent: {error}")
         return ExitCode.IO
     events = ", ".join(sorted(webhook.events)) or "nothing"
-    put(f"sent to {one_line(webhook.host)}; runs report there: {events}")
+    put(f"sent to {webhook.host}; runs report there: {events}")
     return ExitCode.DONE

@@ -267,14 +267,12 @@ def show(
         runs = {"runs": json_of_runs(made.runs, None)}
         put_json(made.to_json() | runs | {"scripts": list(scripts), **(more or {})})
         return
-    for line in columns(_table(made.runs, more_columns)):
-        put(line)
+    put(*columns(_table(made.runs, more_columns)))
     for hint in dict.fromkeys(map(_hint, made.runs)):
         if hint:
             say(hint)
     for script in scripts:
-        put("")
-        put(script.rstrip("\n"))
+        put("", *script.rstrip("\n").split("\n"))
 
 
 def _table(

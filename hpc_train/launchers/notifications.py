@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpc_train.errors import BadFileError, printable
+from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import open_unredirected
 from hpc_train.run.run_facts import run_facts
@@ -123,7 +123,7 @@ def post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float | None =
         except TimeoutError:
             return late
         except URLError as error:
-            return late if isinstance(error.reason, TimeoutError) else printable(str(error.reason))[:200]
+            return late if isinstance(error.reason, TimeoutError) else str(error.reason)[:200]
         return None
 
     # A name server or a server that answers byte by byte takes longer than a socket's time-out.

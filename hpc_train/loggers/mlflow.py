@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.process_logger import MLFLOW_DEFAULTS
@@ -94,7 +93,7 @@ def _drop_invalid_settings(report: Callable[[str], None]) -> None:
             if read is not None:
                 read()
         except ValueError:
-            report(f"{name}={printable(os.environ[name])} is invalid and is ignored")
+            report(f"{name}={os.environ[name]} is invalid and is ignored")
             del os.environ[name]
             if name in MLFLOW_DEFAULTS:
                 os.environ[name] = MLFLOW_DEFAULTS[name]

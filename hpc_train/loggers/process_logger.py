@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from hpc_train.config.schema import MlflowConfig, WandbConfig
-from hpc_train.errors import printable
+from hpc_train.console import one_line
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
 from hpc_train.loggers.tracker_environment import Tracker, in_a_line, passed_on
 from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode
@@ -155,7 +155,7 @@ class WandbLogger(ProcessLogger):
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
         if invalid := invalid_mode():
-            problem = f"WANDB_MODE={printable(invalid)} is not a mode and is ignored"
+            problem = f"WANDB_MODE={invalid} is not a mode and is ignored"
             print(notice("wandb", problem), file=sys.stderr, flush=True)
         message = wandb_settings(context, settings)
         if message["mode"] == "disabled":
@@ -263,7 +263,7 @@ def print_environment(tracker: Tracker) -> None:
 
 def notice(name: str, problem: str) -> str:
     """Return the line that reports a failure after which the attempt may still send all rows."""
-    return redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row")
+    return one_line(redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row"))
 
 
 def warning(name: str, problem: str, run_id: str) -> str:

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from hpc_train.errors import UserError, printable
+from hpc_train.errors import UserError
 from hpc_train.loggers.base import Row
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
@@ -272,7 +272,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 def in_a_line(error: Exception) -> str:
     """Return the error's type and the first line of its message, without secrets."""
-    first_line = printable(redacted(str(error))).strip().partition("\n")[0]
+    first_line = redacted(str(error)).strip().partition("\n")[0]
     if isinstance(error, TooOldPackageError):
         return first_line
     return f"{type(error).__name__}: {first_line}"

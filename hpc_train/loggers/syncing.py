@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from hpc_train.config.fields import Section
 from hpc_train.config.schema import Experiment, MlflowConfig, WandbConfig
-from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import (
@@ -141,8 +140,9 @@ def _changed(config: _Config, field: str, value: str) -> _Config:
     try:
         return type(config).model_validate(config.model_dump() | {field: value})
     except ValidationError as error:
-        shown = repr(one_line(value[:80]))
-        raise UsageError(f"--project: {shown} is not a valid logging.*.{field}; use another name") from error
+        raise UsageError(
+            f"--project: {value[:80]!r} is not a valid logging.*.{field}; use another name"
+        ) from error
 
 
 def _key(*parts: str | None) -> str:

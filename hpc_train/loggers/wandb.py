@@ -14,7 +14,6 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import printable
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.tracker_environment import is_variable_of
@@ -111,7 +110,9 @@ class WandbMirror(sending.Mirror):
             self._run = self._open(_init_timeout_s())
         for batch in self._history.batches_up_to(committed_step):
             for number, row in batch:
-                self._run.log(_named(row) | self._images(row) | _time(row), step=number)
+                time_s = time_of(row)
+                timestamp = {} if time_s is None else {"_timestamp": time_s}
+                self._run.log(_named(row) | self._images(row) | timestamp, step=number)
                 self.num_sent += 1
 
     def _num_at_tracker(self) -> tuple[int, bool]:
@@ -208,7 +209,7 @@ def _drop_invalid_settings(report: Callable[[str], None]) -> None:
         except (ValueError, TypeError) as error:
             errors = error.errors() if hasattr(error, "errors") else []
             reason = str(errors[0]["msg"]) if errors else str(error).partition("\n")[0]
-            problem = f"{name}={printable(os.environ[name])} is invalid ({reason})"
+            problem = f"{name}={os.environ[name]} is invalid ({reason})"
             if name == "WANDB_BASE_URL":
                 raise ValueError(f"{problem}; nothing is sent") from error
             report(f"{problem} and is ignored")
@@ -225,11 +226,6 @@ def _named(row: Row) -> Row:
     common = {key: row[key] for key in ("step", "epoch", "attempt") if key in row}
     metrics = {f"{split}/{k}": v for k, v in row.items() if k not in (*common, "split", "time")}
     return common | metrics
-
-
-def _time(row: Row) -> Row:
-    """Return the time of the row, under wandb's name."""
-    return {} if (time_s := time_of(row)) is None else {"_timestamp": time_s}
 
 
 def _start(message: dict[str, Any], suffix: str, timeout_s: float) -> Any:

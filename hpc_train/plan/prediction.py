@@ -17,7 +17,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import printable
 from hpc_train.plan.communication import Communication, communication
 from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
@@ -238,7 +237,7 @@ def _ask(child: Child, question: str) -> _Answer:
 def _last_line(error: Exception) -> str:
     said = getattr(error, "stderr", None) or b""
     lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-    return printable(lines[-1] if lines else str(error))
+    return lines[-1] if lines else str(error)
 
 
 def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPrediction:
@@ -255,8 +254,8 @@ def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPredict
         largest_micro_batch_size=answer.largest,
         flops_per_step=None if flops is None else flops * batch,
         communication=sent if parts is not None and answer.problem is None else None,
-        problem=None if answer.problem is None else printable(answer.problem),
-        assumption=None if answer.assumption is None else printable(answer.assumption),
+        problem=answer.problem,
+        assumption=answer.assumption,
     )
 
 

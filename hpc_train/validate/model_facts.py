@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import printable
 from hpc_train.package_path import answer_in
 from hpc_train.paths import cache_folder
 from hpc_train.validate.child_process import Child, environment
@@ -169,7 +168,7 @@ def _last_line(error: Exception) -> str:
     """Return the child's last line on why it failed, or the error of the call."""
     stderr = getattr(error, "stderr", None) or b""
     lines = stderr.decode("utf-8", "replace").split("\n") if isinstance(stderr, bytes) else []
-    return printable(next((line for line in reversed(lines) if line.strip()), str(error)))
+    return next((line for line in reversed(lines) if line.strip()), str(error))
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import Ranks, StartRequest
 from hpc_train.launchers.queue_changes import prepared
@@ -295,7 +295,7 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
         reason = f"Slurm refused it: {error.words}"
         say(_refusal(job.runs[0], error.words))
     except BadFileError as error:
-        say(str(error))
+        say_text(str(error))
     _take_back(job, runs, reason)
     return None
 
