@@ -11,9 +11,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 from hpc_train.errors import printable
 
@@ -65,7 +65,7 @@ def _as_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def put_json(data: dict[str, Any]) -> None:
+def put_json(data: Mapping[str, object]) -> None:
     """Print ``data`` to stdout; non-ASCII characters are escaped."""
     print(json.dumps(data, indent=1, allow_nan=False), flush=True)
 

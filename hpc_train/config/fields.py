@@ -69,6 +69,7 @@ DataName = Annotated[
     str,
     pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
 ]
+FactoryName = Annotated[str, pattern(OWN_PART_PATTERN, "package.module:factory, like my_transforms:train")]
 #: Slurm stores it in 16 bits.
 SignalLead = Annotated[int, Field(ge=1, le=65535)]
 DurationMin = Annotated[
@@ -132,10 +133,7 @@ OptimizerName = Annotated[
 ]
 ScheduleName = Annotated[
     str,
-    pattern(
-        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
-        "1 to 64 letters, digits, '_' or '/', starting with a letter, like cosine or torch/OneCycleLR",
-    ),
+    pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}", "the name of a schedule, like cosine"),
 ]
 ScriptPath = Annotated[
     str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")

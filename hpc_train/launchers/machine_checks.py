@@ -23,7 +23,7 @@ from hpc_train.errors import shortened
 from hpc_train.launchers.findings import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
-from hpc_train.plan.gpu_models import described
+from hpc_train.plan.devices import described
 from hpc_train.registry import split_name
 
 REPORT = Path(__file__).with_name("machine_report.py")
