@@ -23,7 +23,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.loader_memory import prefetched_bytes
-from hpc_train.errors import NoSchedulerError, UsageError, printable
+from hpc_train.errors import NoSchedulerError, UsageError
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
@@ -123,7 +123,7 @@ def _hostnames(nodes: Sequence[str]) -> list[str]:
     hosts = [word for node in nodes for word in [node.strip()] if word]
     for word in hosts:
         if not re.fullmatch(SLURM_WORD_PATTERN, word):
-            raise UsageError(f"--nodes: {printable(word)!r} is not a list of nodes; write one like n1,n[3-5]")
+            raise UsageError(f"--nodes: {word!r} is not a list of nodes; write one like n1,n[3-5]")
     try:
         names = commands.run(["scontrol", "show", "hostnames", ",".join(hosts)]).split()
     except commands.RefusedError as error:

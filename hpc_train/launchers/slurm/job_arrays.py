@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
@@ -327,7 +327,7 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
         for line in _refusal(job.runs[0], error.words):
             say(line)
     except BadFileError as error:
-        say(str(error))
+        say_text(str(error))
     for run in runs:
         steps.withdraw(run, reason)
     remove_folder(paths.folder)

@@ -175,7 +175,7 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
             if max_age_s == 0:
                 raise
             if going_on:
-                say(f"{error}\n  what follows is what the run folders say")
+                say(str(error), "  what follows is what the run folders say")
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
 
