@@ -18,9 +18,8 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_table import print_table
-from hpc_train.report.step_layout import layout_of
 from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples
 from hpc_train.run.attempts import newest_number
@@ -103,8 +102,7 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     if bad := bad_samples.in_words(paths):
         details.append(("bad samples", bad))
-    for line in columns([(f"  {label}", text) for label, text in details]):
-        put(line)
+    put(*columns([(f"  {label}", text) for label, text in details]))
 
 
 def _print_error(paths: RunPaths) -> None:
@@ -116,8 +114,7 @@ def _print_error(paths: RunPaths) -> None:
     named = [rank for rank in errors if reason.startswith(f"rank {rank}:")]
     for rank in (named or list(errors))[:1]:
         text = read_text(errors[rank], errors="replace").rstrip()
-        put("")
-        put(shortened_traceback(text, newest.log(rank)))
+        put("", *shortened_traceback(text, newest.log(rank)).split("\n"))
 
 
 def _sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
@@ -37,7 +37,7 @@ from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.forking import ForkedCall
-from hpc_train.errors import BadFileError, ExitCode, UserError, printable
+from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
@@ -91,25 +91,12 @@ class PreparedData:
     name: str
     root: str | None
     train_samples: int
+    #: 0 if there are none.
     val_samples: int
     classes: int
     bad_samples: list[str] = field(default_factory=list)
     #: Files that are not read, and conversions that lose information.
     notices: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
-        """Describe a data set; 0 validation samples if it has none."""
-        num_val = 0 if source.val is None else len(source.val)
-        config = experiment.data
-        return cls(
-            config.name,
-            config.root,
-            len(source.train),
-            num_val,
-            source.info.num_classes,
-            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
-        )
 
 
 @dataclass
@@ -170,14 +157,21 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
-        facts = PreparedData.of(experiment, source)
+        facts = PreparedData(
+            config.name,
+            config.root,
+            len(source.train),
+            0 if source.val is None else len(source.val),
+            source.info.num_classes,
+            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
+        )
     where = f" in {config.root}" if config.root else ""
     say(
         f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
         f"samples, {facts.classes} classes"
     )
     for notice in facts.notices:
-        say(printable(notice))
+        say(notice)
     return source, facts
 
 
@@ -299,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
         if AS_JSON in arguments:
             print(json.dumps(asdict(prepared)), flush=True)
     except UserError as error:
-        say(str(error))
+        say_text(str(error))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -310,13 +304,9 @@ def main(arguments: Sequence[str]) -> int:
         shown = users_traceback(error)
         if shown is None:
             raise
-        say(f"{shown}\nprepare: your code raised this; fix it there")
+        say_text(f"{shown}\nprepare: your code raised this; fix it there")
         return int(ExitCode.BAD_FILE)
     return int(ExitCode.DONE)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
 
 
 def try_forward(
@@ -450,3 +440,7 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
     with limited_to_free_memory(), torch.device("meta"):
         return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

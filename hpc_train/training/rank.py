@@ -20,7 +20,8 @@ from hpc_train.distributed.device import choose_device, set_determinism, set_thr
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import Group, Timeouts, make_group, meet
+from hpc_train.distributed.process_group import Group, make_group
+from hpc_train.distributed.rendezvous import Timeouts, meet
 from hpc_train.errors import ExitCode, TryAgainError
 from hpc_train.health import node_check
 from hpc_train.health.progress import Progress

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import nccl_words, peer_lost
+from hpc_train.distributed.lost_peers import nccl_words, peer_lost
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
