@@ -62,18 +62,12 @@ class Export(TypedDict):
     #: The run's.
     id: str
     file: str
-    #: ``safetensors``, ``onnx`` or ``torch-export``.
-    format: str
     bytes: int
     #: Of the checkpoint.
     step: int
     ema: bool
     #: Weights and buffers.
     tensors: int
-    #: Of a program: the shapes of its inputs, in their order; a text in a shape names a size that may vary.
-    inputs: list[list[int | str]] | None
-    #: Of a program: between its outputs and those of PyTorch.
-    max_difference: float | None
 
 
 class Predictions(TypedDict):

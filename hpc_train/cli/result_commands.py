@@ -31,18 +31,10 @@ def export(
             "-o",
             "--output",
             metavar="FILE",
-            help="File to write: .safetensors (weights), .onnx or .pt2 (torch.export).",
+            help="File to write: .safetensors.",
             show_default=False,
         ),
     ],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="safetensors, onnx or torch-export, whatever the suffix of FILE.",
-        ),
-    ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Export the EMA weights instead.")] = False,
     best: Annotated[
         bool, typer.Option("--best", help="Export the best checkpoint (checkpoint.best), not the newest.")
@@ -50,15 +42,13 @@ def export(
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Export the checkpoint of this step.")
     ] = None,
-    code: Code = None,
     as_json: Json = False,
 ) -> int:
-    """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
+    """Export a run's full weights as one safetensors file."""
     from hpc_train.cli.checkpoint_commands import export
     from hpc_train.cli.evaluate import Checkpoint
 
-    checkpoint = Checkpoint(best, step, code)
-    return export(run, output, form=form, checkpoint=checkpoint, ema=ema, as_json=as_json)
+    return export(run, output, checkpoint=Checkpoint(best, step), ema=ema, as_json=as_json)
 
 
 @command
