@@ -41,8 +41,7 @@ def export(
     ``target`` is inside a run folder; StorageError if no checkpoint is intact or ``target`` can't be written.
     """
     refuse_target(target)
-    is_chosen = best or step is not None
-    checkpoint = _whole_at(run, find_step(run, best=best, step=step)) if is_chosen else _newest_whole(run)
+    checkpoint = find_intact(run, best=best, step=step)
     saved = SavedState.read(checkpoint)
     if ema and not any(name.startswith(EMA) for name in saved.tensors):
         raise UsageError(
@@ -56,17 +55,20 @@ def export(
     print(json.dumps(report), flush=True)
 
 
-def _whole_at(run: RunPaths, step: int) -> CheckpointPaths:
-    checkpoint = run.checkpoint(step)
-    if problems := verify(checkpoint):
-        raise StorageError(f"{checkpoint.folder} is damaged: {'; '.join(problems)}")
-    return checkpoint
+def find_intact(run: RunPaths, *, best: bool = False, step: int | None = None) -> CheckpointPaths:
+    """Return the newest intact checkpoint, or the best one, or that of ``step``, which must be intact.
 
-
-def _newest_whole(run: RunPaths) -> CheckpointPaths:
+    Damaged ones are reported. Raises UsageError if there is no such checkpoint, StorageError if it is
+    damaged.
+    """
+    if best or step is not None:
+        checkpoint = run.checkpoint(find_step(run, best=best, step=step))
+        if problems := verify(checkpoint):
+            raise StorageError(f"{checkpoint.folder} is damaged: {'; '.join(problems)}")
+        return checkpoint
     checkpoints = committed(run)
     if not checkpoints:
-        raise UsageError(f"{run.folder}: this run has no checkpoint yet; export it once it has saved one")
+        raise UsageError(f"{run.folder}: this run has no checkpoint yet; try again once it has saved one")
     for checkpoint in checkpoints:
         problems = verify(checkpoint)
         if not problems:

@@ -52,17 +52,28 @@ def logs(
     if follow:
         _follow(paths, rank, attempt, lines)
         return ExitCode.DONE
-    output = launcher_of(paths).output(paths) if attempt is None else None
-    number = attempt or newest_number(paths)
-    log = output or _existing(paths, rank, number)
+    log, is_output = find_log(paths, rank, attempt)
     if as_json:
-        place = {"attempt": None, "rank": None} if output else {"attempt": number, "rank": rank}
-        put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": _lines(log, lines)})
+        number = attempt or newest_number(paths)
+        place = {"attempt": None, "rank": None} if is_output else {"attempt": number, "rank": rank}
+        put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": last_lines(log, lines)})
     else:
         _LogReader(log, lines).print_new()
-        if attempt is None and output is None:
+        if attempt is None and not is_output:
             _say_earlier(paths)
     return ExitCode.DONE
+
+
+def find_log(paths: RunPaths, rank: int, attempt: int | None) -> tuple[Path, bool]:
+    """Return a rank's log, by default of the newest attempt.
+
+    Before ranks start it is the output of the launcher's job; then the second value is True. Raises
+    UsageError if there is no log.
+    """
+    output = launcher_of(paths).output(paths) if attempt is None else None
+    if output is not None:
+        return output, True
+    return _existing(paths, rank, attempt or newest_number(paths)), False
 
 
 def _run_json(paths: RunPaths) -> dict[str, Any]:
@@ -77,7 +88,7 @@ def _run_json(paths: RunPaths) -> dict[str, Any]:
     return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": matches}
 
 
-def _lines(log: Path, count: int) -> list[str]:
+def last_lines(log: Path, count: int) -> list[str]:
     """Return the last lines of a log, or with 0 all."""
     with log.open("rb") as file:
         file.seek(_tail_offset(log, count) if count else 0)

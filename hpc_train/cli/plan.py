@@ -23,6 +23,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.input_files import LIMIT_S
 from hpc_train.plan.pack_files import missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
+from hpc_train.plan.prediction import StepPrediction
 from hpc_train.plan.sweep import describe
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.weight_source import KEY, source_facts
@@ -103,8 +104,54 @@ class PlanOptions(LauncherOptions):
     memory: bool | None = None
 
 
+@dataclass(frozen=True)
+class FullPlan:
+    """Everything that ``plan`` shows."""
+
+    loaded: Loaded
+    made: Plan
+    scripts: Sequence[str]
+    #: The lines on problems that prevent a start, except of keys that only another launcher does not need.
+    problems: Sequence[str]
+    queue: queue_forecast.QueueForecast
+    cost: plan_cost.PlanCost
+    memory: list[StepPrediction] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``plan --json``."""
+        runs = {"runs": json_of_runs(self.made.runs, self.memory), "scripts": list(self.scripts)}
+        return self.made.to_json() | runs | self.queue.to_json() | self.cost.to_json(self.made)
+
+
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
+    full = make_full_plan(file, overrides, options)
+    loaded, made, queue = full.loaded, full.made, full.queue
+    if options.as_json:
+        put_json(full.to_json())
+    else:
+        show(
+            made,
+            as_json=False,
+            scripts=full.scripts if options.script else (),
+            more_columns=full.cost.columns(),
+        )
+        show_predictions(made.runs, full.memory)
+    lines = full.problems or [*queue.refused, *_missing_pack(loaded)]
+    for line in lines:
+        say(line)
+    say_remarks(loaded)
+    plan_cost.say_cost(full.cost)
+    queue_forecast.say_forecast(queue, made)
+    if not lines:
+        _say_pack(loaded.experiment.data)
+    return ExitCode.BAD_FILE if queue.refused else ExitCode.DONE
+
+
+def make_full_plan(
+    file: Path | Mapping[str, Any], overrides: Sequence[str], options: PlanOptions
+) -> FullPlan:
+    """Plan the runs of the file, query the queue, and predict cost and memory."""
     launcher, loaded = options.load(), load(file, overrides)
     devices = options.devices
     if devices is None:  # explicit devices need not exist here
@@ -128,20 +175,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     if not problems and not lacking and not refused:
         queue = queue_forecast.ask(launcher, loaded, made)
     memory = predictions(made, launcher, is_wanted=options.memory, on_this_machine=options.on_this_machine)
-    shown = scripts if options.script or options.as_json else ()
-    more = queue.to_json() | cost.to_json(made) | {"runs": json_of_runs(made.runs, memory)}
-    show(made, as_json=options.as_json, scripts=shown, more=more, more_columns=cost.columns())
-    if not options.as_json:
-        show_predictions(made.runs, memory)
-    lines = problems or [*queue.refused, *_missing_pack(loaded)]
-    for line in lines:
-        say(line)
-    say_remarks(loaded)
-    plan_cost.say_cost(cost)
-    queue_forecast.say_forecast(queue, made)
-    if not lines:
-        _say_pack(loaded.experiment.data)
-    return ExitCode.BAD_FILE if queue.refused else ExitCode.DONE
+    return FullPlan(loaded, made, scripts, problems, queue, cost, memory)
 
 
 def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
@@ -256,16 +290,15 @@ def show(
     *,
     as_json: bool,
     scripts: Sequence[str] = (),
-    more: Mapping[str, Any] | None = None,
     more_columns: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> None:
     """Print the plan, and the batch scripts of its runs, to stdout.
 
-    ``more``: further keys of the JSON. ``more_columns``: further heads and cells of the table.
+    ``more_columns``: further heads and cells of the table.
     """
     if as_json:
         runs = {"runs": json_of_runs(made.runs, None)}
-        put_json(made.to_json() | runs | {"scripts": list(scripts), **(more or {})})
+        put_json(made.to_json() | runs | {"scripts": list(scripts)})
         return
     for line in columns(_table(made.runs, more_columns)):
         put(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import code_on_resume, is_new
@@ -72,6 +72,8 @@ class _Request:
     strict: bool
     #: Also runs that may be alive on another machine.
     take_over: bool = False
+    #: Filled with the printed lines on runs that may be alive.
+    refused: list[str] = field(default_factory=list)
 
 
 def start_again(
@@ -111,23 +113,50 @@ def resume(
     strict_env: bool = False,
     take_over: bool = False,
 ) -> ExitCode:
-    """Resume the runs: queued ones at once, the others one after the other; return the worst exit code.
-
-    ``strict_env``: refuse, here and on the nodes, if versions differ from the run's earlier ones.
-    """
+    """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
     run_words, overrides = runs_and_overrides(words)
     if not run_words:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
-    overrides += [_STRICT] if strict_env else []
+    runs = find_runs(run_words)
+    codes, _ = resume_runs(
+        runs,
+        overrides,
+        local=local,
+        devices=devices,
+        launcher=launcher,
+        code=code,
+        strict_env=strict_env,
+        take_over=take_over,
+    )
+    report(rows_of(runs), as_json=as_json)
+    return max(codes)
+
+
+def resume_runs(
+    runs: Sequence[RunPaths],
+    overrides: Sequence[str],
+    *,
+    local: bool,
+    devices: int | None,
+    launcher: str | None,
+    code: str | None,
+    strict_env: bool,
+    take_over: bool,
+) -> tuple[list[ExitCode], list[str]]:
+    """Resume the runs: queued ones at once, the others one after the other; return the exit codes.
+
+    Also return the lines that report runs which were not resumed because they may be alive. ``strict_env``:
+    refuse, here and on the nodes, if versions differ from the run's earlier ones.
+    """
+    overrides = [*overrides, *([_STRICT] if strict_env else [])]
     launcher = LOCAL if local and launcher is None else launcher
     request = _Request(overrides, launcher, devices, is_new(code), strict_env, take_over)
-    runs, codes = find_runs(run_words), []
+    codes: list[ExitCode] = []
     for name, some in _batches(runs, request):
         codes += _resume_batch(name, some, request)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-    report(rows_of(runs), as_json=as_json)
-    return max(codes)
+    return codes, request.refused
 
 
 def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, list[RunPaths]]]:
@@ -156,13 +185,13 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
             is_made_only = launcher.is_unsubmitted(paths)
-            code = _stays(paths, status, is_made_only=is_made_only, take_over=request.take_over)
+            code = _stays(paths, status, request, is_made_only=is_made_only)
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
         prepared = [_prepare(paths, request, name, launcher) for paths in ready]
         refuse_never_starting(launcher, [each.loaded for each in prepared])
         living = {each.paths: None for each in prepared if _outlives(each.paths, request)}
-        codes += [_refuse_living(paths, read_status(paths)) for paths in living]
+        codes += [_refuse_living(paths, read_status(paths), request) for paths in living]
         prepared = [each for each in prepared if each.paths not in living]
         _say_changes(prepared, is_queued=launcher.is_queue)
         _warn_of_divergence([each.paths for each in prepared], request)
@@ -212,11 +241,9 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
     return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
-def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
-    """Return why the run is not resumed; None if it can be.
-
-    ``take_over``: resume it also if it may be alive on another machine.
-    """
+def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_only: bool) -> ExitCode | None:
+    """Return why the run is not resumed; None if it can be."""
+    take_over = request.take_over
     if status.state == "completed":
         say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
@@ -228,10 +255,10 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
     if take_over and _other_cluster(paths) is not None:
         return None
     if status.state in GOING_ON:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     # A failed run's launcher may still be ending, and ranks may outlive theirs. Queues were queried before.
     if record is not None and record.job is None and lives(paths, record) is not False:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     return None
 
 
@@ -250,8 +277,9 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
         say(f"{either(ids)}: {words}")
 
 
-def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
-    say(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
+    request.refused.append(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+    say(request.refused[-1])
     return ExitCode.FAILED
 
 

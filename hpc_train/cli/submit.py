@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.creating import (
@@ -70,9 +71,23 @@ def submit(
     options: SubmitOptions,
     given_up: GivenUp = lambda run_id: False,
 ) -> ExitCode:
+    """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
+    code, runs = submit_runs(file, overrides, options, given_up)
+    if not options.dry_run:
+        report(rows_of(runs), as_json=options.as_json)
+    return code
+
+
+def submit_runs(
+    file: Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    options: SubmitOptions,
+    given_up: GivenUp = lambda run_id: False,
+) -> tuple[ExitCode, list[RunPaths]]:
     """Start the runs of the file; return the worst exit code of the runs, or DONE once all are queued.
 
-    ``given_up``: the trials of a search that are not started again.
+    Also return the runs, except those that were not started after Ctrl-C. ``given_up``: the trials of a
+    search that are not started again.
     """
     launcher = options.load()
     if options.jobs > 1 and not options.local:
@@ -89,8 +104,7 @@ def submit(
     if search is not None and not search.starts:
         if not options.dry_run:
             finish_submissions(launcher, loaded)
-        report([], as_json=options.as_json)
-        return ExitCode.DONE
+        return ExitCode.DONE, []
     plan = options.plan(launcher, loaded, devices, search.starts if search else None)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
     problems += wrong_layout(loaded, is_queued=launcher.is_queue)
@@ -115,7 +129,7 @@ def submit(
     say_remarks(loaded)
     _say_no_key(loaded)
     if options.dry_run:
-        return ExitCode.DONE
+        return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []
     return _Submission(launcher, loaded, plan, devices, options, again).start_all()
 
@@ -168,8 +182,8 @@ class _Submission:
         self._left: dict[RunPaths, Experiment] = {}
         self._codes = [ExitCode.DONE]
 
-    def start_all(self) -> ExitCode:
-        """Start all runs; Ctrl-C ends the series. Return the worst exit code."""
+    def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
+        """Start all runs; Ctrl-C ends the series. Return the worst exit code, and the runs."""
         if self._options.jobs > 1:
             assert self._devices is not None, "devices_per_run chose them"
             device = self._loaded.experiment.device
@@ -184,8 +198,7 @@ class _Submission:
             say_older_code(self._folder, self._left)
         if left := len(self._plan.runs) - len(self._runs):
             say(f"{left} more runs were not started; submit the file again to start them")
-        report(rows_of(self._runs), as_json=self._options.as_json)
-        return max(self._codes)
+        return max(self._codes), self._runs
 
     def _start_batches(self) -> None:
         runs = self._plan.runs

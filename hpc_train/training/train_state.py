@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -290,7 +290,7 @@ def extra(
         "position": {"step": position.step, "skipped": list(position.skipped)},
         "skips": skips,
         "seed": rank.experiment.seed,
-        "data": _data_facts(source),
+        "data": _data_facts(source) | {"info": asdict(source.info)},
         "micro_batches": batches.micro_batches,
         "steps_per_epoch": batches.steps_per_epoch,
         "precision": rank.experiment.precision,
