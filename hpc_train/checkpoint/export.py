@@ -1,6 +1,7 @@
-"""``hpc-train export``: a checkpoint's weights and buffers as one file with plain names.
+"""A checkpoint's weights and buffers, whole and under the model's plain names.
 
-Runs in its own process, ``python -m hpc_train.checkpoint.export RUN_FOLDER TARGET [--ema] [--best]
+Used by ``hpc-train export``, by ``load_model``, and by runs that start from another run's weights. The
+command runs in its own process, ``python -m hpc_train.checkpoint.export RUN_FOLDER TARGET [--ema] [--best]
 [--step STEP]``: commands import no torch.
 """
 
@@ -11,19 +12,25 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from hpc_train.checkpoint.plain_weights import plain_weights
-from hpc_train.checkpoint.saved_tensors import SavedState
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.checkpoint.shards import Entry, write_safetensors
-from hpc_train.checkpoint.state import EMA
+from hpc_train.checkpoint.state import EMA, MODEL
 from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError, printable
+from hpc_train.models import lora
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run import frozen_experiment
 from hpc_train.run.checkpoints import committed, find_step, verify
 from hpc_train.run.files import read_json, sync_folder
 from hpc_train.run.output_files import refuse_target
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.strategies.base import Piece
 
 
 def export(
@@ -120,6 +127,45 @@ def main(arguments: Sequence[str]) -> int:
         print(printable(str(error)), file=sys.stderr)
         return int(error.exit_code)
     return int(ExitCode.DONE)
+
+
+def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool = False) -> dict[str, Entry]:
+    """Return name → tensor, each read lazily; a shared tensor under each of its names.
+
+    Adapters of ``model.lora`` are merged into their layers. ``ema``: the EMA weights instead. Raises
+    BadFileError if the run's experiment, which has the adapters' scale, can't be read.
+    """
+    entries = {
+        name.removeprefix(MODEL): _entry(checkpoint, _source(saved.first_name(name), ema=ema), saved)
+        for name in (*saved.tensors, *saved.tied)
+        if name.startswith(MODEL)
+    }
+    if not any(name.endswith(f".{lora.A}") for name in entries):
+        return entries
+    config = frozen_experiment.read(RunPaths(checkpoint.folder.parent.parent)).model.lora
+    if config is None:  # the names belong to the model
+        return entries
+    readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
+    return {name: replace(entries[name], read=read) for name, read in readers.items()}
+
+
+def _source(name: str, *, ema: bool) -> str:
+    """Return the checkpoint's name of the values for the model's tensor ``name``."""
+    return EMA + name.removeprefix(MODEL) if ema else name
+
+
+def _entry(checkpoint: CheckpointPaths, name: str, saved: SavedState) -> Entry:
+    tensor = saved.tensors[name]
+    return Entry(tensor.torch_dtype, tensor.shape, lambda: _read(checkpoint, name, tensor))
+
+
+def _read(checkpoint: CheckpointPaths, name: str, saved: SavedTensor) -> Tensor:
+    """Return one tensor, assembled from its pieces; only one at a time is in memory."""
+    whole = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    read_into(
+        checkpoint, {name: saved}, {name: [Piece(saved.shape, (0,) * whole.dim(), whole, is_writer=True)]}
+    )
+    return whole
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from hpc_train.checkpoint.export import find_intact
-from hpc_train.checkpoint.plain_weights import plain_weights
+from hpc_train.checkpoint.export import find_intact, plain_weights
 from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.checkpoint.shards import Entry
 from hpc_train.checkpoint.state import EMA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hpc_train.checkpoint.plain_weights import plain_weights
+from hpc_train.checkpoint.export import plain_weights
 from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
