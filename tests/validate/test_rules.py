@@ -658,10 +658,10 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }
     child = tmp_path / "python"
     child.write_text(
-        '#!/bin/sh\ncase "$*" in\n*model_facts*)\n read question\n case "$question" in\n'
-        " *resnet*) echo '{\"has_batchnorm\": true}' ;;\n"
-        " *) echo '{\"has_batchnorm\": false}' ;;\n esac ;;\n"
-        f"*) echo '{json.dumps(answer)}' ;;\nesac\n"
+        '#!/bin/sh\nread question\ncase "$question" in\n'
+        f"*names*) echo '{json.dumps({'result': answer})}' ;;\n"
+        '*resnet*) echo \'{"result": {"has_batchnorm": true}}\' ;;\n'
+        '*) echo \'{"result": {"has_batchnorm": false}}\' ;;\nesac\n'
     )
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
