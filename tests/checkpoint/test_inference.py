@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from hpc_train.checkpoint.inference import LoadedModel, load_model
+import hpc_train
+from hpc_train.checkpoint.inference import LoadedModel
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.config.training_sections import LoraConfig
 from hpc_train.datasets.base import DataSource
@@ -70,9 +71,8 @@ def save(run: RunPaths, model: nn.Module, step: int, data: Any, averages: Any = 
     Trainee().checkpointer(run).save(replace(state, averages=averages or {}), step, {"data": facts})
 
 
-def loaded(run: RunPaths, **changes: Any) -> LoadedModel:
-    options = {"best": False, "step": None, "ema": None, "uses_snapshot": True} | changes
-    return load_model(run, **options)
+def loaded(run: RunPaths, **options: Any) -> LoadedModel:
+    return hpc_train.load_model(run.folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_own_code_is_that_of_the_snapshot(tmp_path: Path, monkeypatch: pytest.Mo
     import net  # type: ignore[import-not-found]
 
     assert type(loaded(run).module).__name__ == "Mine"
-    assert type(loaded(run, uses_snapshot=False).module) is nn.Linear
+    assert type(loaded(run, code="new").module) is nn.Linear
     import net as again
 
     assert again is net and not any("tree" in entry for entry in __import__("sys").path)

@@ -135,8 +135,8 @@ def test_the_plan_is_that_of_the_command(file: Path) -> None:
     assert planned == json.loads(hpc_train_command("plan", file, "--local", "--json").out)
     with pytest.raises(BadFileError, match="unknown key"):
         hpc_train.plan({"nam": "x"}, local=True)
-    with pytest.raises(BadFileError, match="global_batch_size"):
-        hpc_train.plan(file, "optimization.global_batch_size=7", local=True, devices=2)
+    with pytest.raises(BadFileError, match="model.name: .*nosuch"):
+        hpc_train.plan(file, "model.name=nosuch:build", local=True)
 
 
 def test_ctrl_c_is_an_exception_and_the_run_resumes(file: Path) -> None:
