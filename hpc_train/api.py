@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any, overload
 
 from hpc_train.cli.cancel import cancel_runs
 from hpc_train.cli.code import is_new
+from hpc_train.cli.command_options import PlanOptions, ResumeOptions, SubmitOptions
 from hpc_train.cli.logs import find_log, last_lines
-from hpc_train.cli.plan import PlanOptions, make_full_plan
+from hpc_train.cli.plan import make_full_plan
 from hpc_train.cli.resume import resume_runs
 from hpc_train.cli.run_row import RunRow
-from hpc_train.cli.submit import SubmitOptions, submit_runs
+from hpc_train.cli.submit import submit_runs
 from hpc_train.errors import BadFileError, ExitCode, UsageError, UserError, WaitTimeoutError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.goodput import goodput
 from hpc_train.report.metric_values import Metric, find_metric, last_and_best, metrics_in
 from hpc_train.report.metrics_reader import Row, rows_in
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
-from hpc_train.report.step_layout import ranks_of
-from hpc_train.report.time_use import attempt_cause
+from hpc_train.report.time_use import attempt_cause, goodput
 from hpc_train.run.checkpoints import committed, find_step
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
@@ -60,8 +59,17 @@ def submit(
     is returned, and not started again unless ``new``. Ctrl-C stops a local run, which saves first, and raises
     KeyboardInterrupt.
     """
-    options = SubmitOptions(local=local, devices=devices, launcher=launcher, new=new, jobs=jobs)
-    code, started = submit_runs(_file(file), overrides, options)
+    code, started = submit_runs(
+        SubmitOptions(
+            file=_file(file),
+            overrides=list(overrides),
+            local=local,
+            devices=devices,
+            launcher=launcher,
+            new=new,
+            jobs=jobs,
+        )
+    )
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return Runs(map(Run, started))
@@ -81,10 +89,17 @@ def plan(
     ``throughput``: samples per second of one rank, for the cost. ``memory``: also predict memory and FLOPs,
     which takes seconds. Raises BadFileError with all reasons if ``submit`` would refuse the file.
     """
-    options = PlanOptions(
-        local=local, devices=devices, launcher=launcher, throughput=throughput, memory=memory
+    full = make_full_plan(
+        PlanOptions(
+            file=_file(file),
+            overrides=list(overrides),
+            local=local,
+            devices=devices,
+            launcher=launcher,
+            throughput=throughput,
+            memory=memory,
+        )
     )
-    full = make_full_plan(_file(file), overrides, options)
     if refused := [*full.problems, *full.queue.refused]:
         raise BadFileError(refused)
     return full.to_json()
@@ -202,9 +217,8 @@ class Run:
 
         Raises UserError if the run may be alive.
         """
-        codes, refused = resume_runs(
-            [self._paths],
-            overrides,
+        options = ResumeOptions(
+            runs_and_overrides=[],
             local=local,
             devices=devices,
             launcher=launcher,
@@ -212,6 +226,7 @@ class Run:
             strict_env=strict_env,
             take_over=take_over,
         )
+        codes, refused = resume_runs([self._paths], overrides, options)
         if refused:
             raise UserError("\n".join(refused))
         if ExitCode.INTERRUPTED in codes:

@@ -26,6 +26,7 @@ from hpc_train.launchers.base import (
     AttemptLauncher,
     CheckRequest,
     ClusterLauncher,
+    Finding,
     ForecastLauncher,
     JobForecast,
     JobSection,
@@ -38,7 +39,6 @@ from hpc_train.launchers.base import (
     Ranks,
     StartRequest,
 )
-from hpc_train.launchers.findings import Finding
 from hpc_train.loggers.base import (
     AwaitsCommit,
     LimitsItself,

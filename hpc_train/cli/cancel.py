@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_train.cli.command_options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
 from hpc_train.console import put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError
@@ -15,13 +16,13 @@ from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
 
 
-def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def cancel(options: CancelOptions) -> ExitCode:
     """Cancel the runs; return the worst outcome."""
-    runs = find_runs(names_or_ids)
+    runs = find_runs(options.runs)
     codes, errors = cancel_runs(runs)
     for error in errors:
         say(str(error))
-    if as_json:
+    if options.as_json:
         put_json(rows_json(rows_of(runs)))
     return max([*codes, *(error.exit_code for error in errors)])
 

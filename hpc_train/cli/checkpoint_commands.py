@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
-from hpc_train.cli.evaluate import Checkpoint
+from hpc_train.cli.command_options import ExportOptions, VerifyOptions
+from hpc_train.cli.evaluate import refuse_both
 from hpc_train.cli.logs import listed_runs
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
@@ -21,19 +21,56 @@ from hpc_train.run.find import run_name
 _PROGRAMS = (".onnx", ".pt2")
 
 
-def export(
-    word: str,
-    output: Path,
-    *,
-    checkpoint: Checkpoint,
-    ema: bool = False,
-    as_json: bool = False,
-) -> int:
+class CheckpointJson(TypedDict):
+    """One checkpoint, checked by its hashes."""
+
+    step: int
+    path: str
+    #: Empty if it is intact.
+    problems: list[str]
+    #: False if the attempt that wrote it no longer owned the run.
+    counts: bool
+    #: Whether it is the one that would be loaded.
+    loads: bool
+
+
+class VerifiedRun(TypedDict):
+    """A run's checkpoints, the newest one first."""
+
+    id: str
+    name: str
+    path: str
+    checkpoints: list[CheckpointJson]
+
+
+class Verification(TypedDict):
+    """Which checkpoints would load."""
+
+    version: int
+    runs: list[VerifiedRun]
+
+
+class Export(TypedDict):
+    """The file that was written."""
+
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    bytes: int
+    #: Of the checkpoint.
+    step: int
+    ema: bool
+    #: Weights and buffers.
+    tensors: int
+
+
+def export(options: ExportOptions) -> int:
     """Write the weights of one run's newest valid checkpoint as a safetensors file.
 
-    A child process, which imports torch, does the work. ``checkpoint``: another checkpoint; ``ema``: use the
-    EMA weights.
+    A child process, which imports torch, does the work.
     """
+    output, ema = options.output, options.ema
     if output.suffix in _PROGRAMS:
         raise UsageError(
             f"-o {output}: export writes weights; write {output.with_suffix('.safetensors')}, or pass the "
@@ -41,18 +78,25 @@ def export(
         )
     if output.suffix not in ("", ".safetensors"):
         say(f"-o {output}: written as safetensors")
-    checkpoint.refuse_both()
-    paths = _one_run(word)
-    options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
-    options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
-    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
-    if not as_json:
+    refuse_both(options)
+    paths = _one_run(options.run)
+    flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
+    flags += [] if options.step is None else ["--step", str(options.step)]
+    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
+    if not options.as_json:
         return run_child(*request)
     exit_code, report = child_report(*request)
     if exit_code == ExitCode.DONE:
-        head = {"version": JSON_VERSION, "id": paths.folder.name, "file": str(output)}
-        size = output.stat().st_size
-        put_json(head | {"bytes": size, "step": report["step"], "ema": ema, "tensors": report["tensors"]})
+        written = Export(
+            version=JSON_VERSION,
+            id=paths.folder.name,
+            file=str(output),
+            bytes=output.stat().st_size,
+            step=report["step"],
+            ema=ema,
+            tensors=report["tensors"],
+        )
+        put_json(written)
     return exit_code
 
 
@@ -76,26 +120,35 @@ class _Verdict:
     #: A resume would load it.
     loads: bool
 
-    def to_json(self) -> dict[str, Any]:
-        verdict = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
-        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **verdict}
+    def to_json(self) -> CheckpointJson:
+        """Return its entry in ``verify --json``."""
+        return {
+            "step": self.checkpoint.step,
+            "path": str(self.checkpoint.folder),
+            "problems": self.problems,
+            "counts": self.counts,
+            "loads": self.loads,
+        }
 
 
-def verify(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def verify(options: VerifyOptions) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
     by_run: dict[RunPaths, list[_Verdict]] = {}
-    for paths in find_readable(names_or_ids):
-        by_run[paths] = list(_verdicts(paths, shows=not as_json))
-    if as_json:
-        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, by_run[paths]) for paths in by_run]})
+    for paths in find_readable(options.runs):
+        by_run[paths] = list(_verdicts(paths, shows=not options.as_json))
+    if options.as_json:
+        put_json(Verification(version=JSON_VERSION, runs=[_run_json(*item) for item in by_run.items()]))
     is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
     return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
-def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> dict[str, Any]:
-    listed = [verdict.to_json() for verdict in verdicts]
-    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    return {"id": paths.folder.name, "name": name, "path": path, "checkpoints": listed}
+def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> VerifiedRun:
+    return {
+        "id": paths.folder.name,
+        "name": paths.siblings.folder.name,
+        "path": str(paths.folder.absolute()),
+        "checkpoints": [verdict.to_json() for verdict in verdicts],
+    }
 
 
 def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -14,7 +16,10 @@ from hpc_train import __version__
 from hpc_train.console import redirect_to_devnull, say
 from hpc_train.errors import ExitCode, HpcTrainError, UserError
 
-_P = ParamSpec("_P")
+_O = TypeVar("_O", bound="Options")
+
+#: A command's options → imports its function.
+FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
 app = typer.Typer(
     name="hpc-train",
@@ -27,14 +32,88 @@ app = typer.Typer(
 )
 
 
-def command(body: Callable[_P, int]) -> Callable[_P, None]:
-    """Register a command whose body returns an exit code; a user error prints no traceback."""
+class Parameter(NamedTuple):
+    """An argument or option of a command line."""
 
-    @functools.wraps(body)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        sys.exit(exit_code_of(lambda: body(*args, **kwargs)))
+    #: ``...``: required; ``list``: an empty list.
+    default: Any
+    #: An option's spellings, if it is not called like its attribute; None for a positional argument.
+    names: Sequence[str] | None
+    #: Further arguments of ``typer.Argument`` or ``typer.Option``.
+    settings: dict[str, Any]
 
-    return app.command()(run)
+
+class Options:
+    """The arguments and options of a command: a subclass's attributes that are ``Parameter`` objects."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, parameter in self.parameters().items():
+            if name not in values and parameter.default is ...:
+                raise TypeError(f"{type(self).__name__}: {name} is missing")
+            default = [] if parameter.default is list else parameter.default
+            setattr(self, name, values.pop(name, default))
+        if values:
+            raise TypeError(f"{type(self).__name__}: unknown {', '.join(values)}")
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """Return the parameters by name, those of base classes first."""
+        attributes = [item for base in reversed(cls.__mro__) for item in vars(base).items()]
+        return {name: value for name, value in attributes if isinstance(value, Parameter)}
+
+
+def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], type[_O]]:
+    """Register a command with the decorated class of options, whose docstring is its help.
+
+    Its function is called with the options and returns an exit code: the one called like the command, in the
+    module of this package called like it or ``module``, which is imported when the command runs.
+    """
+
+    def register(options: type[_O]) -> type[_O]:
+        FUNCTIONS[options] = partial(_function, module or name, name)
+
+        def run(**values: Any) -> None:
+            values = {key: value for key, value in values.items() if value is not None}  # else: the default
+            sys.exit(exit_code_of(lambda: FUNCTIONS[options]()(options(**values))))
+
+        run.__doc__ = options.__doc__
+        run.__signature__ = _signature(options)  # type: ignore[attr-defined]
+        app.command(name)(run)
+        return options
+
+    return register
+
+
+def _function(module: str, name: str) -> Callable[[Any], int]:
+    function: Callable[[Any], int] = getattr(import_module(f"hpc_train.cli.{module}"), name)
+    return function
+
+
+def _signature(options: type[Options]) -> inspect.Signature:
+    """Return a function's signature from which typer builds the options of a command."""
+    kinds = {
+        name: kind
+        for base in reversed(options.__mro__)
+        for name, kind in inspect.get_annotations(base).items()
+    }
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_declaration(name, parameter),
+            annotation=kinds[name],
+        )
+        for name, parameter in options.parameters().items()
+    ]
+    return inspect.Signature(parameters)
+
+
+def _declaration(name: str, parameter: Parameter) -> Any:
+    """Return typer's declaration of a parameter."""
+    default = None if parameter.default is list else parameter.default
+    if parameter.names is None:
+        return typer.Argument(default, **parameter.settings)
+    return typer.Option(default, *(parameter.names or [f"--{name.replace('_', '-')}"]), **parameter.settings)
 
 
 def exit_code_of(body: Callable[[], int]) -> int:

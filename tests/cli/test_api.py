@@ -135,7 +135,7 @@ def test_the_plan_is_that_of_the_command(file: Path) -> None:
     assert planned == json.loads(hpc_train_command("plan", file, "--local", "--json").out)
     with pytest.raises(BadFileError, match="unknown key"):
         hpc_train.plan({"nam": "x"}, local=True)
-    with pytest.raises(BadFileError, match="model.name: .*nosuch"):
+    with pytest.raises(BadFileError, match=r"model\.name: .*nosuch"):
         hpc_train.plan(file, "model.name=nosuch:build", local=True)
 
 

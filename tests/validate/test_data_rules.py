@@ -38,6 +38,7 @@ ON_DIGITS = "data={name: digits}"
         (("data.name=text/x",), "data.name", "write text"),
         (("data.root=",), "data.root", "text needs it"),
         (("data.augment={hflip: 0.5}",), "data.augment", "does not apply to text; take it out"),
+        (("data.transform=my_transforms:train",), "data.transform", "does not apply to text; take it out"),
         (("data.image_size=32",), "data.image_size", "does not apply to text"),
         (("data.eval_crop=0.875",), "data.eval_crop", "does not apply to text"),
         (("data.normalize={mean: [0.5], std: [0.5]}",), "data.normalize", "does not apply to text"),

@@ -42,9 +42,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def problems(model: str, more: str = "", root: Path | None = None) -> list[str]:
+def problems(model: str, more: str = "", root: Path | None = None, *overrides: str) -> list[str]:
     Path("exp.yaml").write_text(FILE.format(model=model, more=more))
-    loaded = load(Path("exp.yaml"))
+    loaded = load(Path("exp.yaml"), overrides)
     return [loaded.source.render(problem) for problem in missing_parts([loaded.experiment], lambda: root)]
 
 
@@ -88,9 +88,17 @@ def test_a_name_that_is_not_there_is_an_error_with_its_position(model: str, said
     assert line.startswith(f"exp.yaml:4:15: model.name: {said}")
 
 
+def test_a_transform_that_is_not_there_is_an_error() -> None:
+    for override in ("data.transform=own_parts:build_nett", "data.transform.name=own_parts:build_nett"):
+        (line,) = problems("own_parts:build_net", "", None, override)
+        assert "data.transform: own_parts.py defines no 'build_nett'; did you mean build_net?" in line
+    assert problems("own_parts:build_net", "", None, "data.transform=torchvision.transforms.v2:AugMix") == []
+
+
 @pytest.mark.parametrize(
     ("key", "name", "remedy"),
     [
+        ("data.transform.name", "own_parts.build_net", "write own_parts:build_net"),
         ("model.name", "pack/inner/nets.py:build", "write pack.inner.nets:build"),
         ("model.name", "./own_parts.py:build_net", "write own_parts:build_net"),
         ("model.name", "pack.inner.nets.build", "write pack.inner.nets:build"),
