@@ -30,8 +30,8 @@ from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
-from hpc_train.validate.remarks import remarks
 from hpc_train.validate.rules import check_start
+from hpc_train.validate.task_rules import remarks
 
 #: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed

@@ -51,6 +51,8 @@ class Problem:
     place: Place | None = None
     #: The keys that a rule checked together.
     reads: tuple[KeyPath, ...] = ()
+    #: Identifies the kind of problem, like ``batch.undivided``; stable. Default: its rule's.
+    code: str = ""
 
     def __str__(self) -> str:
         """Return it without its place: ``key.path: what is wrong; remedy``."""

@@ -19,7 +19,7 @@ from hpc_train.topology.degrees import Degrees, divisors, find_degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
-from hpc_train.validate.base import Rule, rule
+from hpc_train.validate.base import rule
 from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
 
 
@@ -49,14 +49,14 @@ class _Misfit:
         return Problem(self.path, self.message, remedy)
 
 
-@rule("model.name", "model.args", "parallel")
+@rule("parallel.gpt-layers", "model.name", "model.args", "parallel")
 def gpt_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
     """The degrees must divide the heads, widths and blocks of ``gpt``."""
     if experiment.model.name == "gpt":
         yield from _problems_of_the_file(experiment)
 
 
-@rule("model.name", "model.args", "parallel")
+@rule("parallel.layers", "model.name", "model.args", "parallel", looks_up_names=True)
 def other_models_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
     """The degrees must fit the layers of timm's and torchvision's models."""
     if experiment.model.name != "gpt":
@@ -177,6 +177,4 @@ def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
     )
 
 
-RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)
 #: Rules that may start a child process.
-MODEL_RULES: tuple[Rule, ...] = (other_models_can_be_shared_out,)

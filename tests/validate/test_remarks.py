@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.validate.loading import load
-from hpc_train.validate.remarks import remarks
+from hpc_train.validate.task_rules import remarks
 from tests.config.files import GOOD
 
 

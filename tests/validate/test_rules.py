@@ -10,7 +10,7 @@ import pytest
 from hpc_train.config.problems import dotted
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import parts
-from hpc_train.validate import model_facts, part_rules
+from hpc_train.validate import logging_rules, model_facts, part_rules
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, SBATCH_KEYS
@@ -754,7 +754,7 @@ def test_lamb_that_leaves_clipping_to_the_file_is_allowed_where_ranks_share_laye
 
 def test_a_missing_optional_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_of(tmp_path, GOOD, "logging.tensorboard=true") == []
-    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(logging_rules, "find_spec", lambda name: None)
     (line,) = problems_of(tmp_path, GOOD, "logging.tensorboard=true")
     assert "logging.tensorboard: the package" in line and "pip install 'hpc-train[tensorboard]'" in line
     elsewhere = ("logging.tensorboard=true", "environment.python=/opt/venv/bin/python")
@@ -765,12 +765,12 @@ def test_packages_of_mlflow_are_needed_by_the_store(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     server, database = (f"logging.mlflow.tracking_uri={uri}" for uri in ("https://x.org", "sqlite:////x.db"))
     assert problems_of(tmp_path, GOOD, server) == problems_of(tmp_path, GOOD, database) == []
-    monkeypatch.setattr(part_rules, "find_spec", lambda name: name if name == "mlflow" else None)
+    monkeypatch.setattr(logging_rules, "find_spec", lambda name: name if name == "mlflow" else None)
     assert problems_of(tmp_path, GOOD, server) == []
     (line,) = problems_of(tmp_path, GOOD, database)
     assert "the package sqlalchemy is not installed" in line and "pip install 'hpc-train[mlflow]'" in line
     assert problems_of(tmp_path, GOOD, database, "environment.python=/opt/venv/bin/python") == []
-    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(logging_rules, "find_spec", lambda name: None)
     assert "the package mlflow is not installed" in problems_of(tmp_path, GOOD, server)[0]
 
 

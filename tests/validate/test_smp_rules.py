@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.validate import model_facts, part_rules
+from hpc_train.validate import logging_rules, model_facts
 from tests.config.files import GOOD, problems_of
 
 NAMES = {
@@ -59,11 +59,13 @@ def test_only_segmentation_uses_masks(tmp_path: Path) -> None:
     assert lines == [
         "exp.yaml:2:7: task: classification can't use smp/unet, which returns masks; write segmentation"
     ]
-    assert "detection needs" in problems(tmp_path, "smp/unet", "task=detection", "data.name=coco")[0]
+    assert (
+        "detection needs" in problems(tmp_path, "smp/unet", "task=detection", "data={name: coco, root: x}")[0]
+    )
 
 
 def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(logging_rules, "find_spec", lambda name: None)
     (line,) = problems(tmp_path, "smp/unet")
     assert "not installed" in line and line.endswith(
         "run pip install 'hpc-train[smp]', or name another model"
