@@ -27,9 +27,10 @@ def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> 
     try:
         loaded, plan, count = _checked(file, overrides)
     except BadFileError as error:
-        put_json(answer | {"problems": error.problems})
+        codes = [getattr(line, "code", "other") for line in error.problems]
+        put_json(answer | {"problems": error.problems, "codes": codes})
         return error.exit_code
-    put_json(answer | {"name": plan.name, "runs": count, "problems": []})
+    put_json(answer | {"name": plan.name, "runs": count, "problems": [], "codes": []})
     say_remarks(loaded)
     return ExitCode.DONE
 

@@ -122,6 +122,8 @@ class Validation(TypedDict):
     runs: int | None
     #: As printed without ``--json``: position, key, rule and remedy.
     problems: list[str]
+    #: The code of each problem, like ``batch.undivided``: it stays if the wording changes. ``other``: none.
+    codes: list[str]
 
 
 class FindingJson(TypedDict):

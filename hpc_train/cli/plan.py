@@ -167,7 +167,7 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
         message = f"{data.root} does not exist on this machine"
-        return [loaded.problem("data.root", message, remedy or _root_remedy(data))]
+        return [loaded.problem("data.root", message, remedy or _root_remedy(data), "data.root-absent")]
     return _missing_pack(loaded)
 
 
@@ -213,7 +213,7 @@ def _missing_pack(loaded: Loaded) -> list[str]:
         return error.problems
     if files is None or any(file.is_file() for file in files):
         return []
-    return [loaded.problem("data.cache", *missing_pack(data))]
+    return [loaded.problem("data.cache", *missing_pack(data), "data.pack-absent")]
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:
@@ -347,7 +347,7 @@ def _code_root() -> Path | None:
 def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
     """Return the lines on problems that prevent runs of the plan from being started."""
     lines = [
-        loaded.problem(problem.path, problem.message, problem.remedy)
+        loaded.source.render(problem)
         for run in made.runs
         for problem in check_start(
             run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
@@ -364,7 +364,7 @@ def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
             source_facts(text)
         except BadFileError as error:
             message, _, remedy = str(error).removeprefix(f"{KEY}: ").rpartition("; ")
-            lines.append(loaded.problem(KEY, message, remedy))
+            lines.append(loaded.problem(KEY, message, remedy, "weights.absent"))
     return lines
 
 

@@ -301,14 +301,14 @@ def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) 
     devices = launcher.choose_devices(loaded.experiment, devices)
     ranks = launcher.ranks(loaded.experiment, devices)
     problems = [
-        loaded.problem(problem.path, problem.message, problem.remedy)
+        loaded.source.render(problem)
         for problem in check_start(
             loaded.experiment, ranks.most, ranks.per_node, ranks.fewest, kept_size(paths)
         )
     ]
     problems += launcher_problems(launcher, loaded)
     if launcher.is_queue and (spent := spent_budget(loaded.experiment, records(paths))) is not None:
-        problems.append(loaded.problem(spent.path, spent.message, spent.remedy))
+        problems.append(loaded.source.render(spent))
     if problems:
         raise BadFileError(problems)
     _refuse_other_inputs(paths, loaded.experiment)

@@ -84,11 +84,11 @@ def _is_free(path: KeyPath) -> bool:
 
 
 def _is_unknown(problem: Problem) -> bool:
-    return problem.on_key and problem.message == "unknown key"
+    return problem.code == "key.unknown"
 
 
 def _is_missing(problem: Problem) -> bool:
-    return problem.message == "is missing"
+    return problem.code == "key.missing"
 
 
 def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
@@ -99,7 +99,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
         return _missing(path, _mode(path, data) if path[-1] == "mode" else _example_of(node_at(path) or {}))
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
-        return Problem(path, f"needs {rule}", "fix the name", on_key=True)
+        return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
@@ -109,11 +109,11 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
 
 def _of_validator(path: KeyPath, context: dict[str, Any]) -> Problem:
     message, _, remedy = str(context["error"]).partition("; ")
-    return Problem(path, message, remedy)
+    return Problem(path, message, remedy, code="value.invalid")
 
 
 def _missing(path: KeyPath, example: str) -> Problem:
-    return Problem(path, "is missing", f"write {path[-1]}: {example}")
+    return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
 
 
 def _given_at(data: Any, path: KeyPath) -> Any:
@@ -177,4 +177,4 @@ def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
     message = f"needs {wanted(node)}, got {shown(value)}"
     if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
         message = f"needs {wanted(node)}, got a list of {len(value)}"
-    return Problem(path, message, remedy(path, node, value))
+    return Problem(path, message, remedy(path, node, value), code="value.invalid")

@@ -35,7 +35,7 @@ def with_unindented_sections(
             lines = f"line {first}" if first == last else f"lines {first}-{last}"
             found = [each for each in found if each not in caused]
             remedy = f"indent {lines} below {section[-1]}:"
-            found.append(Problem(section, "is empty", remedy, on_key=True))
+            found.append(Problem(section, "is empty", remedy, on_key=True, code="yaml.indentation"))
     return found
 
 
@@ -51,9 +51,7 @@ def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[Key
 
 def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
     """Return the keys that are given once more, which have no marks."""
-    return [
-        (each.place, each.path) for each in problems if each.place and each.message.startswith(GIVEN_TWICE)
-    ]
+    return [(each.place, each.path) for each in problems if each.place and each.code == GIVEN_TWICE]
 
 
 def _keys_after(section: KeyPath, marks: Mapping[KeyPath, Marks], problems: Sequence[Problem]) -> list[_Key]:

@@ -146,17 +146,15 @@ def make_plan(
     if on_this_machine:
         _refuse_scaling(loaded)
     sizes = _Sizes()
-    runs, problems = [], []
+    runs: list[PlannedRun] = []
+    problems: list[str] = []
     variants = expand(loaded, trials)
     count = planned_runs(loaded.experiment, len(variants))
     for each in variants:
         variant = replace(each, experiment=with_share(each.experiment, count))
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
-            problems += [
-                loaded.problem(found.path, found.message, found.remedy)
-                for found in _misfits(variant, num_samples)
-            ]
+            problems += map(loaded.source.render, _misfits(variant, num_samples))
         runs.append(_planned(variant, num_samples, ranks_of(variant.experiment)))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
@@ -168,7 +166,7 @@ def _refuse_scaling(loaded: Loaded) -> None:
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
     problems = [
-        loaded.problem(swept.place, message, remedy)
+        loaded.problem(swept.place, message, remedy, "sweep.scaling")
         for swept, path in swept_paths(loaded.experiment)
         if path in SCALING
     ]
@@ -181,10 +179,12 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
     optimization = variant.experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
-        yield Problem(("data", "args", "num_samples"), message, f"write at most {MAX_SAMPLES}")
+        yield Problem(
+            ("data", "args", "num_samples"), message, f"write at most {MAX_SAMPLES}", code="data.too-many"
+        )
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
-        yield Problem(("data", "root"), "contains no training images", remedy)
+        yield Problem(("data", "root"), "contains no training images", remedy, code="data.empty")
     elif too_few := too_few_samples(
         optimization.global_batch_size, optimization.micro_batch_size, num_samples
     ):

@@ -27,9 +27,9 @@ class Rule:
         return not any(related(read, path) for read in self.reads for path in failed)
 
     def problems(self, experiment: Experiment) -> Iterator[Problem]:
-        """Yield the problems, with the rule's code if they have none of their own."""
+        """Yield the problems with the rule's code."""
         for problem in islice(self.find(experiment), MAX_PROBLEMS + 1):
-            yield replace(problem, code=problem.code or self.code, reads=self.reads)
+            yield replace(problem, code=self.code, reads=self.reads)
 
 
 #: The registered rules by code.

@@ -46,7 +46,7 @@ class _Misfit:
     def problem(self) -> Problem:
         """Return the problem if any number of ranks may be started."""
         remedy = f"write {_either(self.possible)}" if self.possible else self.otherwise
-        return Problem(self.path, self.message, remedy)
+        return Problem(self.path, self.message, remedy, code="parallel.layers")
 
 
 @rule("parallel.gpt-layers", "model.name", "model.args", "parallel")
@@ -88,7 +88,7 @@ def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node:
             remedy = f"write {_either(fitting)}"
         elif misfit.possible:
             remedy = f"start a number of ranks that {_either(misfit.possible)} divides"
-        problems.append(Problem(misfit.path, misfit.message, remedy))
+        problems.append(Problem(misfit.path, misfit.message, remedy, code="parallel.layers"))
     return problems
 
 

@@ -14,7 +14,7 @@ from hpc_train.config.indentation import with_unindented_sections
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import BadKeyError, as_mapping, members, node_at, replaced, split_key
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
-from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, related
+from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, ProblemLine, Source, related
 from hpc_train.config.schema import Experiment
 from hpc_train.config.sweep_sections import SWEPT
 from hpc_train.console import one_line
@@ -59,10 +59,13 @@ class Loaded:
             raise BadFileError(self.source.render_all(placed))
         return experiment
 
-    def problem(self, path: KeyPath | str, message: str, remedy: str) -> str:
-        """Return the line for a problem that was found later, with its position; ``path`` may be dotted."""
+    def problem(self, path: KeyPath | str, message: str, remedy: str, code: str = "launcher.request") -> str:
+        """Return the line for a problem that was found later, with its position; ``path`` may be dotted.
+
+        ``code``: default: that of a launcher's problems.
+        """
         keys = tuple(path.split(".")) if isinstance(path, str) else path
-        return self.source.render(Problem(keys, message, remedy))
+        return self.source.render(Problem(keys, message, remedy, code=code))
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True) -> Loaded:
@@ -94,7 +97,7 @@ def _content(path: Path) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{path}: can't be read ({reason}); give the path of an experiment file"
-        raise BadFileError(one_line(message)) from error
+        raise BadFileError(ProblemLine(one_line(message), "file.unreadable", "")) from error
 
 
 def _overridden(
@@ -107,7 +110,7 @@ def _overridden(
         key, equals, text = override.partition("=")
         try:
             if not equals:
-                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE"))
+                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE", code="key.path"))
             path = split_key(key)
         except BadKeyError as error:
             problems.append(replace(error.problem, place=COMMAND_LINE))

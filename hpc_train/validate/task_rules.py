@@ -153,7 +153,8 @@ def remarks(experiment: Experiment) -> Iterator[Problem]:
         if usual is not None and mode != usual:
             lower = "lower" if mode == "min" else "higher"
             message = f"{mode} takes a {lower} {metric} for the better one"
-            yield Problem((*path, "mode"), message, f"write {usual}, unless that is what you want")
+            remedy = f"write {usual}, unless that is what you want"
+            yield Problem((*path, "mode"), message, remedy, code="metric.mode")
 
 
 def _modes(experiment: Experiment) -> Iterator[tuple[KeyPath, str, str]]:

@@ -208,9 +208,7 @@ def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = ScheduleConfig(name="square", args={"power": 2.0})
     optimization = experiment.optimization.model_copy(update={"schedule": schedule})
     changed = experiment.model_copy(update={"optimization": optimization})
-    assert [problem.message for problem in schedule_is_known(changed)] == [
-        "there is no schedule 'square'"
-    ]
+    assert [problem.message for problem in schedule_is_known(changed)] == ["there is no schedule 'square'"]
 
     def square(arguments: learning_rate.ScheduleArguments) -> Callable[[float], float]:
         power = arguments.number("power")

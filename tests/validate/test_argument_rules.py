@@ -20,36 +20,6 @@ from hpc_train.validate import model_facts
 from tests.config.files import GOOD, problems_of
 
 LACKING = Problem(("data", "root"), "has no stripes", "paint some")
-TEXT = ("task=causal_lm", "data={name: text, root: /data/t.txt}")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("data.args={chanels: 3}",), "data.args.chanels: digits takes no argument 'chanels'; did you mean"),
-        (("data.args={channels: 2}",), "data.args.channels: needs one of 1, 3, got 2; write a number like 1"),
-        (
-            ("task=segmentation", "data={name: segmentation_folder, root: /d}", "model.name=smp/unet"),
-            "data.args.num_classes: is missing; write num_classes: a whole number of at least 1",
-        ),
-        ((*TEXT, "model={name: gpt, args: {n_layer: 2}}"), "gpt takes no argument 'n_layer'; did you mean"),
-        ((*TEXT, "model={name: gpt, args: {num_heads: 3}}"), "model.args.dim: 128 is not a multiple of num_"),
-        ((*TEXT, "model={name: gpt, args: {pretrained: true}}"), "write model.pretrained"),
-    ],
-)
-def test_arguments_that_a_part_does_not_take_are_refused(
-    overrides: tuple[str, ...], said: str, tmp_path: Path
-) -> None:
-    found = problems_of(tmp_path, GOOD, *overrides)
-    assert sum(said in each for each in found) == 1, found
-    assert not [each for each in found if "args" in each and said not in each]
-
-
-def test_an_unknown_argument_is_reported_at_its_place(tmp_path: Path) -> None:
-    text = GOOD.replace("  name: digits\n", "  name: digits\n  args: {chanels: 3}\n")
-    line = 1 + text[: text.index("chanels")].count("\n")
-    (said,) = problems_of(tmp_path, text)
-    assert said.startswith(f"exp.yaml:{line}:") and ": data.args.chanels: " in said
 
 
 class StripesArgs(Section):
@@ -82,12 +52,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(model_facts, "known_names", lambda kind: ["resnet18"])
     model_facts.forget_answers()
     return found
-
-
-def test_a_model_says_which_arguments_it_takes(asked: list[str], tmp_path: Path) -> None:
-    (said,) = problems_of(tmp_path, GOOD, "model={name: timm/resnet18, args: {drop: 0.1}}")
-    assert ": model.args: timm/resnet18 takes no argument 'drop'; did you mean 'drop_rate'?" in said
-    assert problems_of(tmp_path, GOOD, "model={name: timm/resnet18, args: {drop_rate: 0.1}}") == []
 
 
 def test_a_sweep_of_an_argument_asks_once(asked: list[str]) -> None:
