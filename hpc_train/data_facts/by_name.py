@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar, get_args
@@ -146,3 +147,22 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
 
 def _content_text(modalities: Sequence[str], targets: Sequence[str]) -> str:
     return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")
+
+
+#: Batches that each loader process reads ahead.
+PREFETCHED_BATCHES = 2
+
+
+def prefetched_bytes(experiment: Experiment, ranks: int = 1) -> int | None:
+    """Return the bytes of the images that the training loaders of ``ranks`` ranks read ahead.
+
+    None if the file does not determine it: a key is ``auto``, or the images' size is unknown or varies.
+    """
+    data, facts = experiment.data, data_facts(experiment.data.name)
+    side = data.args.get(facts.image_size_argument or "", facts.image_size(data))
+    height, width = data.height_and_width or (side, side)
+    batch, channels = experiment.optimization.micro_batch_size, facts.channels(data)
+    numbers = [height, width, channels, batch, data.workers]
+    if facts.modality != "images" or not all(type(number) is int for number in numbers):
+        return None
+    return math.prod(int(number or 0) for number in numbers) * ranks * PREFETCHED_BATCHES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
-from hpc_train.data_facts.joint_keys import not_for_masks
+from hpc_train.data_facts.image_facts import not_for_masks
 from hpc_train.datasets.augment import crop_interpolations, photometric
 from hpc_train.datasets.decoding import EncodedImage
 from hpc_train.datasets.geometry import Geometry, fitted, random_geometries

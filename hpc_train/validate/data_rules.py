@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpc_train.config.explanations import args_problems
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.config.section_args import args_problems
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit
-from hpc_train.data_facts.channels import keys_of_image_files
-from hpc_train.data_facts.detectors import is_detector
 from hpc_train.data_facts.facts import Modality
+from hpc_train.data_facts.image_facts import is_detector, keys_of_image_files
 from hpc_train.errors import shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, split_name

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpc_train.config import section_args
+from hpc_train.config import explanations
 from hpc_train.config.fields import Arguments, PositiveInt, Section
 from hpc_train.config.problems import KeyPath, Problem
 
@@ -52,7 +52,7 @@ def default_hidden_dim(dim: int) -> int:
 
 def args_problems(args: Arguments) -> list[Problem]:
     """Return the problem with the arguments."""
-    if problems := section_args.args_problems(_ARGS, "gpt", GPTArgs, args):
+    if problems := explanations.args_problems(_ARGS, "gpt", GPTArgs, args):
         return problems
     checked = GPTArgs.model_validate(args)
     if checked.dim % checked.num_heads:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts import channels
+from hpc_train.data_facts import image_facts
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import shortened
@@ -193,7 +193,7 @@ def _own_size(experiment: Experiment) -> int | None:
 def model_takes_the_channels(experiment: Experiment) -> Iterator[Problem]:
     """torchvision's models take gray and color images only."""
     number = _num_channels(experiment)
-    if number is not None and (problem := channels.model_problem(experiment.model.name, number)):
+    if number is not None and (problem := image_facts.model_problem(experiment.model.name, number)):
         yield problem
 
 
@@ -218,7 +218,7 @@ def normalization_has_a_value_per_channel(experiment: Experiment) -> Iterator[Pr
     if len(normalize.mean) != len(normalize.std):
         return  # a rule of its own
     for key, values in (("mean", normalize.mean), ("std", normalize.std)):
-        if values and (problem := channels.normalize_problem(key, values, number)):
+        if values and (problem := image_facts.normalize_problem(key, values, number)):
             yield problem
 
 

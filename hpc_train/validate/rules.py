@@ -12,7 +12,7 @@ from functools import lru_cache
 from hpc_train.config.problems import KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.built_in import TASKS
-from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
+from hpc_train.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
 from hpc_train.topology.batch_arithmetic import (
     too_few_micro_batches,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from hpc_train.config.explanations import usual_mode
+from hpc_train.config.explanations import args_problems, usual_mode
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.by_name import data_facts, target_of, task_facts
 from hpc_train.data_facts.losses import DiceArgs, Losses
 from hpc_train.errors import shortened

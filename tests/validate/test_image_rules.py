@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.training_sections import DataConfig, NormalizeConfig
-from hpc_train.data_facts.channels import model_problem
+from hpc_train.data_facts.image_facts import model_problem
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import ValidationError
 
-from hpc_train.config.accepted_values import wanted
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.explanations import value_at
+from hpc_train.config.explanations import value_at, wanted
 from hpc_train.config.fields import ScriptPath, Section, pattern
 from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import EMPTY, MAX_BYTES, read_document
