@@ -10,12 +10,17 @@ cold takes at least 8 times as long as warm. A round takes a minute. ``--quick``
 benchmarks/results/compile_start.json.
 
 ``--modes`` measures only what modes and scopes cost and give: with 4 blocks, the seconds of the first step in
-an empty cache beside the median of ten steps after it.
+an empty cache beside the median of ten steps after it. ``--device cuda`` does so for a ViT-small of 12 blocks
+in bf16, with CUDA's modes; there all compile at the same time, and the later steps take turns.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +34,18 @@ import torch
 from torch import nn
 
 from benchmarks.arms import environment, printed
-from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of, table
+from benchmarks.gpu_throughput import IS_STAND_IN
+from benchmarks.measuring import (
+    ROOT,
+    cannot_run,
+    comparison,
+    conditions,
+    interleaved,
+    parser,
+    report,
+    rounds_of,
+    table,
+)
 from hpc_train.config.training_sections import CompileConfig
 from hpc_train.training import compiling
 from hpc_train.training.compiling import compile_model
@@ -39,8 +55,10 @@ TITLES = {"blocks": "First compiled step, by block", "model": "First compiled st
 COLD, WARM = "cold: the run's first attempt", "warm: the next attempt"
 #: ``compile.scope`` → the number of blocks.
 _BLOCKS, _BLOCKS_QUICK = {"blocks": 12, "model": 4}, {"blocks": 1}
-#: On a CPU reduce-overhead is default.
-MODES = ("default", "max-autotune")
+#: By device. On a CPU reduce-overhead is default.
+MODES = {"cpu": ("default", "max-autotune"), "cuda": ("default", "reduce-overhead", "max-autotune")}
+#: Model, number of blocks and batch size by device.
+_TRIALS = {"cpu": ("vit_tiny_patch16_224", 4, 2), "cuda": ("vit_small_patch16_224", 12, 128)}
 #: Steps after the first one, of which the median counts.
 _STEPS = 10
 #: What the child process prints before its result, in case something else prints, too.
@@ -50,11 +68,17 @@ _MARK = "seconds:"
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--modes", action="store_true", help="compare modes and scopes")
+    options.add_argument("--device", choices=[*MODES], default="cpu", help="of --modes")
+    options.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--child", nargs=3, metavar=("SCOPE", "BLOCKS", "MODE"), help="what each arm starts")
+    options.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.child:
         scope, num_blocks, mode = arguments.child
-        print(_MARK, *times(scope, int(num_blocks), mode))
+        print(_MARK, *times(scope, int(num_blocks), mode, arguments.device, arguments.turn))
+        return
+    if arguments.modes and arguments.device == "cuda":
+        _report_cuda_modes(arguments)
         return
     if arguments.modes:
         found = [_modes(1 if arguments.quick else 4)]
@@ -66,6 +90,18 @@ def main() -> None:
             values = interleaved(_arms(scope, num_blocks, Path(folder) / scope), rounds_of(arguments))
             compared.append(comparison(TITLES[scope], "seconds", values, COLD))
     report("compile_start", arguments, conditions(["timm"]) | {"threads": 1}, compared)
+
+
+def _report_cuda_modes(arguments: argparse.Namespace) -> None:
+    if not torch.cuda.is_available():
+        cannot_run("there is no CUDA device")
+    if IS_STAND_IN:
+        cannot_run("only a GPU shows it: the stand-in has no Triton")
+    here = conditions(["timm", "triton"], device=torch.cuda.get_device_name())
+    rows = _cuda_modes(1 if arguments.quick else _TRIALS["cuda"][1])
+    remark = "Once; all compiled at the same time, later steps one program at a time"
+    found = table("Modes of torch.compile on one GPU", "seconds", rows, remark=remark)
+    report("compile_start", arguments, here, tables=[found], results=arguments.results)
 
 
 def _arms(scope: str, num_blocks: int, cache: Path) -> dict[str, Callable[[], float]]:
@@ -85,55 +121,102 @@ def _arms(scope: str, num_blocks: int, cache: Path) -> dict[str, Callable[[], fl
 
 def _modes(num_blocks: int) -> dict[str, Any]:
     """Return the table of modes, each in an empty cache."""
-    arms = [("eager", "default"), *((scope, mode) for scope in TITLES for mode in MODES)]
     rows = {}
-    for scope, mode in arms:
+    for scope, mode in _settings("cpu"):
         with tempfile.TemporaryDirectory() as cache:
             first_s, step_s = _times(scope, num_blocks, Path(cache), mode)
-        name = scope if scope == "eager" else f"{{scope: {scope}, mode: {mode}}}"
-        rows[name] = {"first step": first_s, "step": step_s}
+        rows[_title(scope, mode)] = {"first step": first_s, "step": step_s}
     return table("Modes of torch.compile", "seconds", rows)
 
 
+def _settings(device: str) -> list[tuple[str, str]]:
+    """Return scopes and modes."""
+    return [("eager", "default"), *((scope, mode) for scope in TITLES for mode in MODES[device])]
+
+
+def _title(scope: str, mode: str) -> str:
+    return scope if scope == "eager" else f"{{scope: {scope}, mode: {mode}}}"
+
+
+def _cuda_modes(num_blocks: int) -> dict[str, dict[str, float]]:
+    """Return the seconds of the first and of a later step by mode; a mode that fails is omitted."""
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        turn = ["--device", "cuda", "--turn", str(Path(folder) / "turn")]
+        started = {}
+        for number, (scope, mode) in enumerate(_settings("cuda")):
+            variables = environment(None) | _caches(Path(folder) / str(number))
+            command = [*_child(scope, num_blocks, mode), *turn]
+            started[_title(scope, mode)] = subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True
+            )
+        for title, process in started.items():
+            lines = [line for line in process.communicate()[0].splitlines() if line.startswith(_MARK)]
+            if process.returncode == 0:
+                first_s, step_s = map(float, lines[0].removeprefix(_MARK).split())
+                rows[title] = {"first step": first_s, "step": step_s}
+    return rows
+
+
+def _caches(cache: Path) -> dict[str, str]:
+    """Return the variables that launchers set."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+
+
+def _child(scope: str, num_blocks: int, mode: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.compile_start", "--child", scope, str(num_blocks), mode]
+
+
 def _times(scope: str, num_blocks: int, cache: Path, mode: str = "default") -> tuple[float, float]:
-    # As the launchers set them.
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-    command = [sys.executable, "-m", "benchmarks.compile_start", "--child", scope, str(num_blocks), mode]
-    lines = printed(command, environment(None) | caches).splitlines()
+    lines = printed(_child(scope, num_blocks, mode), environment(None) | _caches(cache)).splitlines()
     (line,) = (line for line in lines if line.startswith(_MARK))
     first_s, step_s = map(float, line.removeprefix(_MARK).split())
     return first_s, step_s
 
 
-def times(scope: str, num_blocks: int, mode: str) -> tuple[float, float]:
+def times(
+    scope: str, num_blocks: int, mode: str, device: str = "cpu", turn: Path | None = None
+) -> tuple[float, float]:
     """Return the seconds from the start of compiling to the end of the first step, and of a later step.
 
-    ``scope``: ``eager``, or that of ``compile:``.
+    ``scope``: ``eager``, or that of ``compile:``. ``turn``: a file that is locked during the later steps.
     """
     import timm
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model: nn.Module = timm.create_model("vit_tiny_patch16_224", depth=num_blocks)
-    optimizer = torch.optim.AdamW(model.parameters())
-    images, classes = torch.randn(2, 3, 224, 224), torch.tensor([1, 2])
+    name, _, batch_size = _TRIALS[device]
+    place = torch.device(device)
+    model: nn.Module = timm.create_model(name, depth=num_blocks).to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
+    images = torch.randn(batch_size, 3, 224, 224, device=place)
+    classes = torch.arange(batch_size, device=place)
+    if device == "cuda":
+        torch.cuda.synchronize()
     began = time.perf_counter()
     settings: dict[str, Any] = {} if scope == "eager" else {"scope": scope, "mode": mode}
     config = CompileConfig(enabled=scope != "eager", **settings)
-    compile_model(model, list(model.get_submodule("blocks").children()), config, torch.device("cpu"))
+    compile_model(model, list(model.get_submodule("blocks").children()), config, place)
 
-    def step() -> None:
-        nn.functional.cross_entropy(model(images), classes).backward()
+    def step() -> float:
+        """Return when it ended."""
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = nn.functional.cross_entropy(model(images), classes)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     with compiling.first_step(config):
-        step()
-    ends = [time.perf_counter()]
-    for _ in range(_STEPS):
-        step()
-        ends.append(time.perf_counter())
-    return ends[0] - began, median(end - start for start, end in pairwise(ends))
+        first_s = step() - began
+    with open(turn or os.devnull, "w") as file:  # noqa: PTH123
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if device == "cuda":  # CUDA graphs are recorded in the second and third step
+            step(), step()
+        ends = [time.perf_counter(), *(step() for _ in range(_STEPS))]
+    return first_s, median(end - start for start, end in pairwise(ends))
 
 
 if __name__ == "__main__":

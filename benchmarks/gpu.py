@@ -5,10 +5,11 @@
 
 ``make gpu-day`` calls the first, ``make test-gpu`` the second. Parts: ``path``, ``probes``, ``cifar`` and
 ``memory`` (benchmarks.gpu_parts), ``tests`` (the most informative GPU tests), ``speed``
-(benchmarks.gpu_throughput) and ``all-tests``. Each has a limit of its own, keeps what it found as soon as it
-has it, and is not repeated if the results files have it already with this device and these versions. As many
-tests run at a time as the device's memory allows, those marked ``alone`` one by one. Where packages come as
-wheels and nothing can be downloaded, ``--wheels`` unpacks them into .bench/wheels.
+(benchmarks.gpu_throughput), ``modes`` (those of torch.compile, benchmarks.compile_start) and ``all-tests``.
+Each has a limit of its own, keeps its results as soon as it has them, and is not repeated if the results
+files have it already with this device and these versions. As many tests run at a time as the device's memory
+allows, those marked ``alone`` one by one. Where packages come as wheels and nothing can be downloaded,
+``--wheels`` unpacks them into .bench/wheels.
 
 Writes benchmarks/results/gpu.json (the outcome of each test), gpu_parts.json, gpu_throughput.json, and
 docs/performance.md. Without a CUDA device it uses the stand-in of the tests with ``--quick``, writes into
@@ -38,7 +39,16 @@ from benchmarks.turns import send
 from tests import fake_cuda
 
 #: What a run of some parts costs at most, in seconds; together the 12 minutes. In order of importance.
-LIMITS = {"path": 60, "probes": 45, "tests": 130, "speed": 260, "cifar": 90, "memory": 45, "all-tests": 3600}
+LIMITS = {
+    "path": 60,
+    "probes": 45,
+    "tests": 130,
+    "speed": 260,
+    "cifar": 90,
+    "memory": 45,
+    "modes": 85,
+    "all-tests": 3600,
+}
 _INFORMATIVE = (
     "asynchronous_save or waits_for_the_device_nowhere or taken_without or pinned or proves"
     " or float8_products or (killed and ddp) or two_ranks or device_error or memory_runs_out"
@@ -227,6 +237,8 @@ def _run_part(
         minutes = ["--minutes", str(limit_s / 60)]
         models = ["--models", "gpt", "--precisions", "bf16"] if is_trial else []
         words = ["benchmarks.gpu_throughput", *minutes, *models, "--results", str(results), *peers, *quick]
+    elif part == "modes":
+        words = ["benchmarks.compile_start", "--modes", "--device", "cuda", "--results", str(results), *quick]
     else:
         words = ["benchmarks.gpu_parts", part, "--results", str(results), *quick]
         words += ["--data", str(arguments.data)]

@@ -21,7 +21,8 @@ class Model:
     """A model with settings that suit it.
 
     ``batch_size`` in images or sequences, ``size`` in pixels or tokens. ``args``: of the package's GPT; if
-    None, timm has the model.
+    None, timm has the model. ``memory_gib``: of one process that trains it eagerly, with its CUDA context
+    (assumed).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Model:
     optimizer: str = "adamw"
     channels_last: bool = False
     args: dict[str, int] | None = None
+    memory_gib: float = 1.0
 
     @property
     def has_linear_blocks(self) -> bool:
@@ -38,9 +40,9 @@ class Model:
 
 #: ``gpt`` has GPT-2's smallest shape.
 MODELS = {
-    "gpt": Model("gpt", 16, 1024, args={"num_layers": 12, "num_heads": 12, "dim": 768}),
-    "resnet50": Model("resnet50", 256, 224, "sgd", channels_last=True),
-    "vit_base_patch16_224": Model("vit_base_patch16_224", 128, 224),
+    "gpt": Model("gpt", 16, 1024, args={"num_layers": 12, "num_heads": 12, "dim": 768}, memory_gib=14.0),
+    "resnet50": Model("resnet50", 256, 224, "sgd", channels_last=True, memory_gib=25.0),
+    "vit_base_patch16_224": Model("vit_base_patch16_224", 128, 224, memory_gib=20.0),
 }
 #: The same for a trial of seconds on a CPU.
 TINY = {

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import os
 import random
 import re
@@ -234,45 +235,92 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
     """Return the comparisons and tables of a case, and its batch size."""
     settings = (TINY if arguments.quick else MODELS)[case.model]
-    window = TINY_WINDOW if arguments.quick else WINDOW
     compared, tables = [], []
-    arms: dict[str, Arm] = {}
     with tempfile.TemporaryDirectory() as folder:
         starting = _Starting(case, settings, arguments, Path(folder))
-        try:
-            for mode in case.modes():
-                if IS_STAND_IN and mode != "eager":
-                    print(f"{case.title(mode)}: only a GPU shows it (no Triton here)", file=sys.stderr)
-                    continue
-                for name in starting.arms(mode):
-                    arms[f"{name}|{mode}"] = starting.start(name, mode)
-            values = take_turns(arms, ROUNDS, window)
-            for name in arms.keys() - values.keys():
-                print(
-                    f"{case.title(name)}: did not train\n{''.join(arms[name].output[-30:])}", file=sys.stderr
-                )
-            for mode in case.modes():
-                of_mode = {name: values[f"{name}|{mode}"] for name in _NAMES if f"{name}|{mode}" in values}
-                missing = [name for name in starting.expected(mode) if name not in of_mode]
-                title = case.title(mode)
-                if BARE not in of_mode:
-                    continue
-                compared.append(comparison(title, "seconds per step", of_mode, BARE, missing))
-                rows = {
-                    name: _row(settings, case.precision, device, of_arm, arms[f"{name}|{mode}"].peak_gib)
-                    for name, of_arm in of_mode.items()
-                }
-                remark = "Medians of the rounds above"
-                tables.append(table(f"{title}: throughput and memory", "", rows, remark=remark))
-                if OURS in compared[-1]["arms"] and compared[-1]["arms"][OURS]["ratio"]["median"] > _SLOWER:
-                    traces = [arms[f"{name}|{mode}"].trace for name in (BARE, OURS)]
-                    rows = kernel_difference(*traces)
-                    remark = f"Profiled once, {PROFILED} steps"
-                    tables.append(table(f"{title}: time by kernel", "ms per step", rows, remark=remark))
-        finally:
-            for arm in arms.values():
-                arm.end()
+        modes = {mode: starting.arms(mode) for mode in case.modes()}
+        if IS_STAND_IN:
+            print(f"{case.title('compiled')}: only a GPU shows it (no Triton here)", file=sys.stderr)
+            modes = {"eager": modes["eager"]}
+        free_gib = torch.cuda.mem_get_info()[0] / 2**30 if device else math.inf
+        for group in groups(modes, settings.memory_gib, free_gib):
+            for mode, (of_mode, arms) in _times(starting, group).items():
+                found = _compared(case, mode, settings, device, of_mode, arms, starting.expected(mode))
+                compared += found[:1]
+                tables += found[1:]
     return compared, tables, settings.batch_size
+
+
+def groups(
+    modes: Mapping[str, Sequence[str]], arm_gib: float, free_gib: float
+) -> list[dict[str, Sequence[str]]]:
+    """Return modes and their arms in groups that train at the same time, as large as the memory allows.
+
+    An arm that does not fit with the others of its mode is omitted, the last first.
+    """
+    at_once = max(2, int(free_gib / arm_gib)) if free_gib < math.inf else sys.maxsize
+    found: list[dict[str, Sequence[str]]] = []
+    for mode, names in modes.items():
+        first = [BARE, OURS]  # most important
+        kept = [*first, *(name for name in names if name not in first)][:at_once]
+        if found and sum(map(len, found[-1].values())) + len(kept) <= at_once:
+            found[-1][mode] = kept
+        else:
+            found.append({mode: kept})
+    return found
+
+
+def _times(
+    starting: _Starting, group: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[dict[str, list[float]], dict[str, Arm]]]:
+    """Return by mode the seconds per step, and the arms, which have ended."""
+    arms: dict[str, Arm] = {}
+    try:
+        for mode, names in group.items():
+            for name in names:
+                arms[f"{name}|{mode}"] = starting.start(name, mode)
+        values = take_turns(arms, ROUNDS, starting.window)
+    finally:
+        for arm in arms.values():
+            arm.end()
+    for name in arms.keys() - values.keys():
+        print(f"{name}: did not train\n{''.join(arms[name].output[-30:])}", file=sys.stderr)
+    return {
+        mode: (
+            {name: values[f"{name}|{mode}"] for name in names if f"{name}|{mode}" in values},
+            {name: arms[f"{name}|{mode}"] for name in names},
+        )
+        for mode, names in group.items()
+    }
+
+
+def _compared(
+    case: Case,
+    mode: str,
+    settings: Model,
+    device: str,
+    values: dict[str, list[float]],
+    arms: Mapping[str, Arm],
+    expected: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Return the comparison of a mode and its tables; nothing without the bare loop."""
+    if BARE not in values:
+        return []
+    values = {name: values[name] for name in _NAMES if name in values}
+    title = case.title(mode)
+    missing = [name for name in expected if name not in values]
+    compared = comparison(title, "seconds per step", values, BARE, missing)
+    rows = {
+        name: _row(settings, case.precision, device, of_arm, arms[name].peak_gib)
+        for name, of_arm in values.items()
+    }
+    remark = "Medians of the rounds above"
+    found = [compared, table(f"{title}: throughput and memory", "", rows, remark=remark)]
+    if OURS in compared["arms"] and compared["arms"][OURS]["ratio"]["median"] > _SLOWER:
+        kernels = kernel_difference(arms[BARE].trace, arms[OURS].trace)
+        remark = f"Profiled once, {PROFILED} steps"
+        found.append(table(f"{title}: time by kernel", "ms per step", kernels, remark=remark))
+    return found
 
 
 _NAMES = (*LOOPS, TIMM, OURS)
@@ -294,26 +342,35 @@ def kernel_difference(bare: Path | None, ours: Path | None) -> dict[str, dict[st
     """Return ms per step by kernel, those that differ most first, from two traces of torch's profiler."""
     if bare is None or ours is None:
         return {}
-    there, here = _kernel_ms(bare), _kernel_ms(ours)
+    (there, idle_there), (here, idle_here) = _kernel_ms(bare), _kernel_ms(ours)
     names = sorted(there.keys() | here.keys(), key=lambda name: -abs(here[name] - there[name]))
-    rows: dict[str, dict[str, float | None]] = {"all kernels": {BARE: there.total(), OURS: here.total()}}
+    rows: dict[str, dict[str, float | None]] = {
+        "all kernels": {BARE: there.total(), OURS: here.total()},
+        "idle between kernels": {BARE: idle_there, OURS: idle_here},
+    }
     for name in names[:_NUM_KERNELS]:
         rows[name[:80].replace("|", "/")] = {BARE: there[name], OURS: here[name]}
     return rows
 
 
-def _kernel_ms(trace: Path) -> Counter[str]:
-    """Without a GPU: of operators."""
+def _kernel_ms(trace: Path) -> tuple[Counter[str], float]:
+    """Return ms per step by kernel, and between the first and the last in which none ran.
+
+    Without a GPU: of operators.
+    """
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     total: Counter[str] = Counter()
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
-    for event in events:
-        if event.get("cat") in kinds:
-            total[event["name"]] += event["dur"] / 1e3 / PROFILED
-    return total
+    counted = sorted((event for event in events if event.get("cat") in kinds), key=lambda event: event["ts"])
+    idle, end = 0.0, counted[0]["ts"] if counted else 0.0
+    for event in counted:
+        total[event["name"]] += event["dur"] / 1e3 / PROFILED
+        idle += max(event["ts"] - end, 0.0)
+        end = max(end, event["ts"] + event["dur"])
+    return total, idle / 1e3 / PROFILED
 
 
 class _Starting:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_throughput import Arm, kernel_difference, measured, take_turns
+from benchmarks.gpu_throughput import Arm, groups, kernel_difference, measured, take_turns
 
 #: Trains "steps" of a hundredth of a second, in windows of one.
 _TRAINS = """
@@ -40,16 +40,35 @@ def test_arms_that_take_turns_have_a_time_per_round_and_those_that_fail_none(tmp
 
 def test_kernels_are_compared_by_name(tmp_path: Path) -> None:
     def trace(name: str, **micros: float) -> Path:
-        events = [{"cat": "kernel", "name": kernel, "dur": dur} for kernel, dur in micros.items()]
+        starts = [10_000, 12_000]  # the second overlaps the first or follows it
+        events = [
+            {"cat": "kernel", "name": kernel, "ts": start, "dur": dur}
+            for start, (kernel, dur) in zip(starts, micros.items(), strict=True)
+        ]
         path = tmp_path / f"{name}.json.gz"
         with gzip.open(path, "wt") as file:
-            json.dump({"traceEvents": [*events, {"cat": "cpu_op", "name": "host", "dur": 1e9}]}, file)
+            host = {"cat": "cpu_op", "name": "host", "ts": 0, "dur": 1e9}
+            json.dump({"traceEvents": [*events, host]}, file)
         return path
 
-    rows = kernel_difference(trace("bare", gemm=4000, copy=2000), trace("ours", gemm=4400, fill=1000))
-    assert list(rows) == ["all kernels", "copy", "fill", "gemm"], "by difference"
+    rows = kernel_difference(trace("bare", gemm=4000, copy=2000), trace("ours", fill=1000, gemm=4400))
+    assert list(rows) == ["all kernels", "idle between kernels", "copy", "fill", "gemm"], "by difference"
+    assert rows["idle between kernels"] == {"bare loop": 0.0, "hpc-train": 0.5}
     assert rows["all kernels"] == {"bare loop": 3.0, "hpc-train": 2.7}
     assert rows["gemm"] == {"bare loop": 2.0, "hpc-train": 2.2}
+
+
+def test_arms_train_at_the_same_time_where_memory_allows() -> None:
+    modes = {"eager": ["bare loop", "Fabric", "hpc-train"], "compiled": ["bare loop", "hpc-train"]}
+    (both,) = groups(modes, 10.0, 139.0)
+    assert {mode: sorted(names) for mode, names in both.items()} == modes | {
+        "eager": ["Fabric", "bare loop", "hpc-train"]
+    }
+    assert groups(modes, 10.0, 35.0) == [
+        {"eager": ["bare loop", "hpc-train", "Fabric"]},
+        {"compiled": ["bare loop", "hpc-train"]},
+    ]
+    assert groups(modes, 10.0, 25.0)[0] == {"eager": ["bare loop", "hpc-train"]}, "the peer is omitted"
 
 
 def test_what_was_measured_here_is_not_repeated(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -50,6 +51,32 @@ class OutOfRange(Net):
 
 def out_of_range(num_classes: int) -> nn.Module:
     return OutOfRange(num_classes)
+
+
+class NeverDone(Net):
+    """Occupies the device for hours in the third forward; the host of the stand-in, which has no queue."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, norm=False, dropout=0.0)
+        self.forwards = 0
+
+    @torch.compiler.disable
+    def occupy(self) -> None:
+        self.forwards += 1
+        if self.forwards == 3 and "fake-cuda" in os.environ.get("LD_PRELOAD", ""):
+            time.sleep(10**5)
+        elif self.forwards == 3:
+            for _ in range(100):
+                torch.cuda._sleep(10**12)  # about nine minutes each
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        self.occupy()
+        out: Tensor = super().forward(images_BCHW)
+        return out
+
+
+def never_done(num_classes: int) -> nn.Module:
+    return NeverDone(num_classes)
 
 
 def not_deterministic(num_classes: int) -> nn.Module:

@@ -109,6 +109,19 @@ def test_a_device_error_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.
 
 
 @on_gpu
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_a_device_that_hangs_ends_the_attempt(compiled: str, tmp_path: Path) -> None:
+    """Also under compile, whose launches hold the GIL while the device's queue is full."""
+    if compiled == "true":
+        needs_real_gpu("Triton compiles")
+    model = 'model={name: "tests.gpu.parts:never_done"}'
+    limits = ("recovery.hang_after_min=0.2", "recovery.max_crashes=0")
+    output = _failed(tmp_path, model, f"compile={compiled}", *limits)
+    assert "HangError: rank 0" in output and "made no progress for" in output, output
+    assert only_run(tmp_path).attempt(1).stacks(0).stat().st_size > 0
+
+
+@on_gpu
 def test_an_operator_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:
     needs_real_gpu("the CPU's kernels are deterministic")
     told = _failed(tmp_path, 'model={name: "tests.gpu.parts:not_deterministic"}', "deterministic=true")
