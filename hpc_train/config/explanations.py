@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -23,41 +24,46 @@ _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
-    found: dict[KeyPath, Problem] = {}
-    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
-        problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
-        found.setdefault(problem.path, problem)
-    meant = {meant_path(path) for path, problem in found.items() if _is_unknown(problem)}
-    # A misspelt key is not reported as missing as well.
-    return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
+    return _explained(error, data, cached_schema(), unknown_key, meant_path)
 
 
-def explain_arguments(
-    error: ValidationError, section: type[Section], path: KeyPath, args: dict[str, Any], owner: str
+def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
+    """Return one problem per invalid key of ``args``, the arguments under ``path`` of the part ``owner``."""
+    keys = sorted(section.model_fields)
+
+    def unknown(below: KeyPath) -> Problem:
+        return replace(unknown_argument(below, owner, str(below[-1]), keys), on_key=True, code="key.unknown")
+
+    try:
+        section.model_validate(args)
+    except ValidationError as error:
+        schema = section_schema(section)
+        problems = _explained(error, args, schema, unknown, lambda below: (nearest(str(below[-1]), keys),))
+        return [replace(problem, path=(*path, *problem.path)) for problem in problems]
+    return []
+
+
+def _explained(
+    error: ValidationError,
+    data: dict[str, Any],
+    schema: Node,
+    unknown: Callable[[KeyPath], Problem],
+    meant: Callable[[KeyPath], Sequence[object] | None],
 ) -> list[Problem]:
-    """Return one problem per key of ``args``, the validated mapping at ``path``, that ``error`` is about.
+    """Return one problem per key of ``data``, which ``schema`` describes.
 
-    ``section``: what the part called ``owner`` takes; the file's schema says nothing about it.
+    ``unknown``: returns the problem with an unknown key. ``meant``: returns the key that it probably means.
     """
-    found: dict[KeyPath, Problem] = {}
-    meant = set()
+    problems: dict[KeyPath, Problem] = {}
     for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
-        below = _key_path(entry["loc"], section_schema(section))
-        node: Node = section_schema(section)
-        for segment in below:
-            node = child(node, segment) or {}
-        whole = (*path, *below)
         if entry["type"] == "extra_forbidden":
-            name, known = str(below[-1]), sorted(section.model_fields)
-            meant.add((*path, nearest(name, known)))
-            found[whole] = replace(unknown_argument(whole, owner, name, known), on_key=True)
-        elif entry["type"] == "missing":
-            found.setdefault(whole, _missing(whole, _example_of(node)))
-        elif entry["type"] == "value_error":
-            found.setdefault(whole, _of_validator(whole, entry["ctx"]))
+            problem = unknown(_key_path(entry["loc"], schema))
         else:
-            found.setdefault(whole, _wrong_value(whole, node, _given_at(args, below)))
-    return [problem for key, problem in found.items() if key not in meant or not _is_missing(problem)]
+            problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data, schema)
+        problems.setdefault(problem.path, problem)
+    misspelt = {meant(path) for path, problem in problems.items() if _is_unknown(problem)}
+    # A misspelt key is not reported as missing as well.
+    return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
 
 
 def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
@@ -90,29 +96,27 @@ def _is_missing(problem: Problem) -> bool:
     return problem.code == "key.missing"
 
 
-def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
-    path = _key_path(loc, cached_schema())
-    if kind == "extra_forbidden":
-        return unknown_key(path)
+def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any], schema: Node) -> Problem:
+    path = _key_path(loc, schema)
     if kind == "missing" and isinstance(path[-1], str):
-        return _missing(path, _mode(path, data) if path[-1] == "mode" else _example_of(node_at(path) or {}))
+        example = _mode(path, data) if path[-1] == "mode" else _example_of(_node(path, schema))
+        return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
     if loc[-1] == "[key]":
-        rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
+        rule = _node(path[:-1], schema).get("propertyNames", {}).get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
-        return _of_validator(path, context)
-    return _wrong_value(path, node_at(path) or {}, _given_at(data, path))
+        message, _, remedy = str(context["error"]).partition("; ")
+        return Problem(path, message, remedy, code="value.invalid")
+    return _wrong_value(path, _node(path, schema), _given_at(data, path))
 
 
-def _of_validator(path: KeyPath, context: dict[str, Any]) -> Problem:
-    message, _, remedy = str(context["error"]).partition("; ")
-    return Problem(path, message, remedy, code="value.invalid")
-
-
-def _missing(path: KeyPath, example: str) -> Problem:
-    return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
+def _node(path: KeyPath, schema: Node) -> Node:
+    node: Node | None = schema
+    for segment in path:
+        node = child(node, segment) if node else None
+    return node or {}
 
 
 def _given_at(data: Any, path: KeyPath) -> Any:
@@ -241,12 +245,3 @@ def _bounds(node: Node) -> str:
     )
     both = " and ".join(part for part in (lower, upper) if part)
     return f" {both}" if both else ""
-
-
-def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
-    """Return what is wrong with the arguments under ``path`` of the part called ``owner``, one for a key."""
-    try:
-        section.model_validate(args)
-    except ValidationError as error:
-        return explain_arguments(error, section, path, args, owner)
-    return []

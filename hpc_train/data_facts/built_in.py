@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import image_facts, losses, root_layout
+from hpc_train.data_facts import facts, image_facts, root_layout
 from hpc_train.data_facts.data_size import (
     TextArgs,
     count_annotated_images,
@@ -265,7 +265,7 @@ TASKS = {
         ("images", "features"),
         ("class", "classes"),
         "hpc_train.tasks.classification:Classification",
-        losses=losses.CLASSIFICATION,
+        losses=facts.CLASSIFICATION_LOSSES,
         smooths_labels=True,
         mixes_targets=True,
         metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
@@ -276,7 +276,7 @@ TASKS = {
         ("images", "features"),
         ("number",),
         "hpc_train.tasks.regression:Regression",
-        losses=losses.REGRESSION,
+        losses=facts.REGRESSION_LOSSES,
         smooths_labels=False,
         mixes_targets=False,
         metrics=("loss", "mae", "rmse", "r2"),
@@ -286,7 +286,7 @@ TASKS = {
         ("tokens",),
         ("next tokens",),
         "hpc_train.tasks.causal_lm:CausalLM",
-        losses=losses.CAUSAL_LM,
+        losses=facts.CAUSAL_LM_LOSSES,
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "perplexity", "accuracy"),
@@ -296,7 +296,7 @@ TASKS = {
         ("images",),
         ("mask",),
         "hpc_train.tasks.segmentation:Segmentation",
-        losses=losses.SEGMENTATION,
+        losses=facts.SEGMENTATION_LOSSES,
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "accuracy", "miou", "iou_*"),

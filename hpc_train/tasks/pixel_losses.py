@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs, OhemArgs
+from hpc_train.data_facts.facts import SEGMENTATION_LOSSES, CrossEntropyArgs, DiceArgs, OhemArgs
 from hpc_train.tasks.base import divided
 from hpc_train.tasks.class_losses import check_weights, class_values
 
@@ -112,7 +112,7 @@ def make_pixel_loss(config: LossConfig | None, num_classes: int, smoothing: floa
     Raises BadFileError if the arguments do not fit this number of classes.
     """
     config = config or LossConfig(name="cross_entropy")
-    args = SEGMENTATION[config.name].model_validate(config.args)
+    args = SEGMENTATION_LOSSES[config.name].model_validate(config.args)
     match args:
         case DiceArgs():
             return _Dice(smoothing, args)

@@ -20,7 +20,7 @@ from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
 from hpc_train.validate.base import rule
-from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
+from hpc_train.validate.model_rules import GPTArgs, default_hidden_dim
 
 
 class LayerFacts(BaseModel):
@@ -175,6 +175,3 @@ def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
         dropout_key="model.args.dropout" if args.dropout else None,
         most_stages=args.num_layers,
     )
-
-
-#: Rules that may start a child process.

@@ -324,6 +324,3 @@ def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
         names = model_facts.known_names("datasets")
         if names is not None and rest not in names:
             yield unlisted(("data", "name"), provider, "data set for this", rest, names)
-
-
-#: Rules on the packages that are installed here; some start a child process.

@@ -9,7 +9,7 @@ from hpc_train.config.explanations import args_problems, usual_mode
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import data_facts, target_of, task_facts
-from hpc_train.data_facts.losses import DiceArgs, Losses
+from hpc_train.data_facts.facts import DiceArgs, Losses
 from hpc_train.errors import shortened
 from hpc_train.registry import suggestion
 from hpc_train.validate.base import rule

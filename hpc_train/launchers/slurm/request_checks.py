@@ -10,7 +10,7 @@ Temporary conditions, such as a partition that is down or drained nodes, are not
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from hpc_train.config.cluster_sections import SlurmConfig
@@ -41,8 +41,7 @@ def problems(slurm: SlurmConfig, facts: ClusterFacts) -> list[KeyProblem]:
     messages = list(partition_names(slurm, facts))
     if messages:
         return messages
-    for rule in RULES:
-        messages += rule(slurm, facts)
+    messages += [*accounts(slurm, facts), *reservation(slurm, facts), *node_names(slurm, facts)]
     by_partition = [list(_in_partition(slurm, facts, partition)) for partition in used(slurm, facts)]
     if by_partition and all(by_partition):
         messages += by_partition[0]
@@ -124,12 +123,6 @@ def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
         if unknown and existing:
             message = f"there is no node {unknown[0]}"
             yield KeyProblem(f"slurm.{key}", message, "write names that `scontrol show node` lists")
-
-
-#: Rules that don't depend on the partition.
-RULES: tuple[Callable[[SlurmConfig, ClusterFacts], Iterator[KeyProblem]], ...] = (
-    accounts, reservation, node_names,
-)  # fmt: skip
 
 
 def _in_partition(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
