@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from hpc_train.config.durations import seconds_in
@@ -22,6 +20,11 @@ from hpc_train.registry import as_factory, nearest, parts
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
 _NUMBERS = {"integer", "number"}
+_GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
+_MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+#: Suffix of a key → its unit, and its seconds if it is of time.
+_UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1), "_h": ("hours", 3600), "_gb": ("GB", None)}
 #: Integers that a float represents exactly; above it the intended value is unknown.
 _LARGE = 2**53
 
@@ -187,43 +190,17 @@ def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
     if number is None:
         return None
     unit = next((unit for ending, unit in _UNITS.items() if str(path[-1]).endswith(ending)), None)
-    amount = None if unit is None else unit.amount(text)
-    if unit is None and number.get("maximum") == 1 and (match := _PERCENT.fullmatch(text.strip())):
-        return f"write {float(match[1]) / 100:g}"
-    if unit is None or not amount:
+    if unit is None:
+        percent = _PERCENT.fullmatch(text.strip()) if number.get("maximum") == 1 else None
+        return f"write {float(percent[1]) / 100:g}" if percent else None
+    name, seconds = unit
+    amount = _in_gb(text) if seconds is None else (seconds_in(text) or 0) / seconds
+    if not amount:
         return None
     amount = math.ceil(amount) if number["type"] == "integer" else amount
-    return f"write {amount:.10g} ({path[-1]} is in {unit.name})"
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """The unit of a key's number. ``amount`` parses a value with a unit; it returns None for other text."""
-
-    name: str
-    amount: Callable[[str], float | None]
-
-
-def _in_time(seconds: int) -> Callable[[str], float | None]:
-    def amount(text: str) -> float | None:
-        found = seconds_in(text)
-        return None if found is None else found / seconds
-
-    return amount
+    return f"write {amount:.10g} ({path[-1]} is in {name})"
 
 
 def _in_gb(text: str) -> float | None:
     match = _MEMORY.fullmatch(text.strip().lower())
     return float(match[1]) * _GB[match[2]] if match else None
-
-
-_GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
-_MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
-_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
-#: Suffix of a key → its unit.
-_UNITS = {
-    "_min": _Unit("minutes", _in_time(60)),
-    "_s": _Unit("seconds", _in_time(1)),
-    "_h": _Unit("hours", _in_time(3600)),
-    "_gb": _Unit("GB", _in_gb),
-}

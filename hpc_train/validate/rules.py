@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import lru_cache
+from operator import attrgetter
 
 from hpc_train.config.problems import KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
@@ -33,7 +34,7 @@ from hpc_train.validate import (  # noqa: F401 (they register their rules)
     sweep_rules,
     task_rules,
 )
-from hpc_train.validate.base import RULES, Rule, rule
+from hpc_train.validate.base import RULES, Find, Rule, rule
 from hpc_train.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
 from hpc_train.validate.layer_rules import problems_of_layers
 
@@ -66,12 +67,30 @@ def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
     if optimization.epochs is None and optimization.steps is None:
         remedy = "write epochs: 30 or steps: 12000"
         yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
-    if optimization.epochs is not None and optimization.steps is not None:
-        yield _beside(("optimization", "steps"), "optimization.epochs")
+    yield from _beside("optimization.epochs", "optimization.steps")(experiment)
 
 
-def _beside(path: KeyPath, other: str) -> Problem:
-    return Problem(path, f"can't be combined with {other}", "keep one of the two")
+#: Code → two keys that exclude each other; the second one is reported.
+_EXCLUSIVE = {
+    "augment.two-policies": ("data.augment.randaugment", "data.augment.policy"),
+    "checkpoint.two-intervals": ("checkpoint.every_min", "checkpoint.every_steps"),
+    "evaluation.two-intervals": ("evaluation.every_epochs", "evaluation.every_steps"),
+    "schedule.two-warmups": ("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps"),
+}
+
+
+def _beside(one: str, other: str) -> Find:
+    """Return a rule's function that reports ``other`` if both keys are given."""
+
+    def find(experiment: Experiment) -> Iterator[Problem]:
+        if None not in attrgetter(one, other)(experiment):
+            yield Problem(tuple(other.split(".")), f"can't be combined with {one}", "keep one of the two")
+
+    return find
+
+
+for _code, _keys in _EXCLUSIVE.items():
+    rule(_code, *_keys)(_beside(*_keys))
 
 
 @rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
@@ -100,28 +119,6 @@ def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{settings.magnitude} exceeds 10, the maximum of timm's operations", "write 9")
 
 
-@rule("checkpoint.two-intervals", "checkpoint.every_min", "checkpoint.every_steps")
-def checkpoints_come_by_time_or_steps(experiment: Experiment) -> Iterator[Problem]:
-    """``checkpoint.every_min`` excludes ``every_steps``."""
-    if experiment.checkpoint.every_min is not None and experiment.checkpoint.every_steps is not None:
-        yield _beside(("checkpoint", "every_steps"), "checkpoint.every_min")
-
-
-@rule("evaluation.two-intervals", "evaluation.every_epochs", "evaluation.every_steps")
-def evaluations_come_by_epochs_or_steps(experiment: Experiment) -> Iterator[Problem]:
-    """``evaluation.every_epochs`` excludes ``every_steps``."""
-    if experiment.evaluation.every_epochs is not None and experiment.evaluation.every_steps is not None:
-        yield _beside(("evaluation", "every_steps"), "evaluation.every_epochs")
-
-
-@rule("schedule.two-warmups", "optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps")
-def warmup_is_given_once(experiment: Experiment) -> Iterator[Problem]:
-    """``warmup_epochs`` excludes ``warmup_steps``."""
-    schedule = experiment.optimization.schedule
-    if schedule.warmup_epochs is not None and schedule.warmup_steps is not None:
-        yield _beside(("optimization", "schedule", "warmup_steps"), "optimization.schedule.warmup_epochs")
-
-
 @rule(
     "schedule.long-warmup",
     "optimization.epochs",
@@ -138,15 +135,6 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
             continue
         if problem := too_long_warmup(optimization.schedule, warmup, length, unit):
             yield problem
-
-
-@rule("augment.two-policies", "data.augment.policy", "data.augment.randaugment")
-def one_policy_augments(experiment: Experiment) -> Iterator[Problem]:
-    """``policy`` and ``randaugment`` exclude each other."""
-    augment = experiment.data.augment
-    if augment.policy is not None and augment.randaugment is not None:
-        path = ("data", "augment", "policy")
-        yield Problem(path, "can't be combined with randaugment", "take one of the two out")
 
 
 @rule("augment.crop", "data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
