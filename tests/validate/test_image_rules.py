@@ -73,3 +73,13 @@ def test_ranks_refuse_channels_in_the_same_words(tmp_path: Path) -> None:
         Normalize(DataInfo(2, 3, (0.5,) * 3, (0.2,) * 3), data)
     assert line.endswith(str(error.value))
     assert model_problem("torchvision/resnet18", 2) is not None and model_problem("timm/resnet18", 2) is None
+
+
+@pytest.mark.slow
+def test_images_of_a_size_that_the_model_cannot_take_are_refused(tmp_path: Path) -> None:
+    model = "model.name=timm/test_vit"
+    (line,) = problems_of(tmp_path, GOOD, model, "data.image_size=50")
+    assert code_and_key(line) == ("model.image-size", "data.image_size") and line.endswith("; write 160")
+    (line,) = problems_of(tmp_path, GOOD, model, "data={name: synthetic, args: {image_size: 50}}")
+    assert code_and_key(line) == ("model.image-size", "data.args.image_size")
+    assert problems_of(tmp_path, GOOD, model, "data.image_size=32") == []
