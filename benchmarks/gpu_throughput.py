@@ -7,7 +7,7 @@ a whole and by blocks. Arms: a bare PyTorch loop, Lightning Fabric and Accelerat
 train.py, which reads small image files with 8 loader processes, and ``hpc-train submit --local``. All arms of
 a model in a precision start at once, in processes of their own, so that they compile at the same time. Then
 they take turns, in random order: one trains for some windows of steps while the others are stopped, once per
-round. MFU needs the device's peak (``plan.gpu_models``). Where hpc-train takes longer than the bare loop
+round. MFU needs the device's peak (``plan.devices``). Where hpc-train takes longer than the bare loop
 by more than 2 %, the kernels of both are compared by name, from a profile of two steps each.
 
 Cases are measured by importance until ``--minutes`` are used up, those already measured with this device and

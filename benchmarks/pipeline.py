@@ -33,7 +33,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.pipeline_run import MicroBatchStage
+from hpc_train.strategies.pipeline import MicroBatchStage
 from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.pipeline_schedules import bubble, problem_of_schedule
 from tests.forwards import PlainForward

@@ -1,4 +1,4 @@
-"""Writes the tables of keys in reference.md from the schema: ``python docs/make_reference.py``.
+"""Writes the tables of keys in reference_file.md from the schema: ``python docs/make_reference.py``.
 
 A test calls ``updated`` to check that the file is up to date.
 """
@@ -6,6 +6,8 @@ A test calls ``updated`` to check that the file is up to date.
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,13 @@ from hpc_train.config.explanations import wanted
 from hpc_train.config.json_schema import Node, json_schema
 from hpc_train.config.keys import as_mapping, members
 
-PAGE = Path(__file__).with_name("reference.md")
+PAGE = Path(__file__).with_name("reference_file.md")
 BEGIN = "<!-- keys: written by docs/make_reference.py -->\n"
 END = "<!-- end of keys -->\n"
+#: Characters of a cell; sentences beyond follow the table.
+CELL = 200
+_SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z`])")
+_DEFAULT = re.compile(r"Default:|`(?:off|false)`:")
 
 
 def updated(page: str) -> str:
@@ -45,11 +51,29 @@ def _section(path: tuple[str, ...], mapping: Node) -> str:
     title = f"`{'.'.join(path)}`" if path else "The whole file"
     rows = [_row(key, below, mapping) for key, below in mapping["properties"].items()]
     head = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
-    return "\n".join([f"### {title}\n\n{_one_line(mapping['description'])}\n", head, *rows])
+    lines = [f"### {title}", "", *_wrapped(_one_line(mapping["description"])), "", head, *rows]
+    rest = {key: _cell_and_rest(_meaning(below))[1] for key, below in mapping["properties"].items()}
+    notes = [line for key, text in rest.items() if text for line in _wrapped(f"- `{key}`: {text}")]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _wrapped(text: str) -> list[str]:
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _cell_and_rest(meaning: str) -> tuple[str, str]:
+    """Return the sentences for the cell: the first ones, and the default; and those for below the table."""
+    sentences = _SENTENCE_END.split(meaning)
+    defaults = [text for text in sentences if _DEFAULT.match(text)]
+    cell, *others = [text for text in sentences if text not in defaults]
+    while others and len(" ".join([cell, others[0], *defaults])) <= CELL:
+        cell += f" {others.pop(0)}"
+    return " ".join([cell, *defaults]), " ".join(others)
 
 
 def _row(key: str, node: Node, parent: Node) -> str:
-    cells = [f"`{key}`", _takes(node), _default(key, node, parent), _meaning(node)]
+    cells = [f"`{key}`", _takes(node), _default(key, node, parent), _cell_and_rest(_meaning(node))[0]]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

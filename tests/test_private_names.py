@@ -36,7 +36,7 @@ _ITERATOR = dataloader._MultiProcessingDataLoaderIter
 NAMES: list[tuple[Any, str, str]] = [
     (SlurmExecutor, "_make_submission_file_text _submitit_command_str", "launchers/slurm/script"),
     (torch, "_C _dynamo _functorch _guards", "distributed, health, training/compiling"),
-    (torch, "_foreach_norm _foreach_mul_", "strategies/clipping"),
+    (torch, "_foreach_norm _foreach_mul_", "strategies/pieces"),
     (torch, "_foreach_zero_ _foreach_copy_", "strategies/running_statistics"),
     (torch, "_foreach_lerp_", "training/ema"),
     (torch.utils, "_python_dispatch", "training/flops"),

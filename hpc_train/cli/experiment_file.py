@@ -12,9 +12,11 @@ from hpc_train.cli.plan import LauncherOptions, lacking_parts, say_remarks, subm
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
 
 
+@one_child()
 def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
     if not as_json:

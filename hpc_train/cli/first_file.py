@@ -167,7 +167,7 @@ def _changes(start: Start, data: str, chosen: FirstFile) -> dict[KeyPath, str]:
     if chosen.root is None and start.needs_root(data):
         changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
     if data == start.own_data:
-        table = "docs/reference.md, data.name"
+        table = "docs/reference_parts.md, data.name"
         changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
     return changes
 
@@ -177,7 +177,7 @@ def _header(output: Path, chosen: FirstFile) -> list[str]:
     return [
         f"# An experiment, written by `hpc-train init` for {'a cluster' if chosen.job else 'this machine'}.",
         f"# Lines with {CHANGE} have values that only you know; the others are a start. All keys:",
-        "# docs/reference.md. Check and start it:",
+        "# docs/reference_file.md. Check and start it:",
         "#",
         f"#   hpc-train validate {shown_name}",
         f"#   hpc-train plan {shown_name}{where}",

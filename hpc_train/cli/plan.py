@@ -20,14 +20,14 @@ from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
-from hpc_train.plan.input_files import LIMIT_S
-from hpc_train.plan.pack_files import missing_pack, pack_files
+from hpc_train.plan.input_files import LIMIT_S, missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.weight_source import KEY, source_facts
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.rules import check_start
@@ -103,6 +103,7 @@ class PlanOptions(LauncherOptions):
     memory: bool | None = None
 
 
+@one_child()
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
     launcher, loaded = options.load(), load(file, overrides)

@@ -132,10 +132,7 @@ OptimizerName = Annotated[
 ]
 ScheduleName = Annotated[
     str,
-    pattern(
-        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
-        "1 to 64 letters, digits, '_' or '/', starting with a letter, like cosine or torch/OneCycleLR",
-    ),
+    pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}", "the name of a schedule, like cosine"),
 ]
 ScriptPath = Annotated[
     str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")

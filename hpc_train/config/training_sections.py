@@ -270,7 +270,7 @@ class ScheduleConfig(Section):
     """Learning rate schedule: a factor of the peak learning rate per step."""
 
     name: ScheduleName = "constant"
-    """A schedule listed in the table of schedules, ``timm/<name>`` or ``torch/<class>``."""
+    """A schedule listed in the table of schedules."""
     warmup_epochs: NotNegativeFloat | None = None
     """Epochs of linear warm-up; may be fractional. Default: ``warmup_steps``."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
-from hpc_train.plan.pack_files import missing_pack, pack_files
+from hpc_train.plan.input_files import missing_pack, pack_files
 from hpc_train.run.files import MAX_SMALL_BYTES, UnreadableFileError, open_descriptor
 
 #: The last character is the format's version.

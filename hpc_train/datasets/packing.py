@@ -39,7 +39,7 @@ from hpc_train.datasets.packed import (
     open_split,
 )
 from hpc_train.errors import BadFileError
-from hpc_train.plan.pack_files import pack_files
+from hpc_train.plan.input_files import pack_files
 from hpc_train.run.files import replacing
 from hpc_train.run.storage_errors import storage_error
 

@@ -17,7 +17,7 @@ class Precision:
 
     ``param_dtype`` is the dtype of parameters and optimizer state, ``compute_dtype`` that of the forward and
     backward pass. ``needs_scaler``: gradients would underflow without a GradScaler. ``has_float8_linears``:
-    the linear layers of blocks multiply in float8 (``training.fp8``).
+    the linear layers of blocks multiply in float8 (``training.train_state``).
     """
 
     name: str

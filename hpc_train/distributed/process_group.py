@@ -1,4 +1,10 @@
-"""Rendezvous of the ranks, their process group, and the classification of errors as lost peers."""
+"""Rendezvous of the ranks, their process group, and the classification of errors as lost peers.
+
+Ranks ``meet`` at the store, then each starts its watchdog, then ``make_group`` connects them. The control
+group is gloo's, because a second group of all ranks would cost another socket per peer; two threads use it:
+the training thread by collectives, the thread that writes a checkpoint point to point
+(``checkpoint.control_group``).
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hpc_train.errors import shortened
 from hpc_train.launchers.findings import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
-from hpc_train.plan.gpu_models import described
+from hpc_train.plan.devices import described
 from hpc_train.registry import split_name
 
 REPORT = Path(__file__).with_name("machine_report.py")
@@ -293,7 +293,7 @@ def runs_folder(machine: Machine) -> Iterator[Finding]:
             Level.WARNING,
             "calls",
             f"the file system of {machine.runs} has no {', '.join(map(str, lacks))}",
-            'runs do without them; docs/reference.md, "File systems that lack calls", says what is lost',
+            'runs do without them; see docs/reference_run_folder.md, "File systems that lack calls"',
             "set HPC_TRAIN_RUNS to another file system if there is one that all nodes share",
         )
     free, files = machine.facts.get("free_bytes"), machine.facts.get("free_files")

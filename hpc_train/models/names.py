@@ -1,6 +1,7 @@
-"""``python -m hpc_train.models.names``: names in model libraries, for commands that don't import torch.
+"""Names of models, data sets and optimizers in libraries, for hints in ``validate``.
 
-Prints one JSON object: the names of models and data sets, for hints in ``validate``.
+``validate.model_facts`` calls it in a child, since commands don't import torch; ``python -m
+hpc_train.models.names`` prints them.
 """
 
 from __future__ import annotations
@@ -8,13 +9,11 @@ from __future__ import annotations
 import inspect
 import json
 
-import torch
-
 from hpc_train.errors import BadFileError
 
 
 def list_names() -> dict[str, list[str]]:
-    """Return the names of the built-in providers, optimizers and schedules."""
+    """Return the names of the built-in providers and optimizers."""
     import timm
     import timm.optim
 
@@ -26,7 +25,6 @@ def list_names() -> dict[str, list[str]]:
         "datasets": _dataset_names(),
         "timm_optimizers": timm.optim.list_optimizers(),
         **_smp_names(),
-        "torch_schedules": [name for name in torch.optim.lr_scheduler.__all__ if name != "LRScheduler"],
     }
 
 

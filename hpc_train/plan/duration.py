@@ -103,9 +103,9 @@ def fitted(runs: Sequence[MeasuredRun], work: StepWork) -> StepTime | None:
     times: dict[int, list[MeasuredRun]] = {}
     for run in similar:
         times.setdefault(run.work.samples, []).append(run)
-    if len(times) > 1 and (found := _line(times)) is not None:
-        return found
-    samples = min(times, key=lambda each: abs(math.log(each / work.samples)))
+    if len(times) > 1 and (line := _line(times)) is not None:
+        return line
+    samples = min(times, key=lambda number: abs(math.log(number / work.samples)))
     return StepTime(0.0, _median(times[samples]) / samples, tuple(times[samples]))
 
 

@@ -12,6 +12,9 @@ parts that it recorded:
     content                  content of the files that list the samples or contain them
     files, train.json, …     the same, of fewer bytes, as 0.2 recorded it
     location                 a hash of the path, of data whose files only the user's code knows
+
+The name of a pack (images packed into one file by ``hpc-train prepare``, below ``data.cache``) contains a
+hash of its source's resolved location and fingerprint, so other images have another file.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.file_content import SETTLED_NS, EvenSample, files_digest, sample_digest
+from hpc_train.errors import BadFileError
 from hpc_train.paths import cache_folder, expanded
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
@@ -64,10 +68,10 @@ def fingerprints(experiment: Experiment, recorded: object = None) -> dict[str, d
     ``recorded``: the fingerprints to compare with, which may need a part that only earlier versions recorded.
     """
     weights = experiment.model.pretrained
-    found = {DATA: _data_parts(experiment.data, _parts_of(recorded, DATA))}
+    by_key = {DATA: _data_parts(experiment.data, _parts_of(recorded, DATA))}
     if isinstance(weights, str):
-        found[WEIGHTS] = _fingerprint_of(weights)
-    return {key: parts for key, parts in found.items() if parts}
+        by_key[WEIGHTS] = _fingerprint_of(weights)
+    return {key: parts for key, parts in by_key.items() if parts}
 
 
 def other_inputs(then: object, now: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -223,9 +227,9 @@ def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]
     The names are cached as long as no folder has changed.
     """
     file = cache_folder() / f"data-{hashlib.sha256(os.fsencode(root)).hexdigest()[:20]}.json"
-    known = _read(file)
-    if known is not None and known["folders"] == _times(root, known["folders"]):
-        return known["fingerprint"], known["sample"]
+    cached = _read(file)
+    if cached is not None and cached["folders"] == _times(root, cached["folders"]):
+        return cached["fingerprint"], cached["sample"]
     classes = _classes(root)
     if classes is None:
         return {}, []
@@ -278,7 +282,9 @@ def _classes(root: str) -> str | None:
     """Return a hash of the class names; None without a folder of training images."""
     try:
         with os.scandir(os.path.join(root, _SPLITS[0])) as entries:  # noqa: PTH118
-            names = sorted(each.name for each in entries if each.is_dir() and not each.name.startswith("."))
+            names = sorted(
+                entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+            )
     except FileNotFoundError:
         return None
     digest = hashlib.sha256()
@@ -294,33 +300,75 @@ def _add(digest: Any, *texts: str) -> None:
 
 def _times(root: str, folders: Iterable[str]) -> dict[str, int]:
     """Return the time of each folder's last change of entries or status; missing folders are omitted."""
-    found = {}
+    times = {}
     for inner in folders:
         with suppress(OSError):
-            found[inner] = os.stat(os.path.join(root, inner)).st_ctime_ns  # noqa: PTH116, PTH118
-    return found
+            times[inner] = os.stat(os.path.join(root, inner)).st_ctime_ns  # noqa: PTH116, PTH118
+    return times
 
 
 def _read(file: Path) -> dict[str, Any] | None:
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     is_ours = (
-        isinstance(known, dict)
-        and known.get("version") == _CACHE_VERSION
-        and all(isinstance(known.get(part), dict) for part in ("folders", "fingerprint"))
-        and isinstance(known.get("sample"), list)
+        isinstance(content, dict)
+        and content.get("version") == _CACHE_VERSION
+        and all(isinstance(content.get(part), dict) for part in ("folders", "fingerprint"))
+        and isinstance(content.get("sample"), list)
     )
-    return known if is_ours else None
+    return content if is_ours else None
 
 
-def _write(file: Path, known: Mapping[str, Any]) -> None:
-    times: Mapping[str, int] = known["folders"]
+def _write(file: Path, names: Mapping[str, Any]) -> None:
+    times: Mapping[str, int] = names["folders"]
     if len(times) > _MAX_CACHED_FOLDERS or max(times.values()) > time.time_ns() - SETTLED_NS:
         return
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with suppress(OSError, ValueError):  # without a cache the folder is read again
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"version": _CACHE_VERSION, **known}), encoding="utf-8")
+        temporary.write_text(json.dumps({"version": _CACHE_VERSION, **names}), encoding="utf-8")
         temporary.replace(file)
+
+
+def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | None:
+    """Return the possible packs of the current content of ``data.root``, whether they exist or not.
+
+    The first contains small decoded images of one size; the other, decoded images of any size with
+    ``data.cache_pixels``, else the image files. Decoded images depend on the number of channels; the choice
+    of images of any size to decode depends on the size of random crops, which is in the name. None if the
+    images can't be listed within ``limit_s``, or are not on this machine. Raises BadFileError if an image is
+    missing or may not be read, OSError if the disk fails.
+    """
+    assert data.cache is not None and data.root is not None, "the file has both keys"
+    root = os.path.realpath(expanded(data.root))
+    try:
+        fingerprint = image_fingerprint(root, limit_s)
+    except (FileNotFoundError, PermissionError) as error:
+        raise BadFileError(
+            f"data.root: {error.filename} can't be read: {error.strerror}; fix it or remove it"
+        ) from error
+    if "images" not in fingerprint:
+        return None
+    digest = hashlib.sha256(json.dumps([root, fingerprint], sort_keys=True).encode()).hexdigest()[:20]
+    decoded = f"{digest}-{data_facts(data.name).channels(data)}{_conversion(data)}"
+    names = f"{decoded}.pack", f"{decoded}-{_pixels(data)}.pack" if data.cache_pixels else f"{digest}.pack"
+    return [expanded(data.cache) / name for name in names]
+
+
+def _conversion(data: DataConfig) -> str:
+    """Return the part of the name for keys that change the pixels of decoded images; empty without them."""
+    scaled = "" if data.value_range is None else "-{}to{}".format(*data.value_range)
+    return scaled + ("-upright" if data.exif_orientation == "apply" else "")
+
+
+def _pixels(data: DataConfig) -> str:
+    crops_to = data.height_and_width if data.augment.random_resized_crop is not None else None
+    return "pixels" if crops_to is None else f"pixels{min(crops_to)}"
+
+
+def missing_pack(data: DataConfig) -> tuple[str, str]:
+    """Return the problem and the remedy if no pack matches the current ``data.root``."""
+    message = f"{data.cache} has no pack of the images that {data.root} contains now"
+    return message, "run `hpc-train prepare` with this file, which writes it"

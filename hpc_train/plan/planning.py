@@ -150,8 +150,8 @@ def make_plan(
     problems: list[str] = []
     variants = expand(loaded, trials)
     count = planned_runs(loaded.experiment, len(variants))
-    for each in variants:
-        variant = replace(each, experiment=with_share(each.experiment, count))
+    for expanded in variants:
+        variant = replace(expanded, experiment=with_share(expanded.experiment, count))
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
             problems += map(loaded.source.render, _misfits(variant, num_samples))
@@ -229,5 +229,5 @@ def _planned(variant: Variant, num_samples: int | None, size: Ranks) -> PlannedR
 def _degrees(experiment: Experiment, size: Ranks) -> Degrees | None:
     if size.most is None:
         return None
-    found = find_degrees(experiment.parallel, size.most, size.per_node or size.most)
-    return None if isinstance(found, Problem) else found
+    degrees = find_degrees(experiment.parallel, size.most, size.per_node or size.most)
+    return None if isinstance(degrees, Problem) else degrees

@@ -2,15 +2,21 @@
 
 ``predict`` is called by ``plan`` alone: a prediction takes seconds, and runs with the same model and
 parallelism share one.
+
+Volumes of communication are those of ring algorithms, which NCCL and gloo use for large tensors. For n ranks
+and a tensor of b bytes each rank sends (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", sections 4.1 and 4.4; NVIDIA's nccl-tests, doc/PERFORMANCE.md):
+
+- all-gather, b the gathered tensor, and reduce-scatter, b the whole one: (n − 1)/n · b;
+- all-reduce, which is both: 2 (n − 1)/n · b;
+- a stage of a pipeline sends b once, and a gradient of the same size comes back.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,17 +24,15 @@ from pydantic import BaseModel, ValidationError
 
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import printable
-from hpc_train.plan.communication import Communication, communication
 from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.topology.batch_arithmetic import accumulation
 from hpc_train.topology.degrees import AXES, Degrees
-from hpc_train.topology.micro_batch_sizes import scheduled_candidates
-from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.topology.pipeline_schedules import problem_of_schedule, scheduled_candidates
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.validate.child_process import Child
+from hpc_train.validate.child_process import Child, ChildError, one_child
 
-_MODULE = "hpc_train.training.predicted_runs"
+_FUNCTION = "hpc_train.training.predicted_runs:answer"
 #: Importing torch from a cold network disk takes a minute.
 _LIMIT_S = 300.0
 #: Limit for all questions after the first, which waits for torch; remaining runs are not predicted. Assumed.
@@ -48,6 +52,7 @@ _RELEVANT = (
 )
 #: The parts of a rank's memory, in display order.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+_GB = 1e9
 
 
 class _Answer(BaseModel):
@@ -112,17 +117,17 @@ class StepPrediction:
 
 def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device]) -> list[StepPrediction]:
     """Return the prediction for each run, in order. ``device_of``: returns the device of a run's ranks."""
-    found = []
-    with closing(Child(_MODULE)) as child:
+    predictions = []
+    with one_child() as child:
         answers = _Answers(child)
         for run in runs:
             device = replace(device_of(run), communicators=_communicators(run))
             question = _question(run, device)
             if isinstance(question, StepPrediction):
-                found.append(question)
+                predictions.append(question)
                 continue
-            found.append(_prediction(run, device, answers.to(question)))
-    return found
+            predictions.append(_prediction(run, device, answers.to(question)))
+    return predictions
 
 
 class _Answers:
@@ -143,7 +148,11 @@ class _Answers:
         if self._until is not None and time.monotonic() >= self._until:
             why = f"not predicted: the predictions of the runs before it took {_TOTAL_S:g} s"
             return _Answer(parts=None, problem=f"{why}; plan fewer runs at a time")
-        answer = _ask(self._child, question)
+        try:
+            reply = self._child.call(_FUNCTION, json.loads(question), limit_s=_LIMIT_S)
+            answer = _Answer.model_validate(reply)
+        except (ChildError, ValidationError) as error:
+            answer = _Answer(parts=None, problem=f"the process that predicts it failed: {error}")
         self._until = self._until or time.monotonic() + _TOTAL_S
         return answer
 
@@ -223,22 +232,9 @@ def _neutralize_optimization(settings: dict[str, Any]) -> None:
 def _switch(value: Any) -> Any:
     """Replace each number that turns a feature on by the same one; 0 (off) and 1 are unchanged."""
     if isinstance(value, list):
-        return [_switch(each) for each in value]
+        return [_switch(item) for item in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return 0.5 if is_number and value not in (0, 1) else value
-
-
-def _ask(child: Child, question: str) -> _Answer:
-    try:
-        return _Answer.model_validate(json.loads(child.ask(question, _LIMIT_S)))
-    except (OSError, subprocess.SubprocessError, ValueError, ValidationError) as error:
-        return _Answer(parts=None, problem=f"the process that predicts it failed: {_last_line(error)}")
-
-
-def _last_line(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or b""
-    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-    return printable(lines[-1] if lines else str(error))
 
 
 def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPrediction:
@@ -262,3 +258,66 @@ def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPredict
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """GB that a rank sends in one step."""
+
+    all_reduce_gb: float = 0.0
+    all_gather_gb: float = 0.0
+    reduce_scatter_gb: float = 0.0
+    #: Collectives of activations among tensor-parallel ranks.
+    tensor_gb: float = 0.0
+    #: Activations and their gradients, between stages.
+    pipeline_gb: float = 0.0
+    #: The parts of the sum within a node and between nodes.
+    within_node_gb: float = 0.0
+    between_nodes_gb: float = 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """Return ``communication`` of ``plan --json``: GB with 4 significant digits."""
+        return {key: float(f"{value:.4g}") for key, value in asdict(self).items()}
+
+
+def communication(
+    strategy: str, degrees: Degrees, ranks_per_node: int, tensors: Mapping[str, int]
+) -> Communication:
+    """Return a rank's volumes. ``tensors``: kind of collective → bytes of the whole tensors in a step."""
+    shards = traits_of(strategy).shards_parameters
+    # Data-parallel ranks reduce gradients over both axes, unless gradient shards are reduced over copies.
+    scattered = tensors.get("reduce_scatter", 0)
+    reduced = scattered / degrees.shard if shards else tensors.get("all_reduce", 0)
+    reducing = degrees.replicate if shards else degrees.data_ranks
+    by_kind = {
+        "all_reduce_gb": 2 * _ring(reducing, reduced),
+        "all_gather_gb": _ring(degrees.shard, tensors.get("all_gather", 0)),
+        "reduce_scatter_gb": _ring(degrees.shard, scattered),
+        "tensor_gb": 2 * _ring(degrees.tensor, tensors.get("tensor_all_reduce", 0)),
+        "pipeline_gb": tensors.get("send", 0) / _GB,
+    }
+    shard_axis = "replicate" if not shards else "shard"
+    axes = {
+        "all_reduce_gb": "replicate",
+        "all_gather_gb": "shard",
+        "reduce_scatter_gb": shard_axis,
+        "tensor_gb": "tensor",
+        "pipeline_gb": "pipeline",
+    }
+    within = sum(gb for kind, gb in by_kind.items() if _span(axes[kind], degrees) <= ranks_per_node)
+    return Communication(**by_kind, within_node_gb=within, between_nodes_gb=sum(by_kind.values()) - within)
+
+
+def _ring(ranks: int, nbytes: float) -> float:
+    return (ranks - 1) / ranks * nbytes / _GB
+
+
+def _span(axis: str, degrees: Degrees) -> int:
+    """Return the number of neighbouring ranks that a group along this axis spans (``topology.degrees``)."""
+    shard = degrees.tensor * degrees.shard
+    return {
+        "tensor": degrees.tensor,
+        "shard": shard,
+        "replicate": shard * degrees.replicate,
+        "pipeline": degrees.world_size,
+    }[axis]

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_train.config.sweep_sections import CHOICE, Distribution, by_condition
 from hpc_train.errors import UserError
-from hpc_train.plan.draws import rounded
+from hpc_train.plan.sweep import rounded
 from hpc_train.search.base import SearchRequest, Trial
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hpc_train.config.sweep_sections import SearchConfig, comparable, varied
 from hpc_train.errors import BadFileError
-from hpc_train.plan.draws import rounded
+from hpc_train.plan.sweep import rounded
 from hpc_train.registry import load, refusing_exit
 from hpc_train.search.base import SearchMethod, SearchRequest, Trial
 
@@ -55,37 +55,37 @@ def next_round(
     ``is_excluded``: whether values are excluded. Raises BadFileError if the method is unknown or returns
     values outside the search space.
     """
-    made = Round(list(trials), [], [])
-    free = max(0, search.max_concurrent - made.running)
+    planned = Round(list(trials), [], [])
+    free = max(0, search.max_concurrent - planned.running)
     due = [trial for trial in trials if trial.is_due]
-    made.again.extend([trial for trial in due if trial.state == "running"][:free])
-    made.proposals.extend(_proposals(search, made, free - len(made.again), is_excluded))
-    left = free - len(made.again) - len(made.proposals)
-    made.again.extend([trial for trial in due if trial.state == "failed"][:left])
-    return made
+    planned.again.extend([trial for trial in due if trial.state == "running"][:free])
+    planned.proposals.extend(_proposals(search, planned, free - len(planned.again), is_excluded))
+    left = free - len(planned.again) - len(planned.proposals)
+    planned.again.extend([trial for trial in due if trial.state == "failed"][:left])
+    return planned
 
 
 def _proposals(
-    search: SearchConfig, made: Round, free: int, is_excluded: Callable[[Mapping[str, Any]], bool]
+    search: SearchConfig, planned: Round, free: int, is_excluded: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
     """Return the values of new trials, at most ``free``."""
-    count = min(search.trials - len(made.trials), free)
-    found: list[dict[str, Any]] = []
+    count = min(search.trials - len(planned.trials), free)
+    proposals: list[dict[str, Any]] = []
     if count <= 0:
-        return found
+        return proposals
     method = cast(SearchMethod, load("search", search.method))
-    request = SearchRequest(search.parameters, made.trials, count, search.mode, 0)
+    request = SearchRequest(search.parameters, planned.trials, count, search.mode, 0)
     for attempt in range(_TRIES):
-        seed = _seed(search.seed, len(made.trials), attempt)
-        pending = [Trial(values, "running") for values in found]
-        missing = count - len(found)
-        asked = replace(request, trials=[*made.trials, *pending], count=missing, seed=seed)
+        seed = _seed(search.seed, len(planned.trials), attempt)
+        pending = [Trial(values, "running") for values in proposals]
+        missing = count - len(proposals)
+        asked = replace(request, trials=[*planned.trials, *pending], count=missing, seed=seed)
         with refusing_exit(f"sweep.search.method: {search.method!r}"):
             answers = method(asked)
-        found.extend(_new(answers, search, asked.trials, is_excluded))
-        if len(found) >= count:
+        proposals.extend(_new(answers, search, asked.trials, is_excluded))
+        if len(proposals) >= count:
             break
-    return found[:count]
+    return proposals[:count]
 
 
 def _new(

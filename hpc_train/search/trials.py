@@ -21,8 +21,8 @@ from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import recorded_values, run_facts
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.search.base import Trial
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded
-from hpc_train.validate.model_facts import one_child
 
 
 class NoResultError(UserError):
@@ -45,15 +45,15 @@ def trials_of(
     ordered = sorted(runs, key=lambda paths: (str(run_facts(paths).get("created")), paths.folder.name))
     with one_child():
         #: A run that was trained again (``--new``) replaces the previous one.
-        found = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
-    kept = [(id_, paths, values) for id_, (paths, values) in found.items() if not _is_unsubmitted(paths)]
-    known = statuses([paths for _, paths, _ in kept])
+        created = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
+    present = [(id_, paths, values) for id_, (paths, values) in created.items() if not _is_unsubmitted(paths)]
+    by_run = statuses([paths for _, paths, _ in present])
     trials = [
         _trial(paths, values, status, search, is_due)
-        for (_, paths, values), status in zip(kept, known, strict=True)
+        for (_, paths, values), status in zip(present, by_run, strict=True)
     ]
     completed = [
-        paths for (_, paths, _), status in zip(kept, known, strict=True) if status.state == "completed"
+        paths for (_, paths, _), status in zip(present, by_run, strict=True) if status.state == "completed"
     ]
     if completed and not any(trial.value is not None for trial in trials):
         _check_metric(search, completed)
@@ -71,13 +71,13 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
     for key in search.parameters:
         with suppress(KeyError, TypeError):  # a parameter whose condition is false may be missing
             values[key] = recorded[key] if key in recorded else value_at(data, split_key(key))
-    kept = varied(search.parameters, values)
+    reported = varied(search.parameters, values)
     id_ = paths.folder.name.partition("-")[0]
     if (
-        all(search.parameters[key].contains(value) for key, value in kept.items())
-        and id_of(loaded, kept) == id_
+        all(search.parameters[key].contains(value) for key, value in reported.items())
+        and id_of(loaded, reported) == id_
     ):
-        yield id_, kept
+        yield id_, reported
 
 
 def _is_unsubmitted(paths: RunPaths) -> bool:
@@ -109,8 +109,8 @@ def _trial(
 def best_value(rows: Iterator[Row], search: SearchConfig) -> float | None:
     """Return the best finite value of the metric, None without one."""
     split, name = _split_metric(search.metric)
-    found = [number(row.get(name)) for row in rows if row.get("split") == split]
-    finite = [value for value in found if value is not None and math.isfinite(value)]
+    values = [number(row.get(name)) for row in rows if row.get("split") == split]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     return (min if search.mode == "min" else max)(finite, default=None)
 
 
@@ -120,8 +120,8 @@ def _split_metric(text: str) -> tuple[str, str]:
 
 
 def _check_metric(search: SearchConfig, completed: Sequence[RunPaths]) -> None:
-    known = sorted(map(str, metrics_in(row for paths in completed[:10] for row in rows_in(paths.metrics))))
+    metrics = sorted(map(str, metrics_in(row for paths in completed[:10] for row in rows_in(paths.metrics))))
     raise NoResultError(
         f"sweep.search.metric: {search.metric} is in no completed run's metrics.jsonl; there are "
-        f"{', '.join(known[:50]) or 'none'}"
+        f"{', '.join(metrics[:50]) or 'none'}"
     )

@@ -17,9 +17,9 @@ from typing_extensions import override
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import DataParallel
 from hpc_train.strategies.mesh import mesh_of, new_mesh
+from hpc_train.strategies.pieces import clip_over_ranks
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.validate.compatibility import sharded_batchnorm
 

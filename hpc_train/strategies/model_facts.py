@@ -1,14 +1,10 @@
-"""``python -m hpc_train.strategies.model_facts``: facts about models, for commands that don't import torch.
+"""Facts about models, for commands that don't import torch: ``validate.model_facts`` calls it in a child.
 
-Each input line is ``[NAME, ARGS]`` or ``[NAME, ARGS, IMAGE_SIZE]`` in JSON. Each output line is ``facts`` of
-that model, ``args_refusal`` if it does not take an argument, or ``error``. Models are built on the meta
-device, without memory.
+Models are built on the meta device, without memory.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
@@ -16,7 +12,6 @@ from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import UserError
 from hpc_train.models.arguments import UnknownArgumentError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
@@ -31,6 +26,14 @@ _CHANNELS = 3
 _STRIDE = 32
 #: Side of a square, or height and width, in pixels.
 ImageSize = int | list[int]
+
+
+def answer(name: str, args: dict[str, Any], image_size: ImageSize | None = None) -> dict[str, Any]:
+    """Return ``facts``, or ``args_refusal`` if the model does not take an argument."""
+    try:
+        return facts(name, args, image_size)
+    except UnknownArgumentError as error:
+        return {"args_refusal": str(error)}
 
 
 def facts(name: str, args: dict[str, Any], image_size: ImageSize | None = None) -> dict[str, Any]:
@@ -94,20 +97,3 @@ def _facts_of_layers(model: nn.Module) -> dict[str, Any]:
         "dropout_key": next(dropout_keys, None),
         "most_stages": most_stages(model, find_blocks(model)),
     }
-
-
-def main() -> None:
-    """Answer every line of standard input."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
-    for line in sys.stdin:
-        try:
-            answer = facts(*json.loads(line))
-        except UnknownArgumentError as error:
-            answer = {"args_refusal": str(error)}
-        except UserError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,10 @@
 """``strategy: pipeline``: each rank owns some of the layers; micro-batches pass from rank to rank.
 
-A stage is sharded over the ranks that have the same layers, and shares its linear layers over "tensor".
+A stage is sharded over the ranks that have the same layers, and shares its linear layers over "tensor". A
+step is torch.distributed.pipelining's schedule over the micro-batches of a rank's slots.
 
-Legend: K ranks of a pipeline, R data-parallel ranks, S slots: micro-batches of a step and pipeline.
+Legend: K ranks of a pipeline, R data-parallel ranks, M micro-batches of a step, S slots: micro-batches of a
+step and pipeline.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -25,11 +28,11 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.splitting import Stage, split_model
 from hpc_train.strategies.base import Forward, Piece, RankContext
 from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
-from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import move, refuse_complex
 from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
 from hpc_train.strategies.mesh import data_mesh, made_once, mesh_of, part_of
-from hpc_train.strategies.pipeline_run import MicroBatchStage, Run
+from hpc_train.strategies.pieces import clip_over_ranks
+from hpc_train.strategies.running_statistics import RunningStatistics
 from hpc_train.strategies.stages import (
     HeldStages,
     OutputSpecs,
@@ -38,7 +41,7 @@ from hpc_train.strategies.stages import (
     make_contiguous,
     only_tensor,
 )
-from hpc_train.strategies.tensor_plan import TensorPlan, even_out, refuse_unshared, share_layers
+from hpc_train.strategies.tensor import TensorPlan, even_out, refuse_unshared, share_layers
 from hpc_train.topology.pipeline_schedules import problem_of_schedule, problem_of_stages, stages_per_rank
 from hpc_train.validate.compatibility import compiled_whole
 
@@ -52,6 +55,8 @@ class PipelineStrategy(FullySharded):
 
     name = "pipeline"
     reshard_after_forward = False
+    #: Whether a single micro-batch is in the pipeline at a time.
+    runs_one_by_one = False
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
@@ -160,7 +165,9 @@ class PipelineStrategy(FullySharded):
                 raise problem.as_error()
             specs = self.stage_specs(batches[0], forward)
             stages = [self._chunks_of(index, specs) for index in self._held]
-            self._prepared = key, self._new_run(stages, len(batches))
+            in_flight = 1 if self.runs_one_by_one else len(batches)
+            schedule = self._schedule_class(in_flight)
+            self._prepared = key, Run(stages, schedule, in_flight, self.context.degrees.data_ranks)
         return self._prepared[1]
 
     def problem(self, slots: int) -> Problem | None:
@@ -194,9 +201,6 @@ class PipelineStrategy(FullySharded):
             statistics=self._stage_statistics[index],
         )
 
-    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
-        return Run(stages, self._schedule_class(slots), slots, self.context.degrees.data_ranks)
-
     def _schedule_class(self, slots: int) -> type[Any]:
         schedule = self.context.parallel.schedule
         if schedule == "interleaved" and len(self._held) > 1:
@@ -224,12 +228,110 @@ class PipelineStrategy(FullySharded):
 
 
 class SplitStrategy(PipelineStrategy):
-    """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait.
-
-    Gradients are reduced once per step.
-    """
+    """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait."""
 
     name = "split"
+    runs_one_by_one = True
 
-    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
-        return Run(stages, ScheduleGPipe, 1, self.context.degrees.data_ranks)
+
+class Run:
+    """A schedule, and the step that it runs: the batches and the sum of their losses."""
+
+    def __init__(
+        self, stages: list[MicroBatchStage], schedule: type[Any], in_flight: int, data_ranks: int
+    ) -> None:
+        """``in_flight``: micro-batches that the schedule runs at a time."""
+        self._in_flight = in_flight
+        self._data_ranks = data_ranks
+        self._batches: Sequence[Batch] = ()
+        self._forward: Forward
+        self._first = 0
+        self._device = stages[0].device
+        self._kept = ExitStack()
+        self._has_last = any(stage.is_last for stage in stages)
+        for stage in stages:
+            stage.run = self
+        # A schedule of one stage takes the stage itself.
+        is_multi = issubclass(schedule, ScheduleInterleaved1F1B)
+        self._schedule = schedule(
+            stages if is_multi else stages[0], in_flight, loss_fn=self._scaled_loss, scale_grads=False
+        )
+
+    def step(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
+        """Run all micro-batches forward and backward; return the weighted sum of losses, 0 without losses."""
+        self._batches, self._forward = batches, forward
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        targets = {"target": torch.arange(self._in_flight)} if self._has_last else {}
+        with self._kept:
+            for first in range(0, len(batches), self._in_flight):
+                self._first = first
+                self._schedule.step(return_outputs=False, **targets)
+        self._batches = ()
+        return self._total
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the current micro-batches are the last of the step."""
+        return self._first + self._in_flight >= len(self._batches)
+
+    @contextmanager
+    def begun(self, chunk: int, stage: MicroBatchStage) -> Iterator[Batch]:
+        """Enter the context of a stage's forward; yield the batch."""
+        slot = self._first + chunk
+        batch = self._batches[slot]
+        is_spare = batch.weight == 0
+        if is_spare:
+            # Until the end of the step, because a checkpointed forward is repeated in backward. It is the
+            # last slot.
+            self._kept.enter_context(buffers_kept(stage.submod))
+        statistics = stage.statistics.micro_batch(slot, is_spare=is_spare)
+        with statistics, self._forward.begin(batch, stage.stage_index):
+            yield self._forward.to_input(batch) if stage.is_first else batch
+
+    def _scaled_loss(self, outputs: Any, chunk: Tensor) -> Tensor:
+        batch = self._batches[self._first + _chunk_number(chunk)]
+        loss = self._forward.loss_of(outputs, batch)
+        self._total += loss.detach() * batch.weight
+        # fully_shard divides by R, but the result must be the mean over M micro-batches.
+        return self._forward.scale(loss * (batch.weight * self._data_ranks))
+
+
+class MicroBatchStage(PipelineStage):
+    """torch's stage, whose micro-batches (torch: chunks) run in the context of the training loop."""
+
+    run: Run
+
+    def __init__(self, *args: Any, statistics: RunningStatistics, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.statistics = statistics
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run a micro-batch within ``Run.begun``; raise the errors of its forward unwrapped."""
+        with self.run.begun(fwd_chunk_id, self) as batch:
+            if self.is_first:
+                # Contiguous, as the stages expect: torch compares the layout under debug level DETAIL.
+                args = (batch.inputs.contiguous(),)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+            except RuntimeError as error:
+                if error.__cause__ is None:
+                    raise
+                cause = error.__cause__
+            # torch wraps errors of a forward, and hides the message for the user.
+            raise cause
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients only after the step's last micro-batches."""
+        if self.run.is_at_end:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def _chunk_number(chunk: Tensor) -> int:
+    """Return the micro-batch index in a chunk of ``arange``: its value, or its offset for a fake tensor."""
+    return int(chunk.storage_offset() if isinstance(chunk, FakeTensor) else chunk)

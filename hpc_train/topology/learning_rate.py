@@ -1,6 +1,6 @@
 """The built-in learning-rate schedules, one row each: their names, arguments and shapes. No torch.
 
-``validate`` reads the names, ``training.schedules`` builds a run's schedule from a row. A new schedule is a
+``validate`` reads the names, ``training.optimization`` builds a schedule from a row. A new schedule is a
 function and its row in ``OVER_SPAN`` or ``OVER_STEPS``.
 """
 

@@ -7,7 +7,7 @@ its row as an entry point under the strategy's name in the group ``hpc_train.str
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_train.config.problems import Problem, shown
 from hpc_train.errors import BadFileError
@@ -116,17 +116,11 @@ BUILT_IN = {
         has_schedule=True,
         implementation="hpc_train.strategies.pipeline:PipelineStrategy",
     ),
-    "split": StrategyTraits(
-        degrees=("shard", "replicate", "tensor", "pipeline"),
-        rest=("pipeline", "replicate"),
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        is_model_parallel=True,
-        has_stages=True,
-        implementation="hpc_train.strategies.pipeline:SplitStrategy",
-    ),
 }
+#: A pipeline with one micro-batch at a time.
+BUILT_IN["split"] = replace(
+    BUILT_IN["pipeline"], has_schedule=False, implementation="hpc_train.strategies.pipeline:SplitStrategy"
+)
 
 
 def traits_of(strategy: str) -> StrategyTraits:

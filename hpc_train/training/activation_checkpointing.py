@@ -83,18 +83,18 @@ class _Recomputed:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.plain(*args, **keys)
         global _beginning  # noqa: PLW0603
-        given = None if torch.compiler.is_compiling() else _versions(args, keys)
+        before = None if torch.compiler.is_compiling() else _versions(args, keys)
         contexts = _contexts_selective if self.is_selective else _contexts_keeping_nothing
         _beginning = self.block
-        found = checkpoint(self.plain, *args, use_reentrant=False, context_fn=contexts, **keys)
+        outputs = checkpoint(self.plain, *args, use_reentrant=False, context_fn=contexts, **keys)
         _beginning = None
-        if given is not None and given != _versions(args, keys):
+        if before is not None and before != _versions(args, keys):
             raise BadFileError(
                 f"activation_checkpointing: a block of this model, {type(self.block).__name__}, changes its "
                 "input in place (inplace=True, +=), so that its forward can't be run again; change the "
                 "model, or write off"
             )
-        return found
+        return outputs
 
 
 def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
@@ -112,10 +112,10 @@ def _contexts_keeping_nothing() -> Contexts:
 
 
 def _contexts_selective() -> Contexts:
-    keeping, kept = create_selective_checkpoint_contexts(_selective)
+    keeping, saved = create_selective_checkpoint_contexts(_selective)
     if TracingContext.try_get() is not None:
-        return keeping, kept
-    return keeping, _both(_as_in_forward(_begun()), kept)
+        return keeping, saved
+    return keeping, _both(_as_in_forward(_begun()), saved)
 
 
 # Stable keys for torch's compilation cache; change them with the policy.

@@ -1,40 +1,73 @@
 """``micro_batch_size: auto``: finds by trial the largest size that fits on all ranks; stored in the run.
 
-Each rank starts a trial process (``training.batch_size_trial``). The trials form their own process group and
-train whole steps, smallest size first, until one of them runs out of memory. Only trials can then hang in a
-collective; they are killed, and the run itself starts as if nothing had been tried.
+Each rank starts a trial process, this module's ``main``. The trials form their own process group and train
+whole steps, smallest size first, until one of them runs out of memory. Only trials can then hang in a
+collective; they are killed, and the run itself starts as if nothing had been tried. They leave no files
+except compiled code in the run's cache.
 
-Legend: G global batch, m micro-batch, R data-parallel ranks.
+Legend: G global batch, m micro-batch, M micro-batches of a step, R data-parallel ranks, S = ⌈M/R⌉ slots of a
+rank.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.config.problems import Problem
-from hpc_train.distributed import signals
-from hpc_train.distributed.env import is_started_by_slurm
-from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import has_one_shape
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.skipping import BadSamples
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed import parent_process, signals
+from hpc_train.distributed.device import choose_device, set_determinism
+from hpc_train.distributed.env import RankFacts, is_started_by_slurm
+from hpc_train.distributed.precision import Precision, choose_precision
+from hpc_train.distributed.process_group import join, peer_lost
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError, UserError
+from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.paths import RunPaths
+from hpc_train.run.bad_samples import BadSample
+from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
-from hpc_train.topology.batch_arithmetic import too_few_micro_batches
-from hpc_train.topology.degrees import find_degrees
-from hpc_train.topology.micro_batch_sizes import scheduled_candidates
+from hpc_train.run.weight_source import with_source
+from hpc_train.strategies.base import RankContext
+from hpc_train.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.topology.batch_arithmetic import BatchArithmetic, too_few_micro_batches
+from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.topology.pipeline_schedules import scheduled_candidates
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.compiling import compile_error
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank import Rank
-from hpc_train.validate.compatibility import auto_on_cpu
+from hpc_train.training.rank_exit import TrialError, out_of_memory
+from hpc_train.training.step import train_step
+from hpc_train.training.train_state import TrainState, build
+from hpc_train.validate.compatibility import auto_batchnorm, auto_on_cpu
 from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
 _KEY = "optimization.micro_batch_size"
-_TRIAL_MODULE = "hpc_train.training.batch_size_trial"
+_TRIAL_MODULE = "hpc_train.training.batch_size_search"
 #: Interval between polls of the trials (assumed); a step of most models takes longer.
 _POLL_S = 0.1
 #: Outcomes that a trial sends last, unless it dies. ``peer``: another trial is gone; this one did not fail.
@@ -42,10 +75,12 @@ DONE, OUT_OF_MEMORY, FAILED, PEER = "done", "out of memory", "failed", "peer"
 #: Precedence of the outcomes if ranks differ: other trials fail because one ran out of memory.
 _WEIGHT = {OUT_OF_MEMORY: 2, FAILED: 1}
 _log = logging.getLogger(__name__)
-
-
-class TrialError(HpcTrainError):
-    """A trial failed for a reason other than memory; the text is the trial's error."""
+#: The optimizer's state exists from the second step on.
+_STEPS = 2
+#: Share of the GPU's free memory; the rest is for fragmentation and allocations outside trials. Assumed.
+_PART = 0.9
+#: CUDA's error in a second process on a GPU in exclusive-process mode (nvidia-smi --compute-mode).
+_TAKEN = "busy or unavailable"
 
 
 def resolved(rank: Rank) -> Rank:
@@ -61,9 +96,9 @@ def resolved(rank: Rank) -> Rank:
     first = control.together(lambda: kept(rank.paths) if rank.is_first else None)
     (size,) = control.broadcast([0 if first is None else first.size])
     if size == 0:
-        found = _search(rank, control)
-        first = control.together(lambda: keep(rank.paths, found) if rank.is_first else None)
-        (size,) = control.broadcast([found.size if first is None else first.size])
+        result = _search(rank, control)
+        first = control.together(lambda: keep(rank.paths, result) if rank.is_first else None)
+        (size,) = control.broadcast([result.size if first is None else first.size])
     _check_ranks(rank, size)
     if rank.is_first:
         _log.info("%s: auto is %d in this run", _KEY, size)
@@ -81,8 +116,8 @@ def doubling(sizes: Sequence[int]) -> list[int]:
 
 def _check_ranks(rank: Rank, size: int) -> None:
     micro_batches, degrees = rank.experiment.optimization.global_batch_size // size, rank.degrees
-    each = degrees.pipeline * degrees.tensor
-    if problem := too_few_micro_batches(micro_batches, degrees.data_ranks, each, found=size):
+    ranks_per_copy = degrees.pipeline * degrees.tensor
+    if problem := too_few_micro_batches(micro_batches, degrees.data_ranks, ranks_per_copy, found=size):
         raise problem.as_error()
 
 
@@ -109,13 +144,13 @@ def _candidates(rank: Rank) -> list[int]:
     """Return the sizes to try, at least one."""
     batch, degrees = rank.experiment.optimization.global_batch_size, rank.degrees
     parallel = rank.experiment.parallel
-    found = scheduled_candidates(batch, parallel, degrees, _most_data_ranks(rank))
-    if not found:
+    sizes = scheduled_candidates(batch, parallel, degrees, _most_data_ranks(rank))
+    if not sizes:
         raise BadFileError(
             f"{_KEY}: auto finds no number of micro-batches for {degrees.data_ranks} data-parallel ranks and "
             f"parallel.schedule: {parallel.schedule}; start fewer ranks, or write a larger global_batch_size"
         )
-    return found
+    return sizes
 
 
 def _most_data_ranks(rank: Rank) -> int:
@@ -234,7 +269,187 @@ class _Trial:
 
 def _environment(sizes: Sequence[int]) -> dict[str, str]:
     """Return the rank's environment without its rendezvous address: the trials have their own rendezvous."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     # Distinguishes the rendezvous of a second series of trials from the first.
     token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
-    return own | {"HPC_TRAIN_TOKEN": token}
+    return inherited | {"HPC_TRAIN_TOKEN": token}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Objects that are the same for all sizes."""
+
+    experiment: Experiment
+    facts: RankFacts
+    degrees: Degrees
+    device: torch.device
+    precision: Precision
+    source: DataSource
+    #: One training sample, as a loader yields it.
+    sample: Batch
+
+    @property
+    def context(self) -> RankContext:
+        return RankContext(
+            rank=self.facts.rank,
+            degrees=self.degrees,
+            device=self.device,
+            precision=self.precision,
+            channels_last=self.experiment.model.channels_last,
+            parallel=self.experiment.parallel,
+        )
+
+
+def run_trials(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection) -> None:
+    """Try the sizes in order, reporting each that fits. Raises the error of the first failure. Collective."""
+    experiment = with_preprocessing(effective_experiment(paths, attempt))
+    facts = RankFacts.from_environment(os.environ)
+    device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
+    set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
+    precision = choose_precision(experiment.precision, device)
+    degrees = find_degrees(experiment.parallel, facts.world_size, facts.world_size // facts.num_nodes)
+    assert not isinstance(degrees, Problem), "the rank has found it to fit"
+    meeting, token = paths.attempt(attempt).trial_rendezvous, os.environ["HPC_TRAIN_TOKEN"]
+    group = join(facts, device, meeting, token)
+    free, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(free * _PART / total, device)
+    source = build_source(experiment.data)
+    sample = one_sample(source, experiment, degrees, facts.rank, _Unnoted(paths, attempt, facts.rank))
+    place = _Place(experiment, facts, degrees, device, precision, source, sample)
+    for size in sizes:
+        _train_and_evaluate(place, size)
+        _clear(experiment)
+        channel.send(("fitted", "", int(ExitCode.DONE)))
+    group.wait_to_leave()
+
+
+class _Unnoted(BadSamples):
+    """Replaces a bad sample without reporting it; training reports it."""
+
+    def note(self, samples: Iterable[BadSample]) -> None:
+        """Do nothing."""
+
+
+def one_sample(
+    source: DataSource, experiment: Experiment, degrees: Degrees, rank: int, bad_samples: BadSamples | None
+) -> Batch:
+    """Read one training sample, as a loader yields it. ``bad_samples``: for ``on_bad_sample: skip``."""
+    optimization = experiment.optimization.model_copy(
+        update={"global_batch_size": degrees.data_ranks, "micro_batch_size": 1}
+    )
+    data = experiment.data.model_copy(update={"workers": 0})
+    single = experiment.model_copy(update={"optimization": optimization, "data": data})
+    batches = training_batches(
+        source,
+        single,
+        Position(0),
+        1,
+        degrees.data_rank(rank),
+        degrees.data_ranks,
+        torch.device("cpu"),
+        bad_samples if data.on_bad_sample == "skip" else None,
+        target_spec(make_task(experiment, source.info)),
+    )
+    with batches:
+        _, (sample,) = next(batches)
+    return sample
+
+
+def _train_and_evaluate(place: _Place, size: int) -> None:
+    """Train and evaluate enough to reach peak memory, with micro-batches of ``size``. Collective."""
+    experiment = place.experiment.with_micro_batch_size(size)
+    arithmetic = BatchArithmetic.of(
+        experiment.optimization, len(place.source.train), place.degrees.data_ranks
+    )
+    # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
+    train_state = build(with_source(experiment, None), place.source.info, arithmetic, place.context)
+    _refuse_batchnorm(experiment, train_state)
+    task = make_task(experiment, place.source.info)
+    if train_state.optimization.scaler is not None:  # an overflow would skip the step
+        train_state.optimization.scaler.load_state_dict(
+            train_state.optimization.scaler.state_dict() | {"scale": 1.0}
+        )
+    to_input = make_to_input(experiment, place.source.info, place.device, place.precision)
+    forward = TrainingForward.of(experiment, train_state, task, place.precision, place.device, to_input)
+    # Take every step whatever the loss, so that the optimizer allocates its state.
+    config = experiment.optimization.model_copy(update={"on_non_finite": "stop"})
+    guard = Guard(config, train_state.model, norm_counts=False)
+    batches = _batches(place, size, arithmetic)
+    train_state.wrapped.train()
+    for step in range(_STEPS):
+        train_step(train_state, step, batches, forward, guard, config.clip_grad_norm)
+    _evaluate_once(train_state, forward, batches[0])
+
+
+def _batches(place: _Place, size: int, arithmetic: BatchArithmetic) -> list[Batch]:
+    """Return the slots of a step (two are enough if they run one by one), all with the same sample."""
+    strategy, slots = place.experiment.parallel.strategy, arithmetic.accumulation
+    whole = replace(place.sample.repeated(size), weight=1 / arithmetic.micro_batches)
+    count = min(slots, 2) if traits_of(strategy).runs_one_by_one else slots
+    return [replace(whole, number=whole.number + slot * place.degrees.data_ranks) for slot in range(count)]
+
+
+def _evaluate_once(train_state: TrainState, forward: TrainingForward, batch: Batch) -> None:
+    train_state.wrapped.eval()
+    with torch.no_grad(), nullcontext() if train_state.ema is None else train_state.ema.swapped():
+        forward.sums(train_state.wrapped, batch, step=_STEPS)
+
+
+def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:
+    """Refuse the user's own models with BatchNorm; known models were refused when the file was checked."""
+    if has_batchnorm(train_state.model):
+        raise auto_batchnorm(experiment.model.name).as_error()
+
+
+def _clear(experiment: Experiment) -> None:
+    """Free a size's memory; modules under FSDP are in reference cycles."""
+    if experiment.compile.enabled:
+        torch.compiler.reset()  # else the second shape is compiled as dynamic, unlike in a run
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def last_words(error: BaseException) -> tuple[str, str, int]:
+    """Return the trial's outcome, its error text, and the exit code that a rank would have for it."""
+    cause = compile_error(error) or _taken(error) or error
+    code = int(cause.exit_code) if isinstance(cause, HpcTrainError) else int(ExitCode.FAILED)
+    if out_of_memory(error) is not None:
+        return OUT_OF_MEMORY, _first_line(error), code
+    if peer_lost(error):
+        return PEER, _first_line(error), code
+    is_plain = isinstance(cause, UserError)
+    return FAILED, str(cause) if is_plain else "".join(traceback.format_exception(error)), code
+
+
+def _taken(error: BaseException) -> BadFileError | None:
+    if not isinstance(error, RuntimeError) or _TAKEN not in str(error):
+        return None
+    return BadFileError(
+        "optimization.micro_batch_size: auto tries sizes in a second process, which the GPU does not let in "
+        f"({_first_line(error)}): it is in exclusive-process mode, or broken; write a number, like 64"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def main(arguments: list[str]) -> None:
+    """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; messages go to the descriptor."""
+    folder, (attempt, descriptor, rank, threads, *sizes) = arguments[0], map(int, arguments[1:])
+    parent_process.die_with(rank)
+    torch.set_num_threads(threads)
+    channel = Connection(descriptor, readable=False)
+    try:
+        run_trials(RunPaths(Path(folder)), attempt, sizes, channel)
+        message = (DONE, "", int(ExitCode.DONE))
+    except BaseException as error:
+        message = last_words(error)
+    channel.send(message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads sometimes abort in Python's tear-down
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

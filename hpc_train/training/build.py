@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpc_train.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.config.schema import Experiment
@@ -24,41 +24,42 @@ from hpc_train.datasets.skipping import BadSamples, too_many
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
-from hpc_train.loggers.base import Logger, LoggerContext, LoggerOffError
 from hpc_train.models.preprocessing import with_preprocessing
-from hpc_train.plan.gpu_models import peak_tflops
-from hpc_train.redaction import redacted
+from hpc_train.plan.devices import peak_tflops
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
-from hpc_train.training.cadence import Cadence
 from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
-from hpc_train.training.evaluation_files import EvaluationFiles
-from hpc_train.training.evaluator import make_validation
+from hpc_train.training.evaluation import Evaluator, make_validation
+from hpc_train.training.evaluation_outputs import (
+    EvaluationFiles,
+    KeepsFiles,
+    Pictures,
+    TaskFiles,
+    TextSamples,
+)
 from hpc_train.training.flops import FlopCount, FlopRates
-from hpc_train.training.forward import make_to_input
-from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread
-from hpc_train.training.loop import BadSampleCount, Profiler, Trainer
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.logger_threads import start_loggers
+from hpc_train.training.loop import BadSampleCount, Cadence, Profiler, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
-from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.run_ahead import RunAhead
+from hpc_train.training.resume import Resumed, extra, resumed
 from hpc_train.training.saving import Saves
+from hpc_train.training.step_progress import RunAhead, StepProgress
 from hpc_train.training.step_times import FirstStep, StepTimes
-from hpc_train.training.text_samples import TextSamples
-from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
+from hpc_train.training.train_state import TrainState, build, context
 
 _log = logging.getLogger(__name__)
-_CONTINUES = "training continues, metrics.jsonl has every row"
 
 
 @dataclass
@@ -126,8 +127,7 @@ def _train_once(run: _Run) -> bool | None:
             _go_back(run, start.position, back)
             return None
         if trainer.status is not None and is_done:
-            reason = trainer.selection.reason if trainer.selection is not None else None
-            trainer.status.write("completed", trainer.step, reason)
+            trainer.status.write("completed", trainer.step, trainer.selection.reason)
     return is_done
 
 
@@ -179,57 +179,83 @@ def _checkpointer(rank: Rank, train_state: TrainState) -> Checkpointer:
 def _trainer(
     run: _Run, train_state: TrainState, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
 ) -> Trainer:
-    rank, batches = run.rank, run.batches
-    config = rank.experiment
+    rank, config = run.rank, run.rank.experiment
     task = make_task(config, run.source.info)
     training = _training_batches(run, start.position, task)
     stack.callback(training.close)
-    count_flops = _count_flops(run, train_state, task, start.position.step, stack)
-    agreement = Agreement(rank.group, rank.flag)
-    meters = _meters(run)
+    agreement, meters = Agreement(rank.group, rank.flag), _meters(run)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
-    first_step = FirstStep(meters.times, compilation)
-
-    def begin_first_step(batch: Batch) -> None:
-        count_flops(batch)
-        first_step.begin()
-
+    count_flops = _count_flops(run, train_state, task, start.position.step, stack)
+    progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
+    forward = _forward(run, train_state, task, progress)
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )
     return Trainer(
-        experiment=config,
-        device=rank.device,
-        precision=rank.precision,
-        task=task,
         state=train_state,
+        forward=forward,
+        training=training,
+        step=start.position.step,
+        cadence=Cadence.of(
+            config.evaluation, config.checkpoint, run.batches.total_steps, run.batches.steps_per_epoch
+        ),
         guard=guard,
+        max_norm=config.optimization.clip_grad_norm,
+        evaluator=_evaluator(run, train_state, forward, agreement),
+        selection=selection,
+        saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
+        meters=meters,
         agreement=agreement,
         progress=rank.progress,
-        meters=meters,
-        status=status,
-        cadence=Cadence.of(
-            config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
-        ),
-        training=training,
-        validation=make_validation(rank, run.source, run.bad_samples, target_spec(task)),
+        step_progress=progress,
+        first_step=FirstStep(meters.times, compilation, config.compile, count_flops, rank.has_stepped),
         bad_samples=_bad_sample_count(run, agreement),
-        to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
-        saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
-        on_first_step=lambda: rank.has_stepped(first_step.parts()),
         on_event=rank.note,
-        step=start.position.step,
-        selection=selection,
+        status=status,
         profiler=_profiler(run, meters, stack),
-        run_ahead=_run_ahead(rank),
-        on_first_batch=begin_first_step,
-        evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
-        text_samples=TextSamples.of(config, run.source, task),
-        pictures=Pictures.of(config, run.source, task, rank.group.control),
     )
+
+
+def _forward(run: _Run, train_state: TrainState, task: Task, progress: StepProgress) -> TrainingForward:
+    rank = run.rank
+    to_input = make_to_input(rank.experiment, run.source.info, rank.device, rank.precision)
+    return TrainingForward.of(
+        rank.experiment,
+        train_state,
+        task,
+        rank.precision,
+        rank.device,
+        to_input,
+        on_begin=progress.begin_forward,
+        on_end=progress.end_forward,
+    )
+
+
+def _evaluator(
+    run: _Run, train_state: TrainState, forward: TrainingForward, agreement: Agreement
+) -> Evaluator | None:
+    """Return the evaluator with the outputs that the file requests; None without validation data."""
+    rank, source, task = run.rank, run.source, forward.task
+    validation = make_validation(rank, source, run.bad_samples, target_spec(task))
+    if validation is None:
+        return None
+
+    def sampled(batch: Batch) -> Tensor:
+        rank.progress.at("sampling text", batch.step, part=batch.number)
+        logits: Tensor = forward.outputs(train_state.wrapped, batch)
+        return logits
+
+    outputs = [
+        TextSamples.of(rank.experiment, source, task, sampled),
+        Pictures.of(rank.experiment, source, task, rank.group.control),
+        TaskFiles(task) if rank.is_first and isinstance(task, KeepsFiles) else None,
+    ]
+    folder = EvaluationFiles(rank.paths) if rank.is_first else None
+    enabled = [output for output in outputs if output is not None]
+    return Evaluator(train_state, forward, validation, agreement, rank.progress, enabled, folder)
 
 
 def _training_batches(run: _Run, position: Position, task: Task) -> TrainingBatches:
@@ -374,47 +400,11 @@ def _begin_record(run: _Run, step: int) -> None:
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
             MetricsFile(run.rank.paths.metrics, step),
-            _loggers(run.rank),
+            start_loggers(run.rank),
             sys.stdout,
             run.rank.paths.evaluation_images,
         )
         run.metrics_writer.begin(step)
-
-
-def _loggers(rank: Rank) -> list[LoggerThread]:
-    run, threads = read_json(rank.paths.run) or {}, []
-    for name, args in rank.experiment.logging.arguments_by_logger().items():
-        context = LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
-        if (thread := start_logger(name, context)) is not None:
-            threads.append(thread)
-    return threads
-
-
-def start_logger(name: str, context: LoggerContext) -> LoggerThread | None:
-    """Return the logger of this name in its thread; None, with a warning, if it can't be started in time."""
-    thread = LoggerThread(name)
-    try:
-        return thread if thread.construct(lambda: make_logger(name, context)) else None
-    except HangingLoggerError as error:
-        _log.warning("logger %s is abandoned: %s; %s", name, error, _CONTINUES)
-        return None
-
-
-def make_logger(name: str, context: LoggerContext) -> Logger | None:
-    """Return the logger of this name; None, with a warning, if it can't be imported or constructed."""
-    try:
-        return cast(Logger, part("loggers", name)(context))
-    except LoggerOffError as off:
-        print(f"{name}: {off}", flush=True)
-        return None
-    except (Exception, SystemExit):
-        _log.warning(
-            "logger %s can't be started and receives nothing from this attempt; %s\n%s",
-            name,
-            _CONTINUES,
-            redacted(traceback.format_exc().rstrip()),
-        )
-        return None
 
 
 def _layout(run: _Run) -> StepLayout:

@@ -69,12 +69,12 @@ def _check_caches() -> None:
 
     The run folder's cache is checked before ranks start (``run.trust``).
     """
-    own = os.environ.get(FOLDER_VARIABLE)
+    run_folder = os.environ.get(FOLDER_VARIABLE)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         if not os.environ.get(name):
             continue
         folder = Path(os.environ[name]).absolute()
-        if own and folder.is_relative_to(own):
+        if run_folder and folder.is_relative_to(run_folder):
             continue
         with named_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _go_on_without() -> None:
         # If backward were compiled lazily, its failure could not be undone.
         functorch.force_non_lazy_backward_lowering = True
     log = logging.getLogger("torch._dynamo.convert_frame")
-    if not any(isinstance(each, _Failures) for each in log.filters):
+    if not any(isinstance(item, _Failures) for item in log.filters):
         log.addFilter(_Failures())
 
 
@@ -227,8 +227,8 @@ def compile_error(error: BaseException) -> UserError | None:
 def _in_words(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     # After "backend='inductor' raised:" the error is in the next line.
-    words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {words}"
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -88,10 +88,10 @@ def stage_folder(stage: str | bool) -> Path:
         if "$" in path:
             raise NoCopyError(f"{stage} has a variable that is not set on this node")
         return Path(path)
-    found = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), None)
-    if found is None:
+    folder = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), None)
+    if folder is None:
         raise NoCopyError(f"neither {' nor '.join(f'${name}' for name in _VARIABLES)} is set; write a folder")
-    return Path(found)
+    return Path(folder)
 
 
 def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:

@@ -70,9 +70,9 @@ class Ema:
         _drop_gathered(self._model)
         self._places.write_back()
         for average, value in zip(*self._locals(names), strict=True):
-            kept = value.clone()
+            copied = value.clone()
             value.copy_(average)
-            average.copy_(kept)
+            average.copy_(copied)
 
     def _locals(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of averages and values. Not cached: FSDP may replace a padded one."""

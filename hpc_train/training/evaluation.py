@@ -6,12 +6,14 @@ over ranks (other ranks' rows are zeros, so exactly) and then over rows, in an o
 the number of ranks.
 Records (a list of tensors, one per sample) are kept on the CPU. At the end each rank in turn broadcasts its
 records, and all ranks have them in the order of the samples.
+
+``Evaluator`` evaluates weights in training (``loop``) and of a checkpoint (``checkpoint_evaluation``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +21,137 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.datasets.types import Batch
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
+from hpc_train.datasets.skipping import BadSamples
+from hpc_train.datasets.types import Batch, TargetSpecs
+from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
+from hpc_train.health.progress import Progress
+from hpc_train.training.evaluation_outputs import EvaluationFiles, EvaluationOutput, Sums
+from hpc_train.training.forward import TrainingForward
+from hpc_train.training.rank import Rank
+from hpc_train.training.train_state import TrainState
 
 #: A batch → name → sum over its valid samples, or a list of B tensors with one record per sample. Shapes and
 #: dtypes of sums are the same for every batch.
 SumsOf = Callable[[Batch], dict[str, Any]]
+
+
+@dataclass
+class Validation:
+    """This rank's validation data, a new iterable per call, and the number of batches of all ranks."""
+
+    batches: Callable[[], Iterable[Batch | None]]
+    num_batches: int
+
+
+def make_validation(
+    rank: Rank, source: DataSource, bad_samples: BadSamples | None, spec: TargetSpecs
+) -> Validation | None:
+    """Return this rank's share of the validation data; None if there are none."""
+    split = source.val
+    if split is None:
+        return None
+    size = rank.experiment.optimization.micro_batch_size
+    assert isinstance(size, int)
+    batches = evaluation_batches(
+        split,
+        rank.experiment,
+        rank.degrees.data_rank(rank.facts.rank),
+        rank.degrees.data_ranks,
+        rank.device,
+        bad_samples,
+        spec,
+    )
+    return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
+
+
+def share_all_buffers(state: TrainState) -> None:
+    """Broadcast rank 0's buffers, since a save or an evaluation reads them from any rank. Collective."""
+    state.strategy.share_buffers(all_persistent=True)
+    if state.ema is not None:
+        state.ema.share_buffers(state.strategy)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a run's weights on its validation data, and writes the files of the evaluation."""
+
+    state: TrainState
+    forward: TrainingForward
+    validation: Validation
+    agreement: Agreement
+    progress: Progress
+    outputs: Sequence[EvaluationOutput] = ()
+    #: On rank 0 only.
+    folder: EvaluationFiles | None = None
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """Return the metrics of the weights after ``step`` and, under ``ema_``, of the EMA weights.
+
+        Collective. Returns None if a rank received a stop request before the end. The files of the evaluation
+        are complete on return. Leaves the model in training mode.
+        """
+        share_all_buffers(self.state)
+        sums = self._sums(step)
+        if sums is None:
+            return None
+        if self.outputs:
+            self._write_files(step, sums)
+        return {
+            f"{prefix}{name}": value
+            for prefix, of_prefix in sums.items()
+            for name, value in self.forward.task.metrics(of_prefix).items()
+        }
+
+    def _sums(self, step: int) -> Sums | None:
+        sums = self._sums_of_weights(step, "")
+        if sums is None or self.state.ema is None:
+            return None if sums is None else {"": sums}
+        with self.state.ema.swapped():
+            averages = self._sums_of_weights(step, "ema_")
+        return None if averages is None else {"": sums, "ema_": averages}
+
+    def _sums_of_weights(self, step: int, prefix: str) -> dict[str, Any] | None:
+        owns_loss = self.state.strategy.owns_loss
+
+        def sums_of(batch: Batch) -> dict[str, Any]:
+            def pass_on(outputs: Any, moved: Batch) -> None:
+                for output in self.outputs if owns_loss else ():
+                    output.add(prefix, outputs, moved, batch)
+
+            return self.forward.sums(self.state.wrapped, batch, step, pass_on)
+
+        def begin(place: int) -> None:
+            self.progress.at("evaluating", step, part=place)
+            self.agreement.begin()
+
+        for output in self.outputs:
+            output.begin(prefix)
+        self.state.wrapped.eval()
+        with torch.no_grad():
+            sums = evaluate(
+                self.validation.batches(),
+                self.validation.num_batches,
+                sums_of,
+                self.forward.device,
+                begin=begin,
+                must_stop=lambda: self.agreement.wait().stop,
+                owns_loss=owns_loss,
+            )
+        self.state.wrapped.train()
+        return sums
+
+    def _write_files(self, step: int, sums: Sums) -> None:
+        files: dict[str, bytes] = {}
+        self.state.wrapped.eval()
+        with torch.no_grad():
+            for output in self.outputs:
+                files |= output.files(step, sums)
+        self.state.wrapped.train()
+        if self.folder is not None:
+            self.folder.write(step, files)
 
 
 @dataclass(frozen=True)
@@ -44,9 +171,9 @@ class _Records:
                 f"task: sums returned {len(records)} records {name!r} for {len(batch.valid)} samples; return "
                 "a tensor for each sample of the batch"
             )
-        kept = [record for record, is_valid in zip(records, batch.valid.tolist(), strict=True) if is_valid]
-        values = torch.cat([record.detach().flatten() for record in [*kept, records[0].new_empty(0)]])
-        return cls(batch.number, [record.shape for record in kept], values.cpu())
+        counted = [record for record, is_valid in zip(records, batch.valid.tolist(), strict=True) if is_valid]
+        values = torch.cat([record.detach().flatten() for record in [*counted, records[0].new_empty(0)]])
+        return cls(batch.number, [record.shape for record in counted], values.cpu())
 
     def tensors(self) -> list[Tensor]:
         """Return one tensor per valid sample."""
@@ -60,11 +187,11 @@ class _Totals:
     def __init__(self, like: dict[str, Any], num_batches: int, device: torch.device) -> None:
         self._names = list(like)
         self._records: dict[str, list[_Records]] = {
-            name: [] for name, each in like.items() if isinstance(each, list)
+            name: [] for name, value in like.items() if isinstance(value, list)
         }
-        summed = {name: each for name, each in like.items() if name not in self._records}
-        self._shapes = {name: each.shape for name, each in summed.items()}
-        self._exact = [name for name, each in summed.items() if not each.is_floating_point()]
+        summed = {name: value for name, value in like.items() if name not in self._records}
+        self._shapes = {name: value.shape for name, value in summed.items()}
+        self._exact = [name for name, value in summed.items() if not value.is_floating_point()]
         self._rounded = [name for name in summed if name not in self._exact]
         self._device = device
         self._counts = torch.zeros(self._size(self._exact), dtype=torch.int64, device=device)
@@ -92,17 +219,17 @@ class _Totals:
 
     def _all_records(self) -> dict[str, list[Tensor]]:
         """Return the records of all ranks in the order of the samples."""
-        found: dict[str, list[_Records]] = {name: [] for name in self._records}
+        gathered: dict[str, list[_Records]] = {name: [] for name in self._records}
         for rank in range(dist.get_world_size()):
             sent = [self._records if rank == dist.get_rank() else None]
             dist.broadcast_object_list(sent, src=rank, device=self._device)
             for name, records in (sent[0] or {}).items():
-                found[name] += records
+                gathered[name] += records
         return {
             name: [
-                tensor for each in sorted(records, key=lambda each: each.batch) for tensor in each.tensors()
+                tensor for part in sorted(records, key=lambda part: part.batch) for tensor in part.tensors()
             ]
-            for name, records in found.items()
+            for name, records in gathered.items()
         }
 
     def _split(self, names: list[str], total: Tensor) -> dict[str, Any]:

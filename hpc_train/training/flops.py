@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hpc_train.datasets.types import Batch
+from hpc_train.distributed.forking import ForkedCall
 from hpc_train.loggers.base import Row
 from hpc_train.tasks.base import Task, mean_loss
-from hpc_train.training.forked_call import ForkedCall
-from hpc_train.training.unpacked_sequences import unpacked_sequences
 
 #: Namespaces in which operators that torch's counter skips, except ``_PRODUCTS``, are elementwise, reductions
 #: or copies: negligible next to matrix products.
@@ -35,6 +37,7 @@ _PRODUCTS = frozenset({
 })  # fmt: skip
 _PRODUCT_PREFIXES = ("linalg_", "_linalg_", "_fft_")
 _log = logging.getLogger(__name__)
+_MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices"
 
 
 class UncountedError(Exception):
@@ -109,11 +112,11 @@ class FlopCount:
     def per_sample(self, within_s: float = 0.0) -> float | None:
         """Return the FLOPs per sample; None if they are unknown, or not known within this time."""
         if self._call is not None and self._call.has_ended(within_s):
-            found, self._call = self._call.result(), None
-            if isinstance(found, float):
-                self._per_sample = found
+            result, self._call = self._call.result(), None
+            if isinstance(result, float):
+                self._per_sample = result
             else:
-                _log_uncounted(found or "the process that counts them died")
+                _log_uncounted(result or "the process that counts them died")
         return self._per_sample
 
     def close(self) -> None:
@@ -153,7 +156,23 @@ class FlopRates:
         if per_sample is None:
             return {}
         tflops_per_s = per_sample * samples_per_s / self.num_devices / 1e12
-        found: Row = {"tflops_per_s": float(f"{tflops_per_s:.6g}")}
+        row: Row = {"tflops_per_s": float(f"{tflops_per_s:.6g}")}
         if self.peak_tflops is not None:
-            found["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
-        return found
+            row["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
+        return row
+
+
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """Declare that no batch packs several sequences into one row, which transformers 5 detects from
+    positions.
+
+    Detection fails on the meta device, and under FakeTensorMode it makes each layer store a mask that no run
+    has. The number of matrix products is the same with and without a mask.
+    """
+    module = sys.modules.get(_MODULE)
+    if module is None or not hasattr(module, _FUNCTION):
+        yield
+        return
+    with patch.object(module, _FUNCTION, lambda position_ids: None):
+        yield

@@ -1,7 +1,8 @@
 """The computation for one micro-batch, in training (``strategies.base.Forward``) and in evaluation.
 
 The loop and the batch-size search create one and pass it to the strategy, which calls it whole or, if ranks
-own only some of the layers, piece by piece.
+own only some of the layers, piece by piece. Metrics of the training samples in a training row, such as their
+accuracy, are computed from the same outputs as the loss, on the device, only in steps that have a row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,57 @@ from hpc_train.tasks.base import Task, mean_loss, total_weight, weighs_batches
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.mixing import Mixing
 from hpc_train.training.train_state import TrainState
-from hpc_train.training.training_sums import TrainingSums
+
+
+@runtime_checkable
+class HasTrainingSums(Protocol):
+    """A task with training metrics besides the loss."""
+
+    #: The names in a ``train`` row; they do not depend on the data.
+    training_metrics: tuple[str, ...]
+
+    def training_sums(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the sum over all samples of the micro-batch for each name, shape (len(names),).
+
+        In a pipeline ``batch.inputs`` is None. Runs without gradients.
+        """
+
+
+@dataclass
+class TrainingSums:
+    """The sums of a rank's micro-batches in one step."""
+
+    task: HasTrainingSums | None = None
+    device: torch.device | None = None
+    _is_due: bool = False
+    #: By micro-batch number, so that a micro-batch that runs twice (DDP's warm-up) counts once.
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: object, device: torch.device) -> TrainingSums:
+        """Return sums that remain empty if the task has no ``training_sums``."""
+        return cls(task if isinstance(task, HasTrainingSums) else None, device)
+
+    def begin(self, *, is_due: bool) -> None:
+        """Start a step; nothing is computed if it has no row (``is_due``)."""
+        self._is_due = is_due
+        self._sums.clear()
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """Add a micro-batch; a spare slot is ignored."""
+        if self._is_due and self.task is not None and batch.weight > 0:
+            with torch.no_grad():
+                self._sums[batch.number] = self.task.training_sums(outputs, batch)
+
+    def result(self, *, owns_loss: bool) -> dict[str, Tensor]:
+        """Return name → sum, shape (); 0 on ranks that don't own a loss. Empty if the step has no row."""
+        if not self._is_due or self.task is None:
+            return {}
+        names = self.task.training_metrics
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for value in self._sums.values() if owns_loss else ():
+            total += value
+        return dict(zip(names, total, strict=True))
 
 
 @dataclass(frozen=True)

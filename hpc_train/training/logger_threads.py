@@ -6,14 +6,20 @@ never called again, and its thread is a daemon.
 
 from __future__ import annotations
 
+import logging
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from hpc_train.loggers.base import LimitsItself, Logger
+from hpc_train import registry
+from hpc_train.loggers.base import LimitsItself, Logger, LoggerContext, LoggerOffError
+from hpc_train.redaction import redacted
+from hpc_train.run.files import read_json
+from hpc_train.training.rank import Rank
 
 #: Time limit of all loggers together for a row, a checkpoint or their end.
 LIMIT_S = 10.0
@@ -21,7 +27,10 @@ LIMIT_S = 10.0
 START_LIMIT_S = 120.0
 #: Maximum of a logger's own limit at the end.
 _MAX_OWN_LIMIT_S = 90.0
+#: The end of each warning about a lost logger.
+CONTINUES = "training continues, metrics.jsonl has every row"
 _Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
 
 
 class HangingLoggerError(Exception):
@@ -40,9 +49,9 @@ class LoggerThread:
     @classmethod
     def around(cls, logger: Logger) -> LoggerThread:
         """Return the thread of a logger that was constructed elsewhere."""
-        made = cls(type(logger).__name__)
-        made._logger = logger
-        return made
+        thread = cls(type(logger).__name__)
+        thread._logger = logger
+        return thread
 
     def construct(self, make: Callable[[], Logger | None], limit_s: float = START_LIMIT_S) -> bool:
         """Construct the logger; False if there is none. Raises HangingLoggerError."""
@@ -68,8 +77,8 @@ class LoggerThread:
     @property
     def close_limit_s(self) -> float:
         """Time limit of the logger's ``close``."""
-        own = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
-        return max(LIMIT_S, min(own, _MAX_OWN_LIMIT_S))
+        requested = self._logger.close_limit_s if isinstance(self._logger, LimitsItself) else 0.0
+        return max(LIMIT_S, min(requested, _MAX_OWN_LIMIT_S))
 
     def _submit(self, work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()
@@ -86,6 +95,43 @@ class LoggerThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+
+
+def start_loggers(rank: Rank) -> list[LoggerThread]:
+    """Return the file's loggers, each in its thread, except those that can't be started in time."""
+    run, threads = read_json(rank.paths.run) or {}, []
+    for name, args in rank.experiment.logging.arguments_by_logger().items():
+        context = LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+        if (thread := start_logger(name, context)) is not None:
+            threads.append(thread)
+    return threads
+
+
+def start_logger(name: str, context: LoggerContext) -> LoggerThread | None:
+    """Return the logger of this name in its thread; None, with a warning, if it can't be started in time."""
+    thread = LoggerThread(name)
+    try:
+        return thread if thread.construct(lambda: make_logger(name, context)) else None
+    except HangingLoggerError as error:
+        _log.warning("logger %s is abandoned: %s; %s", name, error, CONTINUES)
+        return None
+
+
+def make_logger(name: str, context: LoggerContext) -> Logger | None:
+    """Return the logger of this name; None, with a warning, if it can't be imported or constructed."""
+    try:
+        return cast(Logger, cast(Any, registry.load("loggers", name))(context))
+    except LoggerOffError as off:
+        print(f"{name}: {off}", flush=True)
+        return None
+    except (Exception, SystemExit):
+        _log.warning(
+            "logger %s can't be started and receives nothing from this attempt; %s\n%s",
+            name,
+            CONTINUES,
+            redacted(traceback.format_exc().rstrip()),
+        )
+        return None
 
 
 def call_all(

@@ -5,6 +5,12 @@ then placed and trained by the same code as on every rank under torch's FakeTens
 whose other ranks don't exist (torch's ``fake`` backend). Only code that reads data is replaced: DDP's reducer
 (``BucketedGradients``), the guard against NaN, and the pipeline's first forward, which receives shapes from
 other ranks.
+
+A step on the (fake) CPU allocates as on a GPU, although three rules of torch differ. Under autocast CUDA
+computes norms, softmax and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op
+Reference"). CUDA's fused attention kernels drop weights without storing them, while the CPU falls back to a
+kernel that stores all of them. And optimizers on CUDA update all parameters at once, with temporary results
+for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +27,10 @@ import torch.distributed._tools.fake_collectives
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from hpc_train.config.schema import Experiment
@@ -41,20 +50,28 @@ from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.training.cuda_rules import as_on_cuda, choose_kernels_of_cuda
+from hpc_train.training.flops import unpacked_sequences
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.live_memory import LiveMemory
-from hpc_train.training.memory_labels import MemoryLabels, ShardSizes
+from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState, assemble
-from hpc_train.training.unpacked_sequences import unpacked_sequences
 
 _CPU = torch.device("cpu")
 #: CUDA's allocator rounds sizes up to this (c10/cuda/CUDACachingAllocator, kMinBlockSize).
 _CUDA_BLOCK_BYTES = 512
 #: Maximum shards of the simulated group; more shards only make each one smaller.
 _MAX_SHARDS = 4
+#: Functions of the list "autocast to float32" that models use, with their modules. A TorchFunctionMode would
+#: not be active in backward, when checkpointed blocks are recomputed.
+_IN_FLOAT32 = (
+    (functional, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss"),
+    (functional, "smooth_l1_loss binary_cross_entropy_with_logits kl_div"),
+    (torch, "softmax log_softmax logsumexp cumsum pow exp log rsqrt"),
+    (Tensor, "softmax log_softmax logsumexp cumsum pow exp log rsqrt"),
+)
+_HALF = (torch.bfloat16, torch.float16)
+_Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,7 @@ class PredictedStep:
             stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(unpacked_sequences())
-            stack.enter_context(as_on_cuda() if self.is_on_gpu else nullcontext())
+            stack.enter_context(_as_on_cuda() if self.is_on_gpu else nullcontext())
             block_bytes = _CUDA_BLOCK_BYTES if self.is_on_gpu else 1
             memory = stack.enter_context(LiveMemory(block_bytes, copies_communicated=not self.is_on_gpu))
             yield _materialized(model, self._precision.param_dtype), memory
@@ -175,7 +192,7 @@ class PredictedStep:
         state = assemble(model, config, self._arithmetic, self._context)
         state.optimization.scaler = None  # an overflow check would read data
         if self.is_on_gpu:
-            choose_kernels_of_cuda(state.optimization.optimizer)
+            _choose_kernels_of_cuda(state.optimization.optimizer)
         if isinstance(state.strategy, ddp.DDPStrategy):
             state.strategy.is_rehearsed = True  # the rehearsal needs no more memory than the step
         return state
@@ -202,17 +219,17 @@ class PredictedStep:
 
     def _communicated(self, memory: LiveMemory, state: TrainState, slots: int) -> dict[str, int]:
         """Return the bytes communicated in a step of all slots."""
-        found = dict(memory.communicated)
+        communicated = dict(memory.communicated)
         if isinstance(state.wrapped, BucketedGradients):
-            found["all_reduce"] = found.get("all_reduce", 0) + sum(
-                each.nbytes for each in state.wrapped.buckets
+            communicated["all_reduce"] = communicated.get("all_reduce", 0) + sum(
+                bucket.nbytes for bucket in state.wrapped.buckets
             )
         more = self._arithmetic.accumulation / slots
         traits = traits_of(self.experiment.parallel.strategy)
         repeated = {"tensor_all_reduce", "send"}
         if traits.shards_parameters and not traits.has_stages:  # others gather once per step
             repeated.add("all_gather")
-        return {kind: round(size * more) if kind in repeated else size for kind, size in found.items()}
+        return {kind: round(size * more) if kind in repeated else size for kind, size in communicated.items()}
 
     def _labels(self, memory: LiveMemory, state: TrainState) -> MemoryLabels:
         """Label the state before the step; return the object that labels the rest."""
@@ -344,15 +361,15 @@ def _materialized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     ``dtype``: for floating-point tensors, so that ``strategies.data_parallel.move`` has nothing to do.
     """
-    made: dict[int, Tensor] = {}
+    tensors_on_cpu: dict[int, Tensor] = {}
 
     def on_cpu(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in tensors_on_cpu:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kind, device=_CPU)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
+            tensors_on_cpu[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return tensors_on_cpu[id(tensor)]
 
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -372,3 +389,56 @@ def _without_data(sample: Batch) -> Batch:
         targets=map_tensors(fake, sample.targets),
         valid=fake(sample.valid),
     )
+
+
+@contextmanager
+def _as_on_cuda() -> Iterator[None]:
+    """Apply CUDA's rules within this context."""
+    attention = functional.scaled_dot_product_attention
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.object(functional, "scaled_dot_product_attention", _without_dropout(attention))
+        )
+        for owner, names in _IN_FLOAT32:
+            for name in names.split():
+                stack.enter_context(patch.object(owner, name, _in_float32(getattr(owner, name))))
+        yield
+
+
+def _choose_kernels_of_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Use ``foreach`` in groups for which the file chooses no kernel, as torch does on CUDA.
+
+    On the CPU torch would update them one by one (``torch.optim.optimizer._default_to_fused_or_foreach``).
+    """
+    for group in optimizer.param_groups:
+        is_chosen = group.get("foreach", False) is not None or group.get("fused")
+        if not is_chosen and not any(isinstance(value, DTensor) for value in group["params"]):
+            group["foreach"] = not group.get("differentiable", False)
+
+
+def _in_float32(function: _Function) -> _Function:
+    """Return a function that computes tensors cast down by autocast in float32."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _as_float32, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return computed
+
+
+def _without_dropout(attention: _Function) -> _Function:
+    """Return an attention without dropout; it needs as much memory as CUDA's with dropout."""
+
+    def computed(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **kwargs: Any
+    ) -> Any:
+        kwargs |= dict(zip(("dropout_p", "is_causal"), rest, strict=False))
+        mask = kwargs.pop("attn_mask", mask)
+        return attention(query, key, value, mask, **kwargs | {"dropout_p": 0.0})
+
+    return computed
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -28,13 +28,11 @@ from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
-from hpc_train.training.logger_threads import HangingLoggerError, LoggerThread, call_all
+from hpc_train.training.logger_threads import CONTINUES, HangingLoggerError, LoggerThread, call_all
 from hpc_train.training.metrics_file import MetricsFile
-from hpc_train.training.step_times import StepTimes
-from hpc_train.training.stragglers import ForwardTime, Stragglers
+from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)
-_CONTINUES = "training continues, metrics.jsonl has every row"
 
 #: Assumed: frequent enough for a person watching, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
@@ -134,7 +132,7 @@ class MetricsWriter:
         for thread, error in call_all(self._loggers, work, is_last=is_last):
             self._loggers.remove(thread)
             if isinstance(error, HangingLoggerError):
-                _log.warning("logger %s is abandoned: %s; %s", thread.name, error, _CONTINUES)
+                _log.warning("logger %s is abandoned: %s; %s", thread.name, error, CONTINUES)
                 continue
             thread.end()
             lines = traceback.format_exception(type(error), error, error.__traceback__)
@@ -183,7 +181,7 @@ class Meters:
         """
         times = self.times.row(step)
         names = ["loss", *(sums or {})]
-        totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
+        totals = torch.stack([loss, *(value.to(loss.dtype) for value in (sums or {}).values())])
         of_ranks = self._own_times(times, totals)
         totals = torch.cat([totals, of_ranks])
         dist.all_reduce(totals)
@@ -204,9 +202,9 @@ class Meters:
         forward_s = self.forward_time.take()
         if world_size == 1:
             return like.new_empty(0)
-        found = torch.zeros(2, world_size, dtype=like.dtype, pin_memory=like.is_cuda)
-        found[0, rank], found[1, rank] = forward_s, float(times.get("data_wait_s") or 0.0)
-        return found.flatten().to(like.device, non_blocking=True)
+        times_of_ranks = torch.zeros(2, world_size, dtype=like.dtype, pin_memory=like.is_cuda)
+        times_of_ranks[0, rank], times_of_ranks[1, rank] = forward_s, float(times.get("data_wait_s") or 0.0)
+        return times_of_ranks.flatten().to(like.device, non_blocking=True)
 
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""

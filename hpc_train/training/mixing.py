@@ -104,9 +104,9 @@ class Mixing:
         return _cut(random, float(random.beta(self.cutmix, self.cutmix)), *inputs.shape[-2:])
 
 
-def _cut(random: np.random.RandomState, own: float, height: int, width: int) -> Mix:
+def _cut(random: np.random.RandomState, share: float, height: int, width: int) -> Mix:
     """Return a rectangle of about 1 - ``own`` of the image, clipped at the border, and the resulting λ."""
-    side = (1 - own) ** 0.5
+    side = (1 - share) ** 0.5
     rows, columns = int(height * side), int(width * side)
     row, column = random.randint(height), random.randint(width)
     top, bottom = max(row - rows // 2, 0), min(row + (rows + 1) // 2, height)
@@ -117,6 +117,6 @@ def _cut(random: np.random.RandomState, own: float, height: int, width: int) -> 
 def _refuse(key: str, inputs: Any, *, is_possible: bool) -> None:
     if is_possible:
         return
-    found = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+    actual = f"shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
     needed = "images (B, C, H, W)" if key == "cutmix" else "images or features in one tensor"
-    raise BadFileError(f"optimization.{key}: mixes {needed}, and the inputs are {found}; take it out")
+    raise BadFileError(f"optimization.{key}: mixes {needed}, and the inputs are {actual}; take it out")

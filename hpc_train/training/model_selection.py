@@ -1,26 +1,35 @@
 """Decisions after an evaluation: ``checkpoint.best`` and ``early_stopping``.
 
 Every rank has a ``ModelSelection``; rank 0 decides by the rows of metrics and broadcasts the decision.
+``early_stopping.median_after`` is a variant of the median stopping rule of Golovin et al., "Google Vizier: A
+Service for Black-Box Optimization", KDD 2017, section 3.2.2: the best value is compared with best values
+instead of averages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from hpc_train.config.schema import Experiment
+from hpc_train.config.schema import EarlyStoppingConfig, Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.metric_rows import Row
-from hpc_train.training.median_rule import MedianRule
+from hpc_train.run.metric_rows import Row, evaluation_rows
 
 #: Bits of rank 0's decision.
 _IMPROVED, _STOPPED = 1, 2
+#: With fewer runs the median means little.
+MIN_RUNS = 3
+#: More runs cost time at each evaluation and hardly change the median.
+MAX_RUNS = 100
 
 
 @dataclass
@@ -60,9 +69,13 @@ class ModelSelection:
         if stopping is not None:
             selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
             selection.median = None if paths is None else MedianRule(paths, stopping)
-        followed = [each for each in (selection.best, selection.stopping) if each is not None]
+        followed = [
+            followed_metric
+            for followed_metric in (selection.best, selection.stopping)
+            if followed_metric is not None
+        ]
         # A metric that was added at a resume has no checkpoints of better evaluations before it.
-        saved = None if paths is None else {each.step for each in committed(paths)}
+        saved = None if paths is None else {checkpoint.step for checkpoint in committed(paths)}
         for row in rows if followed else ():
             step = row["step"]
             if selection.best is not None and (saved is None or step in saved):
@@ -99,8 +112,8 @@ class ModelSelection:
 
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""
-        found = None if self.best is None else self.best.best
-        return {} if found is None else {BEST: found.to_json()}
+        best = None if self.best is None else self.best.best
+        return {} if best is None else {BEST: best.to_json()}
 
     def _stops(self, step: int) -> bool:
         """Return True if the run ends after the evaluation of ``step``. Only rank 0's result is used."""
@@ -148,3 +161,55 @@ def _check_metric(key: str, name: str, metrics: Iterable[str]) -> None:
         raise BadFileError(
             f"{key}: {name} is not a metric of this run's evaluations; write one of {', '.join(names)}"
         )
+
+
+@dataclass(frozen=True)
+class MedianRule:
+    """Compares a run with the other runs in its experiment's folder. On rank 0."""
+
+    paths: RunPaths
+    config: EarlyStoppingConfig
+
+    def reason(self, so_far: BestSoFar, step: int) -> str | None:
+        """Return why the run ends after the evaluation of ``step``; None if it continues."""
+        after = self.config.median_after
+        if after is None or so_far.num_evaluations < after:
+            return None
+        try:
+            others = list(self._others(step))
+        except OSError:  # the next evaluation tries again
+            return None
+        if len(others) < MIN_RUNS:
+            return None
+        median, best = statistics.median(others), so_far.best
+        if best is not None and not _is_worse(best.value, median, self.config.mode):
+            return None
+        reached = "none" if best is None else f"{best.value:.6g}"
+        return (
+            f"stopped early: best {self.config.metric} by step {step}: {reached}; "
+            f"median of {len(others)} other runs: {median:.6g}"
+        )
+
+    def _others(self, step: int) -> Iterator[float]:
+        """Yield the best value by ``step`` of up to ``MAX_RUNS`` other runs that have reached it."""
+        folders = sorted(
+            self.paths.siblings.folder.iterdir()
+        )  # names are hashes: the first are as good as any
+        others = (
+            folder for folder in folders if folder.name[0] != "." and folder.name != self.paths.folder.name
+        )
+        values = (self._best_by(step, RunPaths(folder)) for folder in others)
+        yield from islice((value for value in values if value is not None), MAX_RUNS)
+
+    def _best_by(self, step: int, paths: RunPaths) -> float | None:
+        so_far, has_reached = BestSoFar(self.config.metric, self.config.mode, self.config.min_delta), False
+        with suppress(OSError):  # not this run's problem
+            for row in evaluation_rows(paths.metrics):
+                if row["step"] <= step:
+                    so_far.add_row(row)
+                has_reached |= row["step"] >= step
+        return so_far.best.value if has_reached and so_far.best is not None else None
+
+
+def _is_worse(value: float, than: float, mode: str) -> bool:
+    return value > than if mode == "min" else value < than

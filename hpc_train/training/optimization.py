@@ -1,6 +1,7 @@
-"""The file's optimizer, its learning rate, and fp16's loss scale.
+"""The file's optimizer, its parameter groups, its schedule of the learning rate, and fp16's loss scale.
 
-``train_state.build`` creates an ``Optimization`` after the strategy placed the model; ``step`` calls it.
+``train_state.build`` creates an ``Optimization`` after the strategy placed the model; ``step`` calls it. The
+schedule is a function of the step, counted from 0, as a factor of the peak: no state of it is saved.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import unknown_argument
-from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.config.training_sections import OptimizerConfig, ScheduleConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
+from hpc_train.models.patterns import parameters_by_name, selected
 from hpc_train.strategies.pieces import local_part
-from hpc_train.topology.learning_rate import Schedule
-from hpc_train.training.parameter_groups import parameter_groups
+from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
+from hpc_train.topology.learning_rate import (
+    OVER_SPAN,
+    OVER_STEPS,
+    Schedule,
+    ScheduleArguments,
+)
 from hpc_train.validate.part_rules import (
     UNUSABLE_OPTIMIZERS,
     not_an_argument,
     problem_of_optimizer,
+    problem_of_schedule_name,
     unfit_fused_sgd,
 )
 
@@ -40,6 +48,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 #: Arguments that choose a kernel.
 _KERNEL_ARGUMENTS = ("foreach", "fused", "differentiable")
 _Maker = Callable[[list[dict[str, Any]], Arguments], torch.optim.Optimizer]
+_GROUPS = "optimization.optimizer.groups"
 
 
 class Optimization:
@@ -115,8 +124,8 @@ class _Scaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         trained = [value for group in optimizer.param_groups for value in group["params"]]
         if _num_meshes(trained) > 1:
-            own = {"params": [own_part(value) for value in trained if value.grad is not None]}
-            optimizer = SimpleNamespace(param_groups=[own])
+            group = {"params": [own_part(value) for value in trained if value.grad is not None]}
+            optimizer = SimpleNamespace(param_groups=[group])
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
@@ -138,8 +147,8 @@ def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Opti
     torch does so for the DTensors of one list, by the first one's placements: not if that one is replicated.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for found in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(local_part(found), op=dist.ReduceOp.MAX)
+        for overflow in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(local_part(overflow), op=dist.ReduceOp.MAX)
 
 
 def make_optimizer(
@@ -180,7 +189,7 @@ def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, ma
         return arguments
     if num_meshes := _num_meshes(parameters):
         return arguments | {"foreach": num_meshes == 1}
-    is_supported = may_fuse and all(each.device.type in _FUSED_DEVICES for each in parameters)
+    is_supported = may_fuse and all(value.device.type in _FUSED_DEVICES for value in parameters)
     return arguments | ({"fused": True} if is_supported else {})
 
 
@@ -236,10 +245,10 @@ def _timm_maker(name: str) -> _Maker:
 
         # The factory's own default is 0, whatever the class's default is.
         default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
-        made: torch.optim.Optimizer = optim.create_optimizer_v2(
+        optimizer: torch.optim.Optimizer = optim.create_optimizer_v2(
             groups, opt=name, **({"weight_decay": default} | arguments)
         )
-        return made
+        return optimizer
 
     return make
 
@@ -250,25 +259,123 @@ def _arguments(
     """Return the keyword arguments: the file's keys, if the class accepts them, and ``args``."""
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
-    given: Arguments = {"lr": config.lr * scale}
+    arguments: Arguments = {"lr": config.lr * scale}
     for key in ("momentum", "weight_decay"):
         if (value := getattr(config, key)) is None:
             continue
         if key not in taken:
             raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; omit it")
-        given[key] = value
+        arguments[key] = value
     for index, group in enumerate(config.groups):
         if group.weight_decay is not None and "weight_decay" not in taken:
             raise BadFileError(f"{_KEY}.groups[{index}].weight_decay: {config.name} has none; omit it")
     if not config.decay_norm_and_bias and "weight_decay" not in taken:
         raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; omit it")
-    return given | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
+    return arguments | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
 
 
 def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
     if key in _OWN_KEYS:
         raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
-    known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
-    if key not in known:
-        raise unknown_argument(_ARGS, config.name, key, known).as_error()
+    accepted = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
+    if key not in accepted:
+        raise unknown_argument(_ARGS, config.name, key, accepted).as_error()
     return tuple(value) if isinstance(value, list) else value
+
+
+def matched_groups(config: OptimizerConfig, model: nn.Module) -> dict[str, int]:
+    """Return name → index in ``groups`` of each trained parameter that matches a pattern.
+
+    A shared parameter is matched by its first name. ``model``: whole, before it is placed. Raises
+    BadFileError if a pattern matches no trained parameter.
+    """
+    trained = {name: value for name, value in parameters_by_name(model).items() if value.requires_grad}
+    first_names = {id(value): name for name, value in reversed(trained.items())}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(config.groups):
+        names = selected(trained, group.match, f"{_GROUPS}[{index}].match", "trained parameter")
+        for name in names:
+            groups.setdefault(first_names[id(trained[name])], index)
+    return groups
+
+
+def parameter_groups(
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    lr: float,
+    depths: Mapping[str, int] | None = None,
+    matched: Mapping[str, int] | None = None,
+) -> list[dict[str, Any]]:
+    """Return one group per layer and entry of ``groups``; with ``decay_norm_and_bias: false`` two, with and
+    without weight decay.
+
+    ``depths``: each parameter's depth (``models.depths``) if layers have their own rates, else None;
+    ``matched``: the result of ``matched_groups``. Ranks with the same parameters get the same groups in the
+    same order, the last layers first: their rate is ``lr`` itself.
+    """
+    trained = {name: value for name, value in parameters.items() if value.requires_grad}
+    if not depths and not matched:
+        return _by_decay(config, list(trained.values()))
+    deepest = max(depths.values()) if depths else 0
+    by_place: dict[tuple[int, int], list[nn.Parameter]] = {}
+    for name, value in trained.items():
+        levels_below = deepest - depths[name] if depths else 0
+        place = levels_below, (matched or {}).get(name, len(config.groups))
+        by_place.setdefault(place, []).append(value)
+    groups: list[dict[str, Any]] = []
+    for (levels_below, index), values in sorted(by_place.items(), key=lambda item: item[0]):
+        settings = _settings(config, lr, levels_below, index)
+        groups += [settings | group for group in _by_decay(config, values)]
+    return groups
+
+
+def _settings(config: OptimizerConfig, lr: float, levels_below: int, index: int) -> dict[str, Any]:
+    """Return a group's values; ``index`` is that in ``groups``, or their number if none matches."""
+    rate = lr if config.layer_decay is None else lr * config.layer_decay**levels_below
+    if index == len(config.groups):
+        return {"lr": rate}
+    group = config.groups[index]
+    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+    return {"lr": rate * group.lr_factor} | decay
+
+
+def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    if config.decay_norm_and_bias:
+        return [{"params": parameters}]
+    decayed = [value for value in parameters if value.dim() >= 2]
+    others = [value for value in parameters if value.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
+    """Return the factor of each of ``total_steps`` steps: linear warm-up, then the schedule of ``config``.
+
+    Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN`` run over the steps after it; schedules of
+    ``OVER_STEPS`` count from the start of the run, so that "epoch 30" is the run's. Raises BadFileError.
+    """
+    if problem := problem_of_schedule_name(config.name):
+        raise problem.as_error()
+    warmup = _warmup_steps(config, total_steps, steps_per_epoch)
+    span = total_steps - warmup
+    arguments = ScheduleArguments(config, steps_per_epoch)
+    if config.name in OVER_SPAN:
+        shape = OVER_SPAN[config.name](arguments)
+        floor = config.min_factor
+        after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
+    else:
+        decay = OVER_STEPS[config.name](arguments)
+        after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
+    arguments.refuse_unused()
+    return after
+
+
+def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
+    steps = count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := too_long_warmup(config, steps, total_steps)):
+        raise problem.as_error()
+    return steps
+
+
+def _warmed_up(warmup: int, after: Schedule) -> Schedule:
+    return lambda step: (step + 1) / warmup if step < warmup else after(step)

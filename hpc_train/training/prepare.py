@@ -2,20 +2,28 @@
 does, and runs the model and the task on some of them.
 
 Runs in a separate process, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
-[KEY=VALUE…]``, since commands import no torch.
+[KEY=VALUE…]``, since commands import no torch. The forward pass of a few samples on the CPU finds errors that
+nothing else shows: shapes, dtypes and mistakes in the user's own code.
+
+The size of a model's weights is measured without allocating them: on a login node the kernel overcommits
+memory and later kills a process, not always the one that allocated it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import resource
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
@@ -26,27 +34,32 @@ from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.notices import data_notices
+from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.distributed.forking import ForkedCall
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
+from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
-from hpc_train.tasks.base import Task, make_task, target_spec
-from hpc_train.topology.batch_arithmetic import too_few_samples
-from hpc_train.training.forward_trial import try_forward
-from hpc_train.training.initial_weights import load_initial_weights
-from hpc_train.training.model_selection import refuse_no_evaluations
-from hpc_train.training.model_size import (
-    MEMORY_RAN_OUT,
-    lacking_memory,
-    limited_to_free_memory,
-    planned_weight_bytes,
+from hpc_train.tasks.base import (
+    Task,
+    make_task,
+    mean_loss,
+    optional_metrics,
+    target_spec,
+    total_weight,
+    weighs_batches,
 )
-from hpc_train.training.parameter_groups import matched_groups
+from hpc_train.topology.batch_arithmetic import too_few_samples
+from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
+from hpc_train.training.optimization import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
+from hpc_train.training.train_state import load_initial_weights
 from hpc_train.validate.loading import load as load_file
 
 #: Option of this module and of ``hpc-train prepare``.
@@ -57,6 +70,18 @@ AS_JSON = "--json"
 _MORE_MASKS_S = 5.0
 #: Checks that are skipped if the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
+#: BatchNorm needs two samples.
+_SAMPLES = 2
+#: Why a model can't be built or run if its size was not known before.
+MEMORY_RAN_OUT = "the memory that is free here does not suffice"
+#: The user's own model may read a file of weights in this time. Assumed.
+_LIMIT_S = 120.0
+_GB = 1e9
+#: A cgroup's limit, its usage, and the line of memory.stat with reclaimable memory; by version.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass
@@ -117,8 +142,8 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
     prepared = Prepared()
     sources: dict[str, tuple[DataSource, PreparedData]] = {}
     done: set[tuple[str, str, str]] = set()
-    for given in experiments:
-        experiment = with_preprocessing(given, download=True)
+    for planned in experiments:
+        experiment = with_preprocessing(planned, download=True)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)
@@ -145,15 +170,15 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
-        found = PreparedData.of(experiment, source)
+        facts = PreparedData.of(experiment, source)
     where = f" in {config.root}" if config.root else ""
     say(
-        f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
-        f"samples, {found.classes} classes"
+        f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
+        f"samples, {facts.classes} classes"
     )
-    for notice in found.notices:
+    for notice in facts.notices:
         say(printable(notice))
-    return source, found
+    return source, facts
 
 
 def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[list[Batch], list[str]]:
@@ -169,14 +194,14 @@ def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[l
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
-    planned, found = training_samples(experiment.data), len(source.train)
-    if planned is not None and planned != found:
+    planned, actual = training_samples(experiment.data), len(source.train)
+    if planned is not None and planned != actual:
         say(
-            f"data.name: {experiment.data.name} has {found} training samples, but plan computes steps per "
-            f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {found})"
+            f"data.name: {experiment.data.name} has {actual} training samples, but plan computes steps per "
+            f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {actual})"
         )
     sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    if problem := too_few_samples(*sizes, found):
+    if problem := too_few_samples(*sizes, actual):
         raise problem.as_error()
 
 
@@ -267,7 +292,7 @@ def _building(key: str, name: str) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        file, *overrides = (each for each in arguments if each not in {NO_FORWARD, AS_JSON})
+        file, *overrides = (argument for argument in arguments if argument not in {NO_FORWARD, AS_JSON})
         loaded = load_file(Path(file), overrides)
         experiments = [variant.experiment for variant in expand(loaded)]
         prepared = prepare(experiments, runs_forward=NO_FORWARD not in arguments)
@@ -292,3 +317,136 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def try_forward(
+    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
+) -> str | None:
+    """Compute the loss of training samples, then the sums of an evaluation, without gradients and in float32.
+
+    ``batches``: a training batch and, if there is any, a validation batch. If this machine has too little
+    memory, returns the reason. Raises BadFileError, with the user's own frames if there are any.
+    """
+    # Assumed: without gradients, the activations of two samples need no more memory than the weights.
+    if why := lacking_memory(weight_bytes(model)):
+        return why
+    normalize = Normalize(info, experiment.data, channels_last=experiment.model.channels_last)
+    for batch, is_training in zip(batches, (True, False), strict=False):
+        few = batch.first(_num_samples(experiment))
+        try:
+            normalized = replace(few, inputs=normalize(few.inputs))
+            metrics = _metrics_of(model, task, normalized, is_training=is_training)
+        except UserError:
+            raise
+        except Exception as error:  # from the user's code
+            if out_of_memory(error):
+                return MEMORY_RAN_OUT
+            raise _refusal(experiment, few, is_training=is_training) from error
+        if metrics is not None:
+            check_metrics(experiment, {*metrics, *optional_metrics(task)})
+    return None
+
+
+def _num_samples(experiment: Experiment) -> int:
+    size = experiment.optimization.micro_batch_size
+    # Synchronized BatchNorm counts the samples of all ranks.
+    return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
+
+
+@torch.no_grad()
+def _metrics_of(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> dict[str, float] | None:
+    """Return the metrics of an evaluation of ``batch``; None in training."""
+    outputs = task.forward(model.train(is_training), batch)
+    if is_training:
+        if weighs_batches(task):
+            total_weight(task, replace(batch, inputs=None))
+        mean_loss(task, outputs, batch)
+        return None
+    sums = task.sums(outputs, batch)
+    return task.metrics({name: without_dimensions(value) for name, value in sums.items()})
+
+
+def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
+    """Return the error for the exception that is being handled."""
+    shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
+    what = "loss of training" if is_training else "sums of validation"
+    return BadFileError(
+        f"{shortened_traceback(traceback.format_exc())}\n"
+        f"model.name: {experiment.model.name} and task {experiment.task} can't compute the {what} samples of "
+        f"{experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or write "
+        "--no-forward if it only works on a GPU"
+    )
+
+
+def free_bytes() -> int:
+    """Return the free memory of the machine, or of the tightest cgroup of this process."""
+    machine = _number_in(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB") or 0
+    return max(0, min([machine * 1024, *_free_in_cgroups()]))
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    for folder in cgroup_folders("memory"):
+        for limit_name, use_name, reclaimed in _CGROUP_FILES:
+            limit, use = (
+                _number_in(folder / limit_name, r"^(\d+)$"),
+                _number_in(folder / use_name, r"^(\d+)$"),
+            )
+            if limit is not None and use is not None:
+                yield limit - use + (_number_in(folder / "memory.stat", rf"^{reclaimed} (\d+)$") or 0)
+
+
+def _number_in(file: Path, pattern: str) -> int | None:
+    try:
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if match is None else int(match[1])
+
+
+@contextmanager
+def limited_to_free_memory() -> Iterator[None]:
+    """Limit this process's allocations within this context to the memory that is free now."""
+    before, hard = of_process(resource.RLIMIT_DATA)
+    in_use = (_number_in(Path("/proc/self/status"), r"^VmData:\s+(\d+) kB") or 0) * 1024
+    limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
+    _set_data_limit(min([in_use + free_bytes(), *limits]), hard)
+    try:
+        yield
+    finally:
+        _set_data_limit(before, hard)
+
+
+def _set_data_limit(soft: int, hard: int) -> None:
+    with suppress(OSError):  # a sandbox refuses it
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def lacking_memory(nbytes: int) -> str | None:
+    """Return why weights of this size can't be used on this machine now; None if they can."""
+    free = free_bytes()
+    if nbytes <= free:
+        return None
+    return f"its weights have {nbytes / _GB:.1f} GB, and {free / _GB:.1f} GB of memory are free here"
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the size of parameters and buffers, on any device."""
+    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
+    """Return the size of the model's weights, built on the meta device; None if it can't be built there.
+
+    Runs in a forked child limited to the free memory, since the user's code may read a file of weights.
+    """
+    call = ForkedCall(lambda: _measured_bytes(config, info))
+    try:
+        return cast("int | None", call.result()) if call.has_ended(_LIMIT_S) else None
+    finally:
+        call.close()
+
+
+def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
+    with limited_to_free_memory(), torch.device("meta"):
+        return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))

@@ -157,11 +157,11 @@ class StepProfiler:
 
 def shares_of(events: Iterable[Any], total_s: float, device: torch.device) -> Shares:
     """Split ``total_s`` seconds into shares. ``events``: from ``torch.profiler``, on ``device``."""
-    found = list(events)
-    waits = [_interval(event) for event in found if event.name == _WAIT]
-    sending = [_interval(event) for event in found if event.name.startswith(_COMMUNICATION)]
+    listed = list(events)
+    waits = [_interval(event) for event in listed if event.name == _WAIT]
+    sending = [_interval(event) for event in listed if event.name.startswith(_COMMUNICATION)]
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    computing = [_interval(event) for event in found if event.device_type == kind and _computes(event)]
+    computing = [_interval(event) for event in listed if event.device_type == kind and _computes(event)]
     return Shares.of(total_s, waits, computing, sending)
 
 

@@ -65,10 +65,10 @@ class Rank:
         """True on rank 0."""
         return self.facts.rank == 0
 
-    def warn(self, words: str) -> None:
+    def warn(self, message: str) -> None:
         """Log a warning that is the same on all ranks, on rank 0 only."""
         if self.is_first:
-            _log.warning("%s", words)
+            _log.warning("%s", message)
 
     def note(self, event: str) -> None:
         """Record ``event``."""
@@ -212,8 +212,8 @@ def _check_and_connect(rank: Rank) -> None:
     if experiment.recovery.check_nodes:
         rank.progress.at("checking")
         owns_gpu = _expects_gpus(experiment, is_started_by_slurm(os.environ))
-        own = (rank.facts, rank.device, attempt, rank.node)
-        node_check.check(*own, experiment=experiment, connect=connect, owns_gpu=owns_gpu)
+        identity = (rank.facts, rank.device, attempt, rank.node)
+        node_check.check(*identity, experiment=experiment, connect=connect, owns_gpu=owns_gpu)
     else:
         connect()
 

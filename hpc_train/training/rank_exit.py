@@ -31,7 +31,6 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.refusals import refusal
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
-from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.
@@ -45,6 +44,10 @@ class MicroBatchError(HpcTrainError):
     """A micro-batch does not fit, though one did before or others may use the device: treated as a crash."""
 
 
+class TrialError(HpcTrainError):
+    """A trial of ``micro_batch_size: auto`` failed for a reason other than memory; the text is its error."""
+
+
 def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
     """Write this rank's error report, and choose its exit code."""
     cause = _cause(error, paths, attempt, flag)
@@ -54,8 +57,8 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
         _say(f"rank {facts.rank}: a peer is gone: {error}")
         if flag and flag.may_exit_early:  # both received the stop signal; the peer exited first
             return ExitCode.TRY_AGAIN
-        if words := nccl_words(error):
-            _tell(paths.attempt(attempt), facts.rank, words)
+        if message := nccl_words(error):
+            _tell(paths.attempt(attempt), facts.rank, message)
         return ExitCode.PEER_LOST
     # A signal to all processes of a job also ends the compiler's.
     if isinstance(error, TryAgainError) or (flag and compile_error(error) is not None):
@@ -82,7 +85,7 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
             return error
         if isinstance(error, RuntimeError | OSError):
             text = str(error).lower()
-            if any(words in text for words in (*_DEVICE_IS_FULL, *_HOST_IS_FULL)):
+            if any(phrase in text for phrase in (*_DEVICE_IS_FULL, *_HOST_IS_FULL)):
                 return error
         error = error.__cause__ or error.__context__
     return None
@@ -120,8 +123,8 @@ def _micro_batch_error(
     on_gpu = torch.cuda.is_initialized()
     if isinstance(error, HpcTrainError) or full is None or isinstance(full, OSError):
         return None
-    words = " ".join(str(full).split()) or type(full).__name__
-    if on_gpu and not any(mark in words.lower() for mark in _DEVICE_IS_FULL):
+    text = " ".join(str(full).split()) or type(full).__name__
+    if on_gpu and not any(mark in text.lower() for mark in _DEVICE_IS_FULL):
         return None  # the host's memory, which does not depend on the micro-batch
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
     size = effective_experiment(paths, attempt).optimization.micro_batch_size
@@ -129,10 +132,10 @@ def _micro_batch_error(
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"
     # If the message is the driver's, not the allocator's, other processes may have filled the device.
-    is_sure = flag.may_exit_early and not committed(paths) and "CUDA error: out of memory" not in words
-    found = (BadFileError if is_sure else MicroBatchError)(
+    is_sure = flag.may_exit_early and not committed(paths) and "CUDA error: out of memory" not in text
+    refusal_of_size = (BadFileError if is_sure else MicroBatchError)(
         f"optimization.micro_batch_size: {size} does not fit {place}; write {smaller}, "
-        f"activation_checkpointing: blocks, or a parallel.strategy that shards ({words})"
+        f"activation_checkpointing: blocks, or a parallel.strategy that shards ({text})"
     )
-    found.__cause__ = error
-    return found
+    refusal_of_size.__cause__ = error
+    return refusal_of_size

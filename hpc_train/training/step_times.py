@@ -1,20 +1,35 @@
-"""The time between two rows of metrics by category, measured on this rank's host.
+"""Times of training: between two rows by category, of the first step, and of the forward passes of all ranks.
 
-``training.meters`` owns one; the loop reports its waits. It never waits for the device, which may run behind,
-but by no more than its queue over the steps of a row, so means over a row are the device's.
+``training.meters`` owns a ``StepTimes``; the loop reports its waits. It never waits for the device, which may
+run behind, but by no more than its queue over the steps of a row, so means over a row are the device's.
+
+In a step all ranks wait for the slowest, so their step times are equal. Two times differ, by which
+``Stragglers`` finds slow ranks: that of a forward pass, in which ranks that don't share layers or parameters
+don't wait for each other, and the wait for data.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median, median_low
 from typing import TypeVar
 
+import torch
+
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.datasets.types import Batch
 from hpc_train.loggers.base import Row
-from hpc_train.training.compiling import Compilation
+from hpc_train.training.compiling import Compilation, first_step
 
 T = TypeVar("T")
+#: A rank is slow if it exceeds the median of all ranks by this share of a forward pass, or if its wait for
+#: data does so by this share of a step. Assumed.
+_EXCESS = 0.1
+#: It must do so in this share of the last rows, of a minimum number of rows, since single rows are noise.
+_ROWS, _MIN_ROWS, _SHARE = 8, 4, 0.75
 
 
 class StepTimes:
@@ -91,38 +106,121 @@ class StepTimes:
         num_steps = step - before[0]
         step_s = max(now - before[1] - paused_s, 1e-9) / num_steps
         samples_per_s = self._global_batch_size / step_s
-        found: Row = {
+        row: Row = {
             "step_s": _rounded(step_s),
             "data_wait_s": _rounded(data_wait_s / num_steps),
             "samples_per_s": _rounded(samples_per_s),
         }
         if self._sequence_length is not None:
-            found["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
-        return found if self._rates is None else found | self._rates(samples_per_s)
+            row["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
+        return row if self._rates is None else row | self._rates(samples_per_s)
 
 
 class FirstStep:
-    """The time of an attempt's first step by category, measured on this rank's host."""
+    """The first step of an attempt, in which torch compiles, and its time by category on this rank's host."""
 
-    def __init__(self, times: StepTimes, compilation: Compilation) -> None:
-        self._times, self._compilation = times, compilation
+    def __init__(
+        self,
+        times: StepTimes,
+        compilation: Compilation,
+        config: CompileConfig,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
+        on_end: Callable[[Mapping[str, float]], None] = lambda parts: None,
+    ) -> None:
+        """``on_batch`` receives the first micro-batch before its forward, ``on_end`` the ``parts``."""
+        self.is_over = False
+        self._times, self._compilation, self._config = times, compilation, config
+        self._on_batch, self._on_end = on_batch, on_end
         self._began = self._data_s = self._compiled_s = 0.0
 
-    def begin(self) -> None:
+    def begin(self, batch: Batch) -> None:
         """Called once the step's data have arrived."""
+        self._on_batch(batch)
         self._data_s, self._compiled_s = self._times.data_wait_s, self._compilation.seconds
         self._began = time.monotonic()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context of a step; only the first differs."""
+        return nullcontext() if self.is_over else first_step(self._config)
+
+    def end(self) -> None:
+        """Called after the step."""
+        self.is_over = True
+        self._on_end(self.parts())
 
     def parts(self) -> dict[str, float]:
         """Return the seconds, and the number of graphs compiled and of those read from caches."""
         compile_s = self._compilation.seconds - self._compiled_s
-        found = {
+        parts = {
             "data_s": self._data_s,
             "compile_s": compile_s,
             "run_s": time.monotonic() - self._began - compile_s,
         }
-        return {key: round(value, 3) for key, value in found.items()} | self._compilation.counts()
+        return {key: round(value, 3) for key, value in parts.items()} | self._compilation.counts()
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+class ForwardTime:
+    """Mean seconds of a step's first forward pass on this rank's device, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_host = device.type != "cuda"
+        self._sum_s, self._count, self._began = 0.0, 0, 0.0
+        #: Start and end of forward passes that may still be running on the device, the oldest first.
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self) -> None:
+        """Called before the forward pass."""
+        if self._is_host:
+            self._began = time.perf_counter()
+        else:
+            self._pending.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._pending[-1][0].record()
+
+    def end(self) -> None:
+        """Called after the forward pass."""
+        if self._is_host:
+            self._add(time.perf_counter() - self._began)
+        else:
+            self._pending[-1][1].record()
+            while self._pending and self._pending[0][1].query():
+                begin, end = self._pending.popleft()
+                self._add(begin.elapsed_time(end) / 1000)
+
+    def _add(self, seconds: float) -> None:
+        self._sum_s, self._count = self._sum_s + seconds, self._count + 1
+
+    def take(self) -> float:
+        """Return the mean since the last call, 0 if nothing was measured."""
+        mean_s = self._sum_s / self._count if self._count else 0.0
+        self._sum_s, self._count = 0.0, 0
+        return mean_s
+
+
+class Stragglers:
+    """Rank 0's record of the last rows."""
+
+    def __init__(self) -> None:
+        self._forward: deque[list[float]] = deque(maxlen=_ROWS)
+        self._waits: deque[list[float]] = deque(maxlen=_ROWS)
+
+    def add(self, forward_s: Sequence[float], data_wait_s: Sequence[float], step_s: float) -> None:
+        """Add a row's numbers by rank; ``step_s`` is the same for all ranks."""
+        middle_s, wait_s = median_low(forward_s), median_low(data_wait_s)
+        self._forward.append([seconds / middle_s if middle_s > 0 else 1.0 for seconds in forward_s])
+        self._waits.append([(seconds - wait_s) / step_s if step_s > 0 else 0.0 for seconds in data_wait_s])
+
+    def slow(self) -> dict[str, dict[str, float]]:
+        """Return rank → ``forward``, its time relative to the median, or ``data_wait``, the excess of its
+        wait for data as a share of the step.
+        """
+        slow: dict[str, dict[str, float]] = {}
+        for name, rows, normal in (("forward", self._forward, 1.0), ("data_wait", self._waits, 0.0)):
+            for rank, values in enumerate(zip(*rows, strict=True)):
+                num_over = sum(value > normal + _EXCESS for value in values)
+                if len(values) >= _MIN_ROWS and num_over >= _SHARE * len(values):
+                    slow.setdefault(str(rank), {})[name] = round(median(values), 2)
+        return slow

@@ -1,53 +1,54 @@
-"""The model as it is trained on this rank, its optimizer, and the state restored from a checkpoint."""
+"""The model as it is trained on this rank: built with its weights, placed, with its optimizer and EMA.
+
+``model.init_from`` loads weights of another run or of a file into a newly built model. ``precision: fp8``
+runs the linear layers of the repeated blocks in float8, with torchao: input, weight and incoming gradient are
+each scaled by their largest value and cast right before a product (e4m3 forward, e5m2 for gradients;
+arXiv:2209.05433); everything else is as under ``bf16``. The parameters and their names do not change, so
+checkpoints do not depend on the precision.
+"""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from hpc_train import registry
-from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
+from hpc_train.checkpoint.plain_weights import plain_weights
+from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import NormalizeConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.sampler import Position
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.distributed.seeds import seed_build
-from hpc_train.errors import BadFileError, EnvironmentRefusesError
+from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
-from hpc_train.models.building import build_model
+from hpc_train.models.building import build_model, converter_of
 from hpc_train.models.depths import layer_depths
 from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.weights import LoadReport, report_of
-from hpc_train.run import versions
+from hpc_train.models.weights import LoadReport, StateDict, load_what_fits, read_weights, report_of
+from hpc_train.paths import CheckpointPaths
+from hpc_train.registry import importing
+from hpc_train.run.checkpoints import verify
+from hpc_train.run.weight_source import KEY, described, find_source
 from hpc_train.strategies.base import RankContext, Strategy
 from hpc_train.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.learning_rate import Schedule
-from hpc_train.training import hardware, other_ranks
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.compiling import compile_model
 from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
-from hpc_train.training.fp8 import use_float8
-from hpc_train.training.hardware import Hardware
-from hpc_train.training.initial_weights import load_initial_weights
-from hpc_train.training.optimization import Optimization, make_optimizer
-from hpc_train.training.parameter_groups import matched_groups
+from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
-from hpc_train.training.schedules import make_schedule
 
 #: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
-
-
-def part(kind: str, name: str) -> Any:
-    """Return the plug-in of this name; its signature depends on its kind."""
-    return registry.load(kind, name)
+#: Sizes of float8 products on the GPU are multiples of this.
+_FP8_SIZES = 16
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _schedule(config: Experiment, batches: BatchArithmetic | None) -> Schedule:
 
 def _strategy(config: Experiment, context: RankContext) -> Strategy:
     name = config.parallel.strategy
-    strategy = part("strategies", name)(context)
+    strategy = cast(Any, registry.load("strategies", name))(context)
     missing = [method for method in _METHODS if not hasattr(strategy, method)]
     if missing:
         raise BadFileError(
@@ -168,134 +169,56 @@ def _has_sparse_gradients(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) for module in model.modules())
 
 
-class OtherVersionsError(EnvironmentRefusesError):
-    """The environment differs from that of the checkpoint, and ``environment.strict`` is set."""
+def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
+    """Load the weights by name, in place; ``models.weights.report_of`` returns the report.
 
-
-@dataclass(frozen=True)
-class Resumed:
-    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``."""
-
-    position: Position
-    hardware: Hardware
-    skips: int = 0
-
-
-def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, source: DataSource) -> Resumed:
-    """Restore the newest complete checkpoint; return step 0 if there is none.
-
-    Raises StorageError if all are damaged, OtherVersionsError if versions differ under
-    ``environment.strict``, BadFileError if the data have changed or the checkpoint has no position.
+    Raises BadFileError if they can't be read or do not fit the model.
     """
-    loaded = checkpointer.load_newest(train_state.state)
-    then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
-    now = hardware.take_over(then, step, rank.device, checkpointer.ranks, rank.warn)
-    if loaded is None:
-        return Resumed(Position(0), now)
-    _compare_versions(rank, loaded)
-    _compare_ranks(rank, loaded, train_state)
-    _check_data(loaded, source)
-    saved = loaded.extra.get("position")
-    if saved is None:
-        raise BadFileError(f"checkpoint {loaded.step}: state.json does not contain the position of training")
-    if saved["step"] > 0:
-        # The rate of the step that produced these weights: a save before the next step records it.
-        train_state.optimization.set_learning_rate(saved["step"] - 1)
-    return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
-
-
-def _compare_versions(rank: Rank, loaded: Loaded) -> None:
-    """Warn about versions that differ from those at the save; refuse them under ``environment.strict``."""
-    now = versions.versions()
-    then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
-    found = versions.differences(then, {key: now[key] for key in then})
-    if not found:
+    if config.init_from is None:
         return
-    words = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(found)}"
-    if rank.experiment.environment.strict:
-        raise OtherVersionsError(
-            f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
-        )
-    rank.warn(f"{words}; the weights may differ in the last bit from here on")
-
-
-def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
-    """Warn if the ranks differ from the ranks that saved: results change, if only by rounding."""
-    words = other_ranks.difference(
-        loaded.extra,
-        _ranks(rank),
-        loaded.step,
-        has_batchnorm=train_state.has_batchnorm,
-        is_synced=rank.experiment.parallel.sync_batchnorm,
+    source = find_source(config.init_from)
+    weights = (
+        read_weights(str(source), KEY)
+        if source.is_file()
+        else _weights_of_checkpoint(CheckpointPaths(source))
     )
-    if words is not None:
-        rank.warn(words)
+    load_what_fits(model, weights, described(source), converter_of(config.name), KEY)
 
 
-def _ranks(rank: Rank) -> dict[str, Any]:
-    return other_ranks.conditions(rank.facts.world_size, rank.experiment.parallel.strategy, rank.degrees)
+def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:
+    if problems := verify(checkpoint):
+        raise BadFileError(f"{KEY}: {checkpoint.folder} is damaged: {'; '.join(problems)}; name another run")
+    entries = plain_weights(checkpoint, SavedState.read(checkpoint))
+    return {name: entry.read() for name, entry in entries.items()}
 
 
-def _check_data(loaded: Loaded, source: DataSource) -> None:
-    """Refuse data with another number of samples or other classes than the checkpoint was trained on."""
-    then, now = loaded.extra.get("data"), _data_facts(source)
-    if then is None or all(then[key] == now[key] for key in ("num_samples", "classes")):
-        return
-    what = "training samples" if then["num_samples"] != now["num_samples"] else "classes"
-    counts = f": {then['num_samples']} then, {now['num_samples']} now" if what == "training samples" else ""
-    raise BadFileError(
-        f"data.root: the {what} are not those that checkpoint {loaded.step} was trained on{counts}; "
-        "restore the data, or train again with hpc-train submit --new"
-    )
+def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Make the linear layers inside ``blocks`` multiply in float8, in place; emulated on a CPU.
 
-
-def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
-    """Raise BadFileError if the data have other classes than the checkpoint was trained on."""
-    then = loaded.extra.get("data")
-    if then is not None and then["classes"] != _data_facts(source)["classes"]:
+    Not converted: the model's first and last layers, which are in no block; sizes that 16 does not divide;
+    subclasses of ``nn.Linear``, which have their own forward. Raises BadFileError if no layer can be
+    converted or torchao is missing.
+    """
+    with importing("torchao", "fp8", needed_by="precision: fp8", otherwise=", or write bf16"):
+        from torchao import float8
+    # The number of rows of a micro-batch, the inner size of the weight gradient's product, is arbitrary.
+    config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
+    if not any(_has_fitting_sizes(module) for block in blocks for module in _below(block)):
         raise BadFileError(
-            f"data: the classes are not those that checkpoint {loaded.step} was trained on; use data with "
-            "the same classes, in folders of the same names"
+            f"precision: fp8 finds no linear layer in the model's blocks whose sizes {_FP8_SIZES} divides; "
+            "write bf16"
         )
+    for block in blocks:
+        if not isinstance(block, nn.Linear):
+            float8.convert_to_float8_training(
+                block, module_filter_fn=lambda module, name: _has_fitting_sizes(module), config=config
+            )
 
 
-def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
-    """Return the experiment with the mean and standard deviation of the data that the checkpoint was trained
-    on, if the file has none.
-    """
-    then = loaded.extra.get("data") or {}
-    if experiment.data.normalize is not None or not then.get("mean"):
-        return experiment
-    normalize = NormalizeConfig(mean=then["mean"], std=then["std"])
-    data = experiment.data.model_copy(update={"normalize": normalize})
-    return experiment.model_copy(update={"data": data})
+def _below(block: nn.Module) -> list[nn.Module]:
+    """Return the modules that can be replaced in place: all inside the block, without the block itself."""
+    return list(block.modules())[1:]
 
 
-def _data_facts(source: DataSource) -> dict[str, Any]:
-    classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
-    own = {"mean": list(source.info.mean), "std": list(source.info.std)}
-    return {"num_samples": len(source.train), "classes": classes[:16]} | own
-
-
-def extra(
-    rank: Rank,
-    source: DataSource,
-    batches: BatchArithmetic,
-    position: Position,
-    hardware: Hardware,
-    skips: int,
-) -> dict[str, Any]:
-    """Return the content of a checkpoint besides tensors: its position and its history."""
-    return {
-        "position": {"step": position.step, "skipped": list(position.skipped)},
-        "skips": skips,
-        "seed": rank.experiment.seed,
-        "data": _data_facts(source),
-        "micro_batches": batches.micro_batches,
-        "steps_per_epoch": batches.steps_per_epoch,
-        "precision": rank.experiment.precision,
-        "device": rank.device.type,
-        "hardware": hardware.to_json(),
-        "versions": versions.versions(),
-        **_ranks(rank),
-    }
+def _has_fitting_sizes(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not any(size % _FP8_SIZES for size in module.weight.shape)

@@ -10,38 +10,31 @@ import hashlib
 import json
 import logging
 import secrets
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import printable
-from hpc_train.package_path import answer_in
 from hpc_train.paths import cache_folder
-from hpc_train.validate.child_process import Child, environment
+from hpc_train.validate.child_process import ChildError, one_child
 
 _log = logging.getLogger(__name__)
 
 #: From a cold network disk torch alone takes a minute.
 CHILD_LIMIT_S = 180
-#: The modules that list names and inspect models.
-_NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
-#: The child process to use within ``one_child``.
-_kept: Child | None = None
+#: The functions that list names and inspect models.
+_NAMES, _FACTS = "hpc_train.models.names:list_names", "hpc_train.strategies.model_facts:answer"
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})
 #: Increase it when the child's answers change: a checkout's version of hpc-train does not show that.
-_ANSWERS = 5
+_ANSWERS = 6
 
 
 def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``smp``, ``smp_encoders``, ``datasets``,
-    ``timm_optimizers``, ``torch_schedules``); None if unavailable.
+    ``timm_optimizers``); None if unavailable.
     """
     names = _answer(None).get(kind)
     if names is not _checked.get(kind):  # a check of all names, once and not for each run of a sweep
@@ -79,17 +72,6 @@ def facts(name: str, args: dict[str, Any], image_size: int | Sequence[int] | Non
     if name.partition("/")[0] not in PROVIDERS:
         return {}
     return _answer(json.dumps([name, args] if image_size is None else [name, args, image_size]))
-
-
-@contextmanager
-def one_child() -> Iterator[None]:
-    """Within this context one child answers all questions about models. Not nested."""
-    global _kept  # noqa: PLW0603
-    try:
-        with closing(Child(_FACTS)) as _kept:
-            yield
-    finally:
-        _kept = None
 
 
 def forget_answers() -> None:
@@ -139,37 +121,14 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _ask(question: str | None) -> dict[str, Any]:
     """Return the child's answer; empty if there is none in time."""
+    function, arguments = (_NAMES, []) if question is None else (_FACTS, json.loads(question))
     try:
-        answer = answer_in(_names() if question is None else _about_a_model(question))
-        if answer is None or "error" in answer:
-            raise ValueError("no answer" if answer is None else answer["error"])
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        _log.warning("names could not be checked: %s", _last_line(error))
+        with one_child() as child:
+            answer = child.call(function, *arguments, limit_s=CHILD_LIMIT_S)
+    except ChildError as error:
+        _log.warning("names could not be checked: %s", error)
         return {}
-    return answer
-
-
-def _names() -> bytes:
-    return subprocess.run(
-        [sys.executable, "-m", _NAMES],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=CHILD_LIMIT_S,
-        check=True,
-        env=environment(),
-    ).stdout
-
-
-def _about_a_model(question: str) -> bytes:
-    with nullcontext(_kept) if _kept is not None else closing(Child(_FACTS)) as child:
-        return child.ask(question, CHILD_LIMIT_S)
-
-
-def _last_line(error: Exception) -> str:
-    """Return the child's last line on why it failed, or the error of the call."""
-    stderr = getattr(error, "stderr", None) or b""
-    lines = stderr.decode("utf-8", "replace").split("\n") if isinstance(stderr, bytes) else []
-    return printable(next((line for line in reversed(lines) if line.strip()), str(error)))
+    return answer if isinstance(answer, dict) else {}
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:

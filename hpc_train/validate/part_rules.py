@@ -288,32 +288,17 @@ def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
 
 @rule("schedule.unknown", "optimization.schedule.name", looks_up_names=True)
 def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """The learning rate schedule must be built in, of timm, or of torch."""
-
-    def names_of(provider: str) -> Collection[str] | None:
-        return model_facts.known_names("torch_schedules") if provider == "torch" else None
-
-    if problem := problem_of_schedule_name(experiment.optimization.schedule.name, names_of):
+    """The learning rate schedule must be built in."""
+    if problem := problem_of_schedule_name(experiment.optimization.schedule.name):
         yield problem
 
 
-def problem_of_schedule_name(name: str, names_of: Callable[[str], Collection[str] | None]) -> Problem | None:
-    """Return the problem with the name. ``names_of``: lists a provider's; None: they are unknown here."""
-    path = ("optimization", "schedule", "name")
-    provider, _, rest = name.rpartition("/")
-    if not provider:
-        built_in = [*OVER_SPAN, *OVER_STEPS]
-        return None if name in built_in else Problem(path, *unknown_name("schedule", name, built_in))
-    if provider not in {"timm", "torch"}:
-        remedy = "write timm/<name> or torch/<class>, like torch/OneCycleLR"
-        return Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
-    if rest == "ReduceLROnPlateau":
-        return Problem(path, f"{rest} needs the loss, and a schedule knows the step alone", "write cosine")
-    listed = names_of(provider)
-    spelled = rest.lower() if provider == "timm" else rest
-    if listed is None or spelled in listed:
+def problem_of_schedule_name(name: str) -> Problem | None:
+    """Return the problem with the name of a learning rate schedule, or None."""
+    built_in = [*OVER_SPAN, *OVER_STEPS]
+    if name in built_in:
         return None
-    return unlisted(path, provider, "schedule", rest, listed)
+    return Problem(("optimization", "schedule", "name"), *unknown_name("schedule", name, built_in))
 
 
 @rule("data.unknown", "data.name", looks_up_names=True)

@@ -25,7 +25,7 @@ from hpc_train.errors import StorageError, UsageError
 from hpc_train.models.lora import add_lora
 from hpc_train.paths import RunPaths
 from hpc_train.training.ema import Ema
-from hpc_train.training.initial_weights import load_initial_weights
+from hpc_train.training.train_state import load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, forge, make_run
 from tests.run.runs import small_run
 

@@ -22,7 +22,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import versions
 from hpc_train.run.checkpoints import verify
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training import other_ranks
+from hpc_train.training.resume import conditions
 from tests.checkpoint.checkpoint_runs import Trainee, forge, make_run
 from tests.training.resumes import resume
 
@@ -81,7 +81,7 @@ def extra() -> dict[str, Any]:
         "data": None,
         "hardware": {"processor": "some", "threads": [1]},
         "versions": versions.versions() | {"torch": "0.0.1"},
-        **other_ranks.conditions(1, "fsdp", Degrees(pipeline=2)),
+        **conditions(1, "fsdp", Degrees(pipeline=2)),
     }
 
 

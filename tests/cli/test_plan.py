@@ -7,7 +7,7 @@ import pytest
 
 from hpc_train.cli.plan import missing_data
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.plan.pack_files import pack_files
+from hpc_train.plan.input_files import pack_files
 from hpc_train.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE

@@ -1,11 +1,14 @@
-"""docs/architecture.md names packages and modules that exist, and all packages."""
+"""docs/architecture.md names modules that exist, all packages, and the places to edit for a new part."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from hpc_train.config.keys import all_keys
 
@@ -27,16 +30,17 @@ def test_every_module_that_the_page_names_exists() -> None:
     packages = "|".join(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
     named = set(re.findall(rf"(?<![\w./])((?:{packages})[./][a-z_][\w./]*)", TEXT))
     assert len(named) > 40
-    keys = {".".join(path) for path in all_keys()}
+    keys = {".".join(map(str, path)) for path in all_keys()}
     wrong = {name for name in named if not _exists(name) and name not in keys | {"run.json"}}
     assert not wrong, wrong
 
 
 def test_every_package_has_a_row_and_a_layer() -> None:
-    (table,) = re.findall(r"\| package \| owns .*?\n\n", TEXT, re.DOTALL)
-    rows = set(
-        re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines() if "|" in row))
-    )
+    tables = re.findall(r"\| package \| owns .*?\n\n", TEXT, re.DOTALL)
+    cells = [row.split("|") for table in tables for row in table.strip().splitlines()[2:]]
+    rows = {name for cell in cells for name in re.findall(r"`(\w+)`", cell[1])}
+    starts = [re.findall(r"`([\w/]+\.py)`", cell[3]) for cell in cells]
+    assert [start for start in starts if len(start) != 1 or not (PACKAGE / start[0]).is_file()] == []
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     modules = packages | {path.stem for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
     assert rows == modules
@@ -45,6 +49,28 @@ def test_every_package_has_a_row_and_a_layer() -> None:
     ]
     layers = {name.strip() for layer in contracts[0]["layers"] for name in layer.split("|")}
     assert layers - {"__main__"} == modules
+
+
+def _contributions() -> Iterator[tuple[str, str, list[str]]]:
+    """Yield kind, example and places of each row of the contributor's table."""
+    (table,) = re.findall(r"\| to add \| example .*?\n\n", TEXT, re.DOTALL)
+    for row in table.strip().splitlines()[2:]:
+        _, kind, example, places, _ = row.split("|")
+        yield kind.strip(), example.strip().strip("`"), re.findall(r"`([\w/]+\.py)`", places)
+
+
+@pytest.mark.parametrize(("kind", "example", "places"), [*_contributions()])
+def test_a_part_is_named_in_the_places_of_its_row_only(kind: str, example: str, places: list[str]) -> None:
+    """A module is imported or named nowhere else; a function or key is in each place."""
+    assert places, kind
+    sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
+    if not example.endswith(".py"):
+        word = re.compile(rf"\b{re.escape(example)}\b")
+        assert [place for place in places if not word.search(sources[place])] == []
+        return
+    package, _, module = example.removesuffix(".py").replace("/", ".").rpartition(".")
+    named = rf"hpc_train\.{package}\.{module}\b|from hpc_train\.{package} import [^\n]*\b{module}\b"
+    assert {name for name, text in sources.items() if re.search(named, text)} - {example} == set(places)
 
 
 _SCHEDULER = re.compile(r"slurm|sbatch|squeue|scancel|scontrol|srun|sacct|sinfo", re.IGNORECASE)

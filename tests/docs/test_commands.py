@@ -13,7 +13,7 @@ from tests.docs.pages import REPOSITORY
 
 PROGRAM: Any = get_command(app)
 COMMANDS = {name: each for name, each in PROGRAM.commands.items() if not each.hidden}
-PAGE = (REPOSITORY / "docs/reference.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs/reference_commands.md").read_text(encoding="utf-8")
 (TABLE,) = re.findall(r"^\| command \| effect \| options \|.*?\n\n", PAGE, re.DOTALL | re.MULTILINE)
 ROWS = dict(re.findall(r"^\| `(\w+)[^`]*` (\|.*\|)$", TABLE, re.MULTILINE))
 _OPTION = re.compile(r"(?<=`)--?[a-z-]+")
@@ -29,7 +29,7 @@ def test_the_row_of_a_command_lists_its_options(name: str) -> None:
     options = [{*each.opts, *each.secondary_opts} for each in COMMANDS[name].params if each.opts[0][0] == "-"]
     missing = [spellings for spellings in options if not spellings & listed]
     unknown = listed - set().union(*options)
-    assert not missing and not unknown, f"docs/reference.md, {name}: missing {missing}, unknown {unknown}"
+    assert not missing and not unknown, f"the table of commands, {name}: missing {missing}, unknown {unknown}"
 
 
 def _head(name: str) -> str:

@@ -12,7 +12,7 @@ from hpc_train.registry import parts
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from tests.docs.pages import REPOSITORY
 
-#: Key of the file, in a heading or the first cell of a table → the names that the table must list.
+#: Key of the file, in a heading → the names that the table must list.
 NAMES = {
     "task": parts("tasks").keys(),
     "parallel.strategy": parts("strategies").keys(),
@@ -24,22 +24,21 @@ NAMES = {
 
 @pytest.mark.parametrize("key", NAMES)
 def test_the_table_of_a_key_has_a_row_for_each_name(key: str) -> None:
-    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
-    heading, head_of_table = rf"### [^\n]*: `{re.escape(key)}`", rf"\| `{re.escape(key)}` \| meaning \|"
-    [section] = re.findall(rf"^(?:{heading}|{head_of_table})\n(.*?)^##", page, re.DOTALL | re.MULTILINE)
+    page = (REPOSITORY / "docs" / "reference_parts.md").read_text(encoding="utf-8")
+    [section] = re.findall(rf"^## [^\n]*: `{re.escape(key)}`\n(.*?)^##", page, re.DOTALL | re.MULTILINE)
     cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     missing = NAMES[key] - set(re.findall(r"`(\w+)", cells))
-    assert not missing, f"docs/reference.md: the table of {key} has no row for {sorted(missing)}; add one"
+    assert not missing, f"reference_parts.md: the table of {key} has no row for {sorted(missing)}; add one"
 
 
 def test_keys_outside_the_id_of_a_run_are_listed() -> None:
-    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "reference_commands.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"its id is a hash of the file without (.*?);", page, re.DOTALL)
     assert re.findall(r"`([a-z_.]+)`", listed) == list(NOT_IDENTITY)
 
 
 def test_the_table_of_extras_has_all() -> None:
-    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "reference_commands.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| extra \| for \|\n.*?\n\n", page, re.DOTALL | re.MULTILINE)
     listed = {
         name for row in table.strip().splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])

@@ -25,7 +25,7 @@ _LOADED = re.compile(
     r"""<(?:script|img|iframe)[^>]* src="?(?:https?:)?//|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*//"""
 )
 #: The first page, one with commands, one with a diagram, the one with the widest tables.
-_OPENED = ("index", "tutorial", "explain_model_parallelism", "reference")
+_OPENED = ("index", "tutorial", "explain_model_parallelism", "reference_file")
 _WIDTHS = {"light": (400, 1600), "dark": (1600, 400)}
 
 
@@ -71,7 +71,7 @@ def test_pages_are_accessible_and_load_only_the_site(browser: Any, site: Path, s
             page, said = opened(browser, file, viewport={"width": width, "height": 900}, color_scheme=scheme)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
             assert [line for line in said if not _is_of(site, line)] == []
-            if width == _WIDTHS[scheme][0] and (name, scheme) != ("reference", "dark"):  # a long page
+            if width == _WIDTHS[scheme][0] and (name, scheme) != ("reference_file", "dark"):  # a long page
                 assert violations(page) == [], (name, width)
             page.context.close()
 

@@ -9,7 +9,8 @@ attention, CUDA graphs, Triton and so ``torch.compile``, profiles of the device,
 
 Variables of the device: FAKE_CUDA_MIB (4096), FAKE_CUDA_OTHERS_MIB (used by other processes), FAKE_CUDA_NAME,
 FAKE_CUDA_MAJOR (9). Files that exist while it fails, hangs or is busy: FAKE_CUDA_FAILS (every call returns
-cudaErrorECCUncorrectable), FAKE_CUDA_HANGS (nothing completes), FAKE_CUDA_BUSY (``set_device`` fails).
+cudaErrorECCUncorrectable), FAKE_CUDA_HANGS (nothing completes), FAKE_CUDA_BUSY (``set_device`` fails). A node
+of Slurm has a device less while FAKE_CUDA_LOST with ``-`` and its name appended is a file.
 """
 
 from __future__ import annotations

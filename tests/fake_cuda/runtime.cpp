@@ -50,6 +50,12 @@ bool exists(const char *name) {
   const char *path = getenv(name);
   return path && access(path, F_OK) == 0;
 }
+// The devices of this node; one is lost where FAKE_CUDA_LOST-<node> exists.
+int num_devices() {
+  const char *path = getenv("FAKE_CUDA_LOST"), *node = getenv("SLURMD_NODENAME");
+  bool lost = path && node && access((std::string(path) + "-" + node).c_str(), F_OK) == 0;
+  return number("FAKE_CUDA_DEVICES", 1) - lost;
+}
 double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -110,14 +116,14 @@ cudaError_t cudaGetDeviceCount(int *count) {
       abort();
     }
   });
-  *count = number("FAKE_CUDA_DEVICES", 1);
+  *count = num_devices();
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
   if (visible) *count = !*visible || *visible == '-' ? 0 : std::min<int>(*count, 1 + std::count(visible, visible + strlen(visible), ','));
   return *count ? cudaSuccess : last = cudaErrorNoDevice;
 }
 cudaError_t cudaGetDevice(int *device) { return *device = current, cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= number("FAKE_CUDA_DEVICES", 1)) return last = cudaErrorInvalidDevice;
+  if (device < 0 || device >= num_devices()) return last = cudaErrorInvalidDevice;
   current = device;
   has_context[device] = true;
   return exists("FAKE_CUDA_BUSY") ? last = cudaErrorDevicesUnavailable : state();

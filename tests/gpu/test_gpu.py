@@ -41,12 +41,11 @@ from hpc_train.tasks.base import make_task
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.fp8 import use_float8
 from hpc_train.training.meters import Meters, MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import FiniteWatch, Guard
 from hpc_train.training.step import StepResult, train_step
-from hpc_train.training.train_state import build
+from hpc_train.training.train_state import build, use_float8
 from hpc_train.validate.loading import load
 from tests import fake_cuda
 from tests.end_to_end import paced

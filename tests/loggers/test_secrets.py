@@ -15,7 +15,7 @@ from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.mlflow import MlflowLogger
 from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.training.build import make_logger
+from hpc_train.training.logger_threads import make_logger
 from hpc_train.training.meters import MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from tests.cli.commands import hpc_train

@@ -27,7 +27,7 @@ from hpc_train.run import frozen_experiment
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.training.pictures import png
+from hpc_train.training.evaluation_outputs import png
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import client_of, history_in

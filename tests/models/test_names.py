@@ -29,5 +29,5 @@ def test_synchronised_batchnorm_counts_and_instance_norm_does_not() -> None:
 def test_the_module_prints_one_json_object() -> None:
     command = [sys.executable, "-m", "hpc_train.models.names"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers", "torch_schedules"}
+    keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers"}
     assert json.loads(done.stdout).keys() == keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.communication import communication
+from hpc_train.plan.prediction import communication
 from hpc_train.topology.degrees import Degrees
 
 GB = 10**9

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.gpu_models import GPU_MODELS, described, gpu_memory_gib, peak_tflops
+from hpc_train.plan.devices import GPU_MODELS, described, gpu_memory_gib, peak_tflops
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +14,9 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import split_model
 from hpc_train.strategies.model_facts import _facts_of_size, facts
-from hpc_train.strategies.tensor_plan import refuse_unshared
+from hpc_train.strategies.tensor import refuse_unshared
+from hpc_train.validate.child_process import ChildError, one_child
+from tests.waiting import HANG_LIMIT_S
 
 VIT = "timm/vit_tiny_patch16_224"
 
@@ -96,14 +95,13 @@ def test_batchnorm_is_told_of_a_named_model_and_its_arguments(
 
 
 @pytest.mark.slow
-def test_the_module_answers_line_by_line() -> None:
-    questions = [["timm/test_resnet", {}], ["timm/resnet19", {}], ["timm/test_vit", {"depth": 2}]]
-    command = [sys.executable, "-m", "hpc_train.strategies.model_facts"]
-    asked = "".join(f"{json.dumps(question)}\n" for question in questions)
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
-    first, unknown, last = map(json.loads, done.stdout.splitlines())
-    assert first == facts("timm/test_resnet", {}) and last == facts("timm/test_vit", {"depth": 2})
-    assert "did you mean" in unknown["error"]
+def test_a_child_returns_results_and_passes_errors_on() -> None:
+    function = "hpc_train.strategies.model_facts:answer"
+    with one_child() as child:
+        for name, args in (("timm/test_resnet", {}), ("timm/test_vit", {"depth": 2})):
+            assert child.call(function, name, args, limit_s=HANG_LIMIT_S) == facts(name, args)
+        with pytest.raises(ChildError, match="did you mean"):
+            child.call(function, "timm/resnet19", {}, limit_s=HANG_LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,12 @@ from hpc_train.models.gpt import GPT
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
+from hpc_train.strategies.tensor import _SharedDropout, refuse_unshared
 from hpc_train.strategies.tensor_layers import find_shareable
-from hpc_train.strategies.tensor_plan import _SharedDropout, refuse_unshared
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema
-from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer
-from hpc_train.training.schedules import make_schedule
+from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer, make_schedule
 from hpc_train.validate.model_rules import GPTArgs
 from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks

@@ -22,13 +22,12 @@ from hpc_train.strategies.base import RankContext
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.evaluation import evaluate
-from hpc_train.training.forward import TrainingForward
+from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.mixing import Mixing
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState
-from hpc_train.training.training_sums import TrainingSums
 from tests.parallelism.training import whole
 from tests.ranks import run_ranks
 

@@ -11,7 +11,8 @@ import torch
 
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.rank import Rank
-from hpc_train.training.train_state import Resumed, TrainState, resumed
+from hpc_train.training.resume import Resumed, resumed
+from hpc_train.training.train_state import TrainState
 
 
 def resume(

@@ -12,9 +12,8 @@ from hpc_train.errors import BadFileError, ExitCode, PeerLostError, StorageError
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.found_micro_batch import Found, keep, kept, kept_size
 from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.topology.micro_batch_sizes import candidates
-from hpc_train.training.batch_size_search import FAILED, OUT_OF_MEMORY, PEER, doubling
-from hpc_train.training.batch_size_trial import last_words
+from hpc_train.topology.pipeline_schedules import candidates
+from hpc_train.training.batch_size_search import FAILED, OUT_OF_MEMORY, PEER, doubling, last_words
 from hpc_train.validate import model_facts
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start

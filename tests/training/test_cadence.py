@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
 from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
-from hpc_train.training.cadence import Cadence
+from hpc_train.training.loop import Cadence
 
 STEPS_PER_EPOCH = 5
 TOTAL_STEPS = 12

@@ -10,8 +10,8 @@ import pytest
 
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
-from hpc_train.training import evaluation_files
-from hpc_train.training.evaluation_files import EvaluationFiles, files_of
+from hpc_train.training import evaluation_outputs
+from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
 
 
 class Task:
@@ -24,8 +24,8 @@ def names(paths: RunPaths) -> list[str]:
 
 
 def test_a_task_names_its_files_and_averages_have_a_prefix() -> None:
-    assert files_of(Task(), {"count": 3}, "ema_") == {"ema_table.csv": b"3"}
-    assert files_of(object(), {"count": 3}) == {}
+    sums = {"": {"count": 2}, "ema_": {"count": 3}}
+    assert TaskFiles(Task()).files(20, sums) == {"table.csv": b"2", "ema_table.csv": b"3"}
 
 
 def test_a_repeated_evaluation_replaces_its_files(tmp_path: Path) -> None:
@@ -50,6 +50,6 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object, **__: object) -> Any:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(evaluation_files, "replacing", full)
+    monkeypatch.setattr(evaluation_outputs, "replacing", full)
     with pytest.raises(StorageError, match=r"step-00000001/table\.csv: the disk is full"):
         EvaluationFiles(RunPaths(tmp_path)).write(1, {"table.csv": b""})

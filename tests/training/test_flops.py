@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch
+from hpc_train.distributed.forking import ForkedCall
 from hpc_train.models.gpt import GPT
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
-from hpc_train.training.forked_call import ForkedCall
 from hpc_train.validate.model_rules import GPTArgs
 from tests.ranks import run_ranks
 from tests.waiting import HANG_LIMIT_S

@@ -22,8 +22,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.strategies.base import RankContext
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training.fp8 import use_float8
-from hpc_train.training.train_state import TrainState, build
+from hpc_train.training.train_state import TrainState, build, use_float8
 from hpc_train.validate import model_facts
 from tests.checkpoint.checkpoint_runs import make_run, saving_group
 from tests.config.files import GOOD, problems_of

@@ -15,7 +15,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.weights import report_of
-from hpc_train.training.initial_weights import load_initial_weights
+from hpc_train.training.train_state import load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, make_run
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

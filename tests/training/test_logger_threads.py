@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers.base import Logger
-from hpc_train.training import build, logger_threads
-from hpc_train.training.build import start_logger
-from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all
+from hpc_train.training import logger_threads
+from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all, start_logger
 from hpc_train.training.meters import MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import context, row
@@ -100,7 +99,6 @@ def test_a_constructor_that_hangs_is_abandoned(
     monkeypatch.setattr(LoggerThread, "construct", lambda self, make: construct(self, make, 0.2))
     assert start_logger(f"{__name__}:HangsInConstructor", context(tmp_path)) is None
     assert f"{__name__}:HangsInConstructor is abandoned: it was not constructed within 0.2 s" in caplog.text
-    assert build.start_logger is start_logger
 
 
 def test_a_logger_is_constructed_and_called_in_one_thread(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hpc_train import registry
 from hpc_train.config.fields import Section
 from hpc_train.config.schema import LoggingConfig
-from hpc_train.training.build import make_logger
+from hpc_train.training.logger_threads import make_logger
 from tests.loggers.wandb_files import context
 
 CLASS = "class Broken:\n    def __init__(self, context): "

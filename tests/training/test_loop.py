@@ -26,13 +26,18 @@ from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import NonFiniteError, StorageError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
-from hpc_train.training.cadence import Cadence
-from hpc_train.training.evaluation_files import EvaluationFiles
-from hpc_train.training.loop import BadSampleCount, Trainer, Validation
+from hpc_train.training.compiling import Compilation
+from hpc_train.training.evaluation import Evaluator, Validation
+from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
+from hpc_train.training.forward import TrainingForward
+from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
 from hpc_train.training.meters import Meters
+from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError
 from hpc_train.training.optimization import Optimization
 from hpc_train.training.saving import Saves
+from hpc_train.training.step_progress import StepProgress
+from hpc_train.training.step_times import FirstStep
 from hpc_train.training.train_state import TrainState
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 from tests.waiting import HANG_LIMIT_S
@@ -92,7 +97,7 @@ def batch_of(step: int) -> Batch:
     return Batch(step, 0, 1.0, torch.randn(4, 5), torch.zeros(4), torch.ones(4, dtype=torch.bool))
 
 
-def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100) -> Trainer:
+def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task: Any = None) -> Trainer:
     """Save after each step, keeping two; under ``skip`` the run has skipped as many as it may."""
     trainee = Trainee()
     config = OptimizationConfig(
@@ -109,26 +114,37 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100) -> Tr
     checkpointer = trainee.checkpointer(run, keep=2)
     optimization = Optimization(trainee.optimizer, lambda step: 1.0, precision, CPU)
     group = Group(0, 1, CPU, None, None, Timeouts())  # type: ignore[arg-type]
+    agreement, progress = Agreement(group, StopFlag()), Progress()
+    state = TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization)
+    step_progress = StepProgress(progress, meters.forward_time)
+    forward = TrainingForward.of(
+        cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
+        state,
+        task or Task(),
+        precision,
+        CPU,
+        lambda batch: batch,
+        on_begin=step_progress.begin_forward,
+        on_end=step_progress.end_forward,
+    )
     return Trainer(
-        experiment=cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
-        device=CPU,
-        precision=precision,
-        task=Task(),
-        state=TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization),
-        guard=Guard(config, trainee.model, norm_counts=True, skips=1),
-        agreement=Agreement(group, StopFlag()),
-        progress=Progress(),
-        meters=meters,
-        status=None,
-        cadence=Cadence(total_steps=10, evaluate_every=evaluate_every, save_every=1, save_every_s=None),
+        state=state,
+        forward=forward,
         training=Steps(),
-        validation=Validation(lambda: [batch_of(0)], 1),
-        bad_samples=BadSampleCount(lambda: 0, lambda total: None),
-        to_input=lambda batch: batch,
-        saves=Saves(checkpointer, trainee.state, meters, lambda step: {}, lambda save: None),
-        on_first_step=lambda: None,
-        on_event=lambda event: None,
         step=0,
+        cadence=Cadence(total_steps=10, evaluate_every=evaluate_every, save_every=1, save_every_s=None),
+        guard=Guard(config, trainee.model, norm_counts=True, skips=1),
+        max_norm=None,
+        evaluator=Evaluator(state, forward, Validation(lambda: [batch_of(0)], 1), agreement, progress),
+        selection=ModelSelection(cast(Any, None), agreement),
+        saves=Saves(checkpointer, trainee.state, meters, lambda step: {}, lambda save: None),
+        meters=meters,
+        agreement=agreement,
+        progress=progress,
+        step_progress=step_progress,
+        first_step=FirstStep(meters.times, Compilation(lambda graph, s: None), CompileConfig()),
+        bad_samples=BadSampleCount(lambda: 0, lambda total: None),
+        on_event=lambda event: None,
     )
 
 
@@ -239,9 +255,10 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, seen = make_trainer(run, "rollback"), []
-    forward = trainer.task.forward
-    monkeypatch.setattr(trainer.task, "forward", lambda *given: seen.append("forward") or forward(*given))  # type: ignore[func-returns-value]
-    trainer.on_first_batch = lambda batch: seen.append(f"batch of step {batch.step}")
+    task = trainer.forward.task
+    forward = task.forward
+    monkeypatch.setattr(task, "forward", lambda *given: seen.append("forward") or forward(*given))  # type: ignore[func-returns-value]
+    trainer.first_step._on_batch = lambda batch: seen.append(f"batch of step {batch.step}")
     with pytest.raises(RollbackError):
         trainer.train()
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
@@ -251,9 +268,9 @@ def test_the_files_of_an_evaluation_are_written_before_its_row(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(run, "rollback", evaluate_every=GOOD_STEPS)
-    files = {"table.csv": b"1,2"}
-    monkeypatch.setattr(trainer.task, "files", lambda sums: files, raising=False)
-    trainer.evaluation_files = EvaluationFiles(run)
+    output = TaskFiles(cast(Any, SimpleNamespace(files=lambda sums: {"table.csv": b"1,2"})))
+    assert trainer.evaluator is not None
+    trainer.evaluator = replace(trainer.evaluator, outputs=[output], folder=EvaluationFiles(run))
     table, seen = run.evaluation(GOOD_STEPS) / "table.csv", []
     monkeypatch.setattr(trainer.meters, "val_row", lambda step, _: seen.append((step, table.read_bytes())))
     with pytest.raises(RollbackError):

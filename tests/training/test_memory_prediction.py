@@ -27,8 +27,7 @@ from hpc_train.topology.degrees import Degrees, find_degrees
 from hpc_train.training import memory_prediction, predicted_runs
 from hpc_train.training.live_memory import LiveMemory
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
-from hpc_train.training.planned_data import PlannedData, planned_data
-from hpc_train.training.predicted_runs import RunQuestion, largest_fitting
+from hpc_train.training.predicted_runs import PlannedData, RunQuestion, largest_fitting, planned_data
 
 FEATURES, CLASSES, BATCH = 64, 32, 8
 #: Of digits, one channel of 32 × 32.

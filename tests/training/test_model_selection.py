@@ -24,8 +24,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.training.loop import Trainer
-from hpc_train.training.median_rule import MedianRule
-from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
+from hpc_train.training.model_selection import (
+    MedianRule,
+    ModelSelection,
+    check_metrics,
+    refuse_no_evaluations,
+)
 from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 from tests.run.test_checkpoints import write_checkpoint
@@ -67,13 +71,12 @@ class Task:
 
 
 class StepTask(Task):
-    """Told of the step by the trainer: an evaluation's batch has none."""
+    """Reads the step of the trainer, since an evaluation's batch has none."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    trainer: Trainer
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return super().sums(outputs, replace(batch, step=self._trainer.step))
+        return super().sums(outputs, replace(batch, step=self.trainer.step))
 
 
 def experiment(**sections: Any) -> Experiment:
@@ -95,10 +98,9 @@ def trainer_of(
     run: RunPaths, rows: list[dict[str, Any]], *, keep: int = 2, every: int = 100, **sections: Any
 ) -> Trainer:
     """Evaluate after each step, save every ``every`` steps; ``rows``: those of evaluations so far."""
-    trainer = make_trainer(run, "stop", evaluate_every=1)
-    trainee = Trainee()
-    trainer.task = cast(Any, StepTask(trainer))
-    trainer.__post_init__()
+    task = StepTask()
+    trainer, trainee = make_trainer(run, "stop", evaluate_every=1, task=task), Trainee()
+    task.trainer = trainer
     trainer.cadence = replace(trainer.cadence, save_every=every)
     selection = ModelSelection.of(experiment(**sections), trainer.agreement, rows)
     trainer.selection = selection

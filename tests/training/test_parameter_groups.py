@@ -8,8 +8,7 @@ from torch import nn
 
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.errors import BadFileError
-from hpc_train.training.optimization import make_optimizer
-from hpc_train.training.parameter_groups import matched_groups
+from hpc_train.training.optimization import make_optimizer, matched_groups
 
 DEPTHS = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1}
 

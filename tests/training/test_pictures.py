@@ -22,7 +22,7 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.tasks import drawing
 from hpc_train.tasks.base import Task
 from hpc_train.tasks.classification import Classification
-from hpc_train.training.pictures import Pictures, evenly_spaced, on_rank_0, rgb
+from hpc_train.training.evaluation_outputs import Pictures, evenly_spaced, on_rank_0, rgb
 from tests.ranks import run_ranks
 from tests.tasks.test_classification import experiment
 
@@ -88,7 +88,7 @@ def evaluated(drawn: Pictures, rank: int = 0, world_size: int = 1) -> dict[str, 
         drawn.begin(prefix)
         for batch in batches(rank, world_size):
             drawn.add(prefix, outputs_of(batch), batch, batch)
-    return drawn.files()
+    return drawn.files(0, {})
 
 
 def on_ranks(rank: int, world_size: int) -> list[dict[str, bytes]]:
@@ -98,7 +98,7 @@ def on_ranks(rank: int, world_size: int) -> list[dict[str, bytes]]:
     if rank == world_size - 1:
         for batch in batches():
             last.add("", outputs_of(batch), batch, batch)
-    return [evaluated(pictures(), rank, world_size), last.files()]
+    return [evaluated(pictures(), rank, world_size), last.files(0, {})]
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_an_evaluation_that_was_cut_short_leaves_nothing() -> None:
     first, *_ = batches()
     made.add("", outputs_of(first), first, first)
     made.begin("")
-    assert made.files() == {}
+    assert made.files(0, {}) == {}
 
 
 @pytest.mark.usefixtures("_group")
@@ -184,7 +184,7 @@ def test_features_have_no_pictures(inputs: Any) -> None:
     made.begin("")
     for batch in batches():
         made.add("", outputs_of(batch), batch, replace(batch, inputs=inputs))
-    assert made.files() == {}
+    assert made.files(0, {}) == {}
 
 
 @pytest.mark.usefixtures("_group")
@@ -196,7 +196,7 @@ def test_of_several_inputs_the_first_image_is_shown() -> None:
             inputs: Any = {"age": torch.ones(SIZE, 2), "photo": batch.inputs}
             seen = replace(batch, inputs=inputs) if name == "several" else batch
             each.add("", outputs_of(batch), batch, seen)
-    assert made.files() == plain.files()
+    assert made.files(0, {}) == plain.files(0, {})
 
 
 def test_off_or_without_validation_data_nothing_is_drawn() -> None:

@@ -18,8 +18,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import resource_limits
 from hpc_train.run.found_micro_batch import Found, keep
 from hpc_train.training import rank_exit
-from hpc_train.training.batch_size_search import TrialError
-from hpc_train.training.rank_exit import report
+from hpc_train.training.rank_exit import TrialError, report
 from tests.run.runs import small_run
 
 FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
+from hpc_train.config.training_sections import CompileConfig
 from hpc_train.training.compiling import Compilation
 from hpc_train.training.step_times import FirstStep, StepTimes
 
@@ -83,11 +85,14 @@ def test_other_rates_follow_the_samples_per_second(clock: Clock) -> None:
 
 def test_the_first_step_is_split_into_data_compilation_and_the_rest(clock: Clock) -> None:
     times, compilation = StepTimes(global_batch_size=8), Compilation(lambda graph, seconds: None)
-    first = FirstStep(times, compilation)
+    batch, calls = cast(Any, "the first micro-batch"), list[Any]()
+    first = FirstStep(times, compilation, CompileConfig(), calls.append, calls.append)
     compilation.seconds = 5.0  # in an evaluation before it
     for _ in times.reading(slow_data(clock, wait_s=0.5)):
-        first.begin()
+        first.begin(batch)
         clock.now_s += 12.0
         compilation.seconds += 9.0
         break
-    assert first.parts() == {"data_s": 0.5, "compile_s": 9.0, "run_s": 3.0, "graphs": 0, "cached_graphs": 0}
+    first.end()
+    parts = {"data_s": 0.5, "compile_s": 9.0, "run_s": 3.0, "graphs": 0, "cached_graphs": 0}
+    assert calls == [batch, parts] and first.is_over

@@ -15,7 +15,7 @@ from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.run_status import read_status
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
-from hpc_train.training.stragglers import ForwardTime, Stragglers
+from hpc_train.training.step_times import ForwardTime, Stragglers
 from tests.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,7 +63,7 @@ def test_a_rank_that_recovers_is_named_no_more() -> None:
 
 def test_on_the_host_the_mean_of_forward_passes_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 10.0, 13.0])
-    monkeypatch.setattr("hpc_train.training.stragglers.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("hpc_train.training.step_times.time.perf_counter", lambda: next(clock))
     found = ForwardTime(CPU)
     for _ in range(2):
         found.begin()

@@ -12,7 +12,7 @@ from hpc_train.datasets.tokenization import decoder_of
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.models.building import build_model
 from hpc_train.tasks.base import make_task
-from hpc_train.training.text_samples import TextSamples, continued, drawn
+from hpc_train.training.evaluation_outputs import TextSamples, continued, drawn
 
 INFO = DataInfo(5, 0, (), (), tuple("abcde"), sequence_length=4)
 
@@ -88,19 +88,19 @@ def test_the_file_has_prompt_and_continuation(tmp_path: Path) -> None:
     config = experiment(root)
     source = build_source(config.data)
     task = make_task(config, source.info)
-    samples = TextSamples.of(config, source, task)
-    assert samples is not None and source.val is not None
     torch.manual_seed(0)
     model = build_model(config.model, source.info).eval()
+    samples = TextSamples.of(config, source, task, lambda batch: task.forward(model, batch))
+    assert samples is not None and source.val is not None
     with torch.no_grad():
-        files = samples.files(lambda batch: task.forward(model, batch), step=5)
+        files = samples.files(5, {})
     prompt, text = files["sample.txt"].decode().split("\n--- continued by the model: ---\n")
     first, _ = source.val.batch(torch.tensor([0]))  # type: ignore[union-attr]
     decoder = decoder_of(source.info)
     assert decoder is not None and prompt == decoder.decode(first[0, :4].tolist())
     assert len(text) == 8 + 1 and set(text) <= {*source.info.class_names, "\n"}
-    unknown = TextSamples(DataInfo(5, 0, (), (), (), 4, tokenizer="gpt2"), 0, (1, 2), 1)
-    assert unknown.files(after, 0)["sample.txt"].decode().startswith("1 2\n"), "numbers where none decodes"
+    unknown = TextSamples(after, DataInfo(5, 0, (), (), (), 4, tokenizer="gpt2"), 0, (1, 2), 1)
+    assert unknown.files(0, {})["sample.txt"].decode().startswith("1 2\n"), "numbers where none decodes"
 
 
 @pytest.mark.parametrize("changes", [{"strategy": "pipeline"}, {"strategy": "split"}, {"sample_tokens": 0}])
@@ -110,4 +110,4 @@ def test_there_is_no_sample_without_the_whole_model_or_if_it_is_off(
     (root := tmp_path / "text.txt").write_text("to be or not to be " * 20)
     config = experiment(root, **changes)  # type: ignore[arg-type]
     source = build_source(config.data)
-    assert TextSamples.of(config, source, make_task(config, source.info)) is None
+    assert TextSamples.of(config, source, make_task(config, source.info), after) is None

@@ -165,7 +165,7 @@ def known(arguments: tuple[str, ...]) -> dict[str, Any]:
     if arguments:
         return {"has_batchnorm": True}
     some = {"timm": ["resnet50", "vit_tiny"], "torchvision": ["resnet18"], "datasets": ["CIFAR10", "MNIST"]}
-    return some | {"timm_optimizers": ["lamb"], "torch_schedules": ["OneCycleLR"]}
+    return some | {"timm_optimizers": ["lamb"]}
 
 
 def main(folder: Path, num_examples: int) -> None:

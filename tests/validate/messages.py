@@ -94,7 +94,6 @@ NAMES = {
     "smp": ["unet", "fpn"],
     "smp_encoders": ["resnet18", "resnet34"],
     "timm_optimizers": ["adamw", "adamp", "lamb", "sgdp", "lion"],
-    "torch_schedules": ["OneCycleLR", "StepLR"],
 }
 #: Facts of models, as the child process reports them (tests/strategies/test_model_facts.py).
 FACTS: dict[str, dict[str, Any]] = {

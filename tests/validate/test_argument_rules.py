@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +57,7 @@ def test_a_sweep_of_an_argument_asks_once(asked: list[str]) -> None:
     assert len(asked) == 1
 
 
-def test_the_child_names_an_argument_that_the_model_does_not_take(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    questions = [
-        ["timm/resnet18", {"drop_ratee": 0.1}],
-        ["timm/resnet18", {"drop_rate": 0.1}],
-        ["timm/x", {}],
-    ]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{json.dumps(each)}\n" for each in questions)))
-    facts_of_models.main()
-    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+def test_the_child_names_an_argument_that_the_model_does_not_take() -> None:
     refusal = "model.args: timm/resnet18 takes no argument 'drop_ratee'; did you mean 'drop_rate'?"
-    assert first == {"args_refusal": refusal}
-    assert second["has_batchnorm"] is True and list(third) == ["error"]
+    assert facts_of_models.answer("timm/resnet18", {"drop_ratee": 0.1}) == {"args_refusal": refusal}
+    assert facts_of_models.answer("timm/resnet18", {"drop_rate": 0.1})["has_batchnorm"] is True

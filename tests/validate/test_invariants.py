@@ -42,11 +42,11 @@ from hpc_train.strategies import sync_batchnorm
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.pipeline import PipelineStrategy
-from hpc_train.strategies.tensor_plan import refuse_unshared
+from hpc_train.strategies.tensor import refuse_unshared
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training import batch_size_search, batch_size_trial, optimization, prepare, rank
-from hpc_train.training.schedules import make_schedule
+from hpc_train.training import batch_size_search, optimization, prepare, rank
+from hpc_train.training.optimization import make_schedule
 from hpc_train.validate import model_facts
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
@@ -256,14 +256,14 @@ SHARED = {
         lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,
     ),
-    "strategies.tensor_plan._check: dropped_attention": Shared(
+    "strategies.tensor._check: dropped_attention": Shared(
         {
             "model": {"name": VIT, "args": {"attn_drop_rate": 0.1}},
             "parallel": {"strategy": "tensor", "tensor": 3},
         },
         lambda experiment: refuse_unshared(build(experiment), 3, ""),
     ),
-    "strategies.tensor_plan._check: uneven_share": Shared(
+    "strategies.tensor._check: uneven_share": Shared(
         {"model.name": VIT, "parallel": {"strategy": "tensor", "tensor": 2}},
         lambda experiment: refuse_unshared(build(experiment), 2, ""),
     ),
@@ -280,9 +280,9 @@ SHARED = {
             cast(Any, SimpleNamespace(experiment=experiment, device=CPU)), cast(Any, None)
         ),
     ),
-    "training.batch_size_trial._refuse_batchnorm: auto_batchnorm": Shared(
+    "training.batch_size_search._refuse_batchnorm: auto_batchnorm": Shared(
         {"optimization.micro_batch_size": "auto", "model.name": BATCHNORM},
-        lambda experiment: batch_size_trial._refuse_batchnorm(
+        lambda experiment: batch_size_search._refuse_batchnorm(
             experiment, cast(Any, SimpleNamespace(model=nn.BatchNorm1d(1)))
         ),
     ),
@@ -305,7 +305,7 @@ SHARED = {
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
     ),
-    "training.schedules._warmup_steps: too_long_warmup": Shared(
+    "training.optimization._warmup_steps: too_long_warmup": Shared(
         {
             "optimization.epochs": None,
             "optimization.steps": 9,
@@ -313,7 +313,7 @@ SHARED = {
         },
         schedule,
     ),
-    "training.schedules.make_schedule: problem_of_schedule_name": Shared(
+    "training.optimization.make_schedule: problem_of_schedule_name": Shared(
         {"optimization.schedule": {"name": "cosin"}}, schedule
     ),
     # Ranks need no Problem for these: the registry raises the error of a part that does not exist.

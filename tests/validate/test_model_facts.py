@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.training import optimization
 from hpc_train.validate import model_facts
+from hpc_train.validate.child_process import one_child
 from hpc_train.validate.layer_rules import layer_facts
 from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.config.files import GOOD, problems_of
@@ -35,7 +36,8 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
     return calls
 
 
-ANSWER = """echo '{"timm": ["resnet50"], "torchvision": [], "datasets": ["MNIST"]}'"""
+YES = '{"result": {"has_batchnorm": true}}'
+ANSWER = """echo '{"result": {"timm": ["resnet50"], "torchvision": [], "datasets": ["MNIST"]}}'"""
 
 
 def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,7 @@ def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch
     assert model_facts.known_names("timm") == ["resnet50"]
     model_facts.forget_answers()
     assert model_facts.known_names("datasets") == ["MNIST"]
-    assert calls.read_text() == "-m hpc_train.models.names\n"
+    assert calls.read_text() == "-m hpc_train.validate.child_process\n"
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
 
 
@@ -58,7 +60,15 @@ def test_other_versions_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "script",
-    ["exit 1", "echo broken", "echo '[1]'", """echo '{"timm": 3}'""", "kill -9 $$", "printf '\\377'"],
+    [
+        "exit 1",
+        "echo broken",
+        "echo '[1]'",
+        """echo '{"result": 3}'""",
+        """echo '{"result": {"timm": 3}}'""",
+        "kill -9 $$",
+        "printf '\\377'",
+    ],
 )
 def test_a_failing_child_makes_names_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
@@ -108,22 +118,23 @@ def test_a_damaged_cache_is_asked_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = f"""read question; echo "$question" >> {tmp_path / "calls"}; echo '{{"has_batchnorm": true}}'"""
+    script = f"""read question; echo "$question" >> {tmp_path / "calls"}; echo '{YES}'"""
     calls = child(tmp_path, monkeypatch, script)
     assert model_facts.has_batchnorm("acme.models:tiny", {}) is None
     assert not calls.exists()
     assert model_facts.has_batchnorm("timm/resnet50", {"depth": 2}) is True
     assert layer_facts("timm/resnet50", {"depth": 2}) is None
-    asked = ["-m hpc_train.strategies.model_facts", '["timm/resnet50", {"depth": 2}]']
-    assert calls.read_text().splitlines() == asked
+    started, question = calls.read_text().splitlines()
+    assert started == "-m hpc_train.validate.child_process"
+    assert json.loads(question)["arguments"] == ["timm/resnet50", {"depth": 2}]
 
 
 @pytest.mark.parametrize(
     ("script", "within", "children"),
     [
-        ("while read question; do echo '{\"has_batchnorm\": true}'; done", nullcontext, 3),
-        ("while read question; do echo '{\"has_batchnorm\": true}'; done", model_facts.one_child, 1),
-        ("read question; echo '{\"has_batchnorm\": true}'", model_facts.one_child, 3),  # it has ended
+        ('while read question; do echo \'{"result": {"has_batchnorm": true}}\'; done', nullcontext, 3),
+        ('while read question; do echo \'{"result": {"has_batchnorm": true}}\'; done', one_child, 1),
+        ('read question; echo \'{"result": {"has_batchnorm": true}}\'', one_child, 3),  # it has ended
     ],
 )
 def test_within_a_sweep_one_child_answers_while_it_lives(
@@ -155,9 +166,9 @@ def is_alive(process: int) -> bool:
 def test_a_model_that_can_not_be_built_is_unknown_and_the_others_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad, good = '{"error": "no model b"}', '{"has_batchnorm": true}'
+    bad, good = '{"error": "no model b"}', '{"result": {"has_batchnorm": true}}'
     child(tmp_path, monkeypatch, f"read a; echo '{bad}'; read b; echo '{good}'; read c")
-    with model_facts.one_child():
+    with one_child():
         assert model_facts.has_batchnorm("timm/bad", {}) is None
         assert model_facts.has_batchnorm("timm/good", {}) is True
     assert caplog.messages == ["names could not be checked: no model b"]
@@ -165,7 +176,7 @@ def test_a_model_that_can_not_be_built_is_unknown_and_the_others_are_not(
 
 def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"shared": {"heads of attn (num_heads)": 3}, "dropout_key": None, "most_stages": 12}
-    calls = child(tmp_path, monkeypatch, f"echo '{json.dumps({'has_batchnorm': False} | facts)}'")
+    calls = child(tmp_path, monkeypatch, f"echo '{json.dumps({'result': {'has_batchnorm': False} | facts})}'")
     assert model_facts.has_batchnorm("timm/vit", {}) is False
     model_facts.forget_answers()
     found = layer_facts("timm/vit", {})
@@ -201,16 +212,12 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     ("optimization.optimizer.name=torch/sparseadam", "sparseadam supports sparse gradients only"),
     ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
     ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
-    ("optimization.schedule.name=torch/OneCycle", "no schedule 'OneCycle'; did you mean torch/OneCycleLR?"),
-    ("optimization.schedule.name=torch/ReduceLROnPlateau", "ReduceLROnPlateau needs the loss"),
-    ("optimization.schedule.name=keras/cosine", "no provider of schedules 'keras'; write timm/<name>"),
 ])  # fmt: skip
 def test_a_misspelt_optimizer_or_schedule_is_found(
     override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {
         "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
-        "torch_schedules": ["OneCycleLR"],
         "timm": ["resnet18"],
     }
     monkeypatch.setattr(model_facts, "_answer", lambda question: answers)

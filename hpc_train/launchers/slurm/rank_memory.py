@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.plan.devices import Device
-from hpc_train.plan.gpu_models import gpu_memory_gib
+from hpc_train.plan.devices import Device, gpu_memory_gib
 from hpc_train.topology.degrees import Ranks
 
 _GIB = 2**30

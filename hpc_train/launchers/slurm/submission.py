@@ -1,7 +1,8 @@
 """One submission: a held job whose pickles and ids are in place before it is released.
 
 Every step is recorded before the next one, and every step can be repeated: the next holder of the
-experiment's lock finishes the submission of a killed command (docs/architecture.md, "Slurm").
+experiment's lock finishes the submission of a killed command. Its job is recognized by the script, which is
+in the submission's folder; if there is no job, sbatch runs again, without the runs that were cancelled since.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from hpc_train.health.progress import Progress
 from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.training.loop import Trainer
-from hpc_train.training.run_ahead import Event, RunAhead
+from hpc_train.training.step_progress import Event, RunAhead
 from tests.checkpoint.checkpoint_runs import make_run
 from tests.training.test_loop import Task, make_trainer
 from tests.waiting import HANG_LIMIT_S
@@ -60,8 +59,8 @@ def _group() -> Iterator[None]:
 
 
 def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Event]) -> Trainer:
-    trainer = replace(make_trainer(run, "stop"), task=Finite())
-    trainer.run_ahead = RunAhead(trainer.progress, check_peers, make_event)
+    trainer = make_trainer(run, "stop", task=Finite())
+    trainer.step_progress.run_ahead = RunAhead(trainer.progress, check_peers, make_event)
     return trainer
 
 
@@ -128,7 +127,7 @@ def test_a_device_that_hangs_raises_the_alarm_with_its_step(tmp_path: Path) -> N
     trainer = hanging(make_run(tmp_path / "run"), check_peers, lambda: Device(HANGS_IN))
     attempt, limit_s = AttemptPaths(tmp_path / "3"), {"hang_after_s": 0.3, "first_hang_after_s": HANG_LIMIT_S}
     watchdog = Watchdog(attempt, RankFacts(), "n1", None, trainer.progress, **limit_s, end=codes.append)
-    trainer.on_first_step = watchdog.has_stepped
+    trainer.first_step._on_end = lambda parts: watchdog.has_stepped()
     watchdog.start()
 
     def train() -> None:
@@ -158,4 +157,4 @@ def test_within_a_step_the_host_is_two_micro_batches_ahead() -> None:
 
 
 def test_a_trainer_on_the_cpu_has_none(tmp_path: Path) -> None:
-    assert make_trainer(make_run(tmp_path / "run"), "stop").run_ahead is None
+    assert make_trainer(make_run(tmp_path / "run"), "stop").step_progress.run_ahead is None

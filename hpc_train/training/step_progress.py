@@ -1,4 +1,6 @@
-"""Bounds how far the host runs ahead of the device: to the end of the micro-batch before the last one.
+"""The progress of a step: reported to the watchdog, and how far the host may run ahead of the device.
+
+The host runs ahead to the end of the micro-batch before the last one.
 
 Training waits for the device nowhere else, so the host would fill the device's launch queue. A launch into a
 full queue blocks, and compiled code does so without releasing the GIL: a device that hangs would also block
@@ -13,7 +15,9 @@ from typing import Protocol
 
 import torch
 
+from hpc_train.datasets.types import Batch
 from hpc_train.health.progress import Progress
+from hpc_train.training.step_times import ForwardTime
 
 #: A waiting host yields its core for this long, then sleeps for this long at a time (assumed).
 _YIELDING_S, _PAUSE_S = 0.2e-3, 0.2e-3
@@ -64,3 +68,39 @@ class RunAhead:
                 self._check_peers()
                 check_at_s = waited_s + _CHECK_EVERY_S
             time.sleep(0 if waited_s < _YIELDING_S else _PAUSE_S)
+
+
+class StepProgress:
+    """Reports the forward passes of a step to the watchdog, times the first, and bounds the run-ahead."""
+
+    def __init__(
+        self, progress: Progress, forward_time: ForwardTime, run_ahead: RunAhead | None = None
+    ) -> None:
+        """``run_ahead``: None on the CPU, since the host computes."""
+        #: ``first step``, then ``training``.
+        self.phase = "first step"
+        self.run_ahead = run_ahead
+        self._progress, self._forward_time = progress, forward_time
+        #: Counts the step's forward passes, the same number on every rank, including a rehearsal.
+        self._slot = 0
+
+    def begin_step(self, step: int) -> None:
+        """Called before a step."""
+        self._slot = 0
+        if self.run_ahead is not None:
+            self.run_ahead.begin(step)
+        self._progress.at(self.phase, step)
+
+    def begin_forward(self, batch: Batch) -> None:
+        """Called before the forward pass of a micro-batch."""
+        self._slot += 1
+        if self.run_ahead is not None and self._slot > 1:
+            self.run_ahead.begin(batch.step, self._slot)
+        self._progress.at(self.phase, batch.step, part=self._slot)
+        if self._slot == 1:
+            self._forward_time.begin()
+
+    def end_forward(self) -> None:
+        """Called after it."""
+        if self._slot == 1:
+            self._forward_time.end()
