@@ -81,6 +81,8 @@ def _words(hint: Any) -> str:
         return f"list of {_words(arguments[0])}"
     if get_origin(hint) is dict:
         return f"object: {_words(arguments[1])} by name"
+    if isinstance(hint, type) and issubclass(hint, str):
+        return "string"
     if is_object(hint):
         return f"[{_title(hint)}](#{_title(hint).lower()})"
     return _NAMES[hint]

@@ -11,9 +11,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 from hpc_train.errors import printable
 
@@ -52,7 +52,7 @@ def put(*lines: str) -> None:
         print("\n".join(map(printable, lines)), flush=True)
 
 
-def put_json(data: dict[str, Any]) -> None:
+def put_json(data: Mapping[str, object]) -> None:
     """Print ``data`` to stdout; non-ASCII characters are escaped."""
     print(json.dumps(data, indent=1, allow_nan=False), flush=True)
 

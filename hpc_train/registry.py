@@ -20,6 +20,7 @@ _KEYS = {
     "models": "model.name",
     "datasets": "data.name",
     "tasks": "task",
+    "transforms": "data.transform",
     "strategies": "parallel.strategy",
     "loggers": "logging.loggers",
     "launchers": "--launcher",

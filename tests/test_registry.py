@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.registry import _KEYS, as_factory, load, parts
+from hpc_train.registry import _NOUNS, as_factory, load, parts
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_module_that_ends_the_process_is_an_error(code: str, package: Path) ->
         load("launchers", "own_launcher:Launcher")
 
 
-@pytest.mark.parametrize("kind", _KEYS)
+@pytest.mark.parametrize("kind", _NOUNS)
 def test_every_part_can_be_imported(kind: str) -> None:
     assert parts(kind)
     for name in parts(kind):

@@ -31,11 +31,11 @@ _THIRD_PARTY = (
 )  # fmt: skip
 #: Those of hpc_train that import further ones, as timm, or that start the command.
 _NOT_IMPORTED = (
-    "__main__", "datasets.augment_policies", "datasets.color_jitter", "datasets.randaugment",
-    "datasets.sources.image_files", "datasets.sources.imagefolder", "datasets.sources.segmentation_folder",
-    "datasets.sources.torchvision", "datasets.sources.torchvision_masks", "datasets.timm_randaugment",
-    "loggers.tensorboard", "models.segmentation_models", "models.timm", "models.torchvision",
-    "models.torchvision_detection", "report.live.", "training.memory_prediction", "training.predicted_runs",
+    "__main__", "datasets.sources.image_files", "datasets.sources.imagefolder",
+    "datasets.sources.segmentation_folder", "datasets.sources.torchvision",
+    "loggers.tensorboard",
+    "models.segmentation_models", "models.timm", "models.torchvision", "models.torchvision_detection",
+    "report.live.", "training.memory_prediction", "training.predicted_runs",
 )  # fmt: skip
 
 

@@ -33,12 +33,14 @@ from hpc_train.run.checkpoints import (
     FORMAT_VERSION,
     FileEntry,
     Manifest,
+    file_entry,
     hash_file,
     move_away,
     newest_attempt,
     prune,
     read_object,
 )
+from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import free_space, sync_folder, write_text
 from hpc_train.run.storage_errors import retried, storage_error
 
@@ -153,7 +155,7 @@ class CheckpointWriter:
         entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
         file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
         index = {
-            "file": file.to_json(),
+            "file": encoded(file),
             "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
             "rest": staged.rest if rank else {},
         }
@@ -168,7 +170,7 @@ class CheckpointWriter:
         state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
         files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
-        best = Best.from_json(staged.rest.get("extra", {}).get(BEST))
+        best = decoded(Best, staged.rest.get("extra", {}).get(BEST))
         Manifest(staged.step, self.attempt, self.ranks.world_size, files, best).write(temporary)
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
@@ -185,7 +187,8 @@ class CheckpointWriter:
         others: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.world_size):
             index = read_object(temporary.shard_index(rank))
-            files[temporary.shard(rank).name] = FileEntry.from_json(index["file"])
+            name = temporary.shard(rank).name
+            files[name] = file_entry(temporary.shard_index(rank), name, index["file"])
             for name, entry in index["tensors"].items():
                 merged = tensors.setdefault(name, {**entry, "pieces": []})
                 merged["pieces"] += entry["pieces"]

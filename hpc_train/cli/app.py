@@ -1,9 +1,4 @@
-"""The ``hpc-train`` command. Its subcommands are declared by ``file_commands``, ``run_commands`` and
-``result_commands``, and each is implemented in its own module.
-
-Imported for ``--help`` too, so nothing heavy is imported at the top: a command's module is imported when it
-runs.
-"""
+"""The ``hpc-train`` command. ``command_options`` declares its subcommands, imported when they run."""
 
 from __future__ import annotations
 
@@ -12,11 +7,7 @@ import io
 import os
 import sys
 
-# In the order of --help.
-# isort: off
-from hpc_train.cli import file_commands, run_commands, result_commands  # noqa: F401
-
-# isort: on
+from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
 from hpc_train.errors import ExitCode
 from hpc_train.run.processes import keep_exit_statuses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_train.cli.command_options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
 from hpc_train.console import put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError
@@ -15,10 +16,22 @@ from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
 
 
-def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def cancel(options: CancelOptions) -> ExitCode:
     """Cancel the runs; return the worst outcome."""
-    codes = [ExitCode.DONE]
-    runs_to_cancel = find_runs(names_or_ids)
+    runs = find_runs(options.runs)
+    codes, errors = cancel_runs(runs)
+    for error in errors:
+        say(str(error))
+    if options.as_json:
+        put_json(rows_json(rows_of(runs)))
+    return max([*codes, *(error.exit_code for error in errors)])
+
+
+def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], list[NoSchedulerError]]:
+    """Cancel the runs and print their status; return the outcomes, and the errors of schedulers that did
+    not answer.
+    """
+    codes, errors = [ExitCode.DONE], []
     for paths in runs_to_cancel:
         check_run(paths)  # its files name the jobs and processes to end
     names = run_names(runs_to_cancel)
@@ -27,16 +40,13 @@ def cancel(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
         try:
             left = set(launcher.cancel(runs))
         except NoSchedulerError as error:
-            say(str(error))
-            codes.append(error.exit_code)
+            errors.append(error)
             continue
         codes += [
             ExitCode.FAILED if paths in left else _report(paths, names[paths], before[paths])
             for paths in runs
         ]
-    if as_json:
-        put_json(rows_json(rows_of(runs_to_cancel)))
-    return max(codes)
+    return codes, errors
 
 
 def _state(paths: RunPaths) -> str:

@@ -1,35 +1,47 @@
-"""The differences between two experiments, key by key, and as KEY=VALUE for ``resume``."""
+"""Changes between a run and its resume: of keys, of the experiment file since, and of versions."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpc_train.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
-from hpc_train.console import one_line
-from hpc_train.errors import shortened
-from hpc_train.paths import RunPaths
+from hpc_train.console import one_line, say
+from hpc_train.errors import BadFileError, shortened
+from hpc_train.launchers.following import LOCAL
+from hpc_train.paths import RunPaths, from_here
 from hpc_train.plan.identity import CHANGEABLE
+from hpc_train.run import frozen_experiment
+from hpc_train.run.create import Origin, noted_versions, origin_of
+from hpc_train.run.find import run_name
 from hpc_train.run.run_facts import recorded_values
+from hpc_train.run.versions import Differences, differences, in_words, versions
+from hpc_train.validate.loading import Loaded, load
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not relevant to an existing run.
 _IGNORED = ("sweep",)
 #: Excluded from the id, but part of the run's location.
 _FIXED = ("name",)
+#: Number of changes that are listed.
+_NAMED = 10
 
 
-def runs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def runs_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a command line into runs and ``KEY=VALUE``."""
-    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
-    return [word for word in words if word not in overrides], overrides
+    overrides = [word for word in arguments if _OVERRIDE.fullmatch(word)]
+    return [word for word in arguments if word not in overrides], overrides
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,8 @@ def changes_on_resume(frozen: Experiment, wanted: Experiment, *, is_queued: bool
 
     ``is_queued``: including the resources that a job requests, which don't matter on this machine.
     """
-    found = [change for change in changes(frozen, wanted) if change.can_be_taken]
-    return [change.override for change in found if is_queued or not change.is_of_job]
+    allowed = [change for change in changes(frozen, wanted) if change.can_be_taken]
+    return [change.override for change in allowed if is_queued or not change.is_of_job]
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
@@ -121,8 +133,152 @@ def _text(value: Any) -> str:
 
 def swept_values(paths: RunPaths, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in ``data`` of the keys that the run's sweep varied; these may be damaged."""
-    found = {}
+    values = {}
     for key in recorded_values(paths):
         with suppress(BadKeyError, KeyError, TypeError):
-            found[key] = value_at(data, split_key(key))
-    return found
+            values[key] = value_at(data, split_key(key))
+    return values
+
+
+def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: bool) -> None:
+    """Report the changes in the files of runs, each given with the experiment that it will use.
+
+    ``is_queued``: including the resources that a job requests. Runs with the same changes are reported
+    together.
+    """
+    files: dict[str, _File] = {}
+    runs_by_lines: dict[tuple[str, ...], list[str]] = {}
+    for paths, used in runs:
+        origin = origin_of(paths)
+        if origin is not None:
+            file = files.setdefault(repr(origin), _File(origin))
+            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
+    for lines, ids in runs_by_lines.items():
+        _say_lines(either(ids), lines)
+
+
+def either(ids: Sequence[str]) -> str:
+    """Return the run's id if there is one run, else the number of runs."""
+    return ids[0] if len(ids) == 1 else f"{len(ids)} runs"
+
+
+def _say_lines(who: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    head, *entries = lines
+    if len(entries) <= 1:
+        say(f"{who}: {' '.join(lines)}")
+        return
+    say(f"{who}: {head}")
+    for entry in entries[:_NAMED]:
+        say(f"  {entry}")
+    if len(entries) > _NAMED:
+        say(f"  and {len(entries) - _NAMED} more")
+
+
+class _File:
+    """A file from which runs were created, read once for all of them."""
+
+    def __init__(self, origin: Origin) -> None:
+        file = Path(origin.file)
+        self._name = from_here(file)
+        self._is_there = file.exists()
+        self._loaded: Loaded | None = None
+        try:
+            self._loaded = load(file, origin.overrides, check_names=False)
+        except BadFileError:
+            return
+
+    def lines(self, paths: RunPaths, used: Experiment, is_queued: bool) -> tuple[str, ...]:
+        """Return a heading and a line per change, or that they can't be determined; empty without changes."""
+        try:
+            if self._loaded is None:
+                return (self._unreadable(),)
+            frozen = frozen_experiment.read(paths)
+            entries = list(_entries(frozen, _as_run(self._loaded, paths, frozen), used, is_queued))
+        except BadFileError:
+            return (self._unreadable(),)
+        return (f"{self._name} has changed since:", *entries) if entries else ()
+
+    def _unreadable(self) -> str:
+        why = "has errors now" if self._is_there else "no longer exists"
+        return f"{self._name} {why}, so its changes are unknown; the run continues with its own copy"
+
+
+def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
+    """Return the file's experiment for a run with the swept values of ``frozen``."""
+    data = frozen.model_dump(mode="json")
+    values = swept_values(paths, data)
+    return loaded.variant(values) if values else loaded.experiment
+
+
+def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
+    """Yield a line per key that differs between the file then and now, and between file and run."""
+    uses = used.model_dump(mode="json")
+    for change in changes(frozen, wanted):
+        value = value_at(uses, change.path)
+        if value != change.after and (is_queued or not change.is_of_job):
+            yield _entry(change, value)
+
+
+def _entry(change: Change, used: object) -> str:
+    continues = "without it" if used is None else f"with {value_in_words(used)}"
+    remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
+    before, after = value_in_words(change.before), value_in_words(change.written)
+    return f"{change.key} {before} → {after} (the run continues {continues}{remedy})"
+
+
+@dataclass(frozen=True)
+class VersionChange:
+    """The differences between the versions that ranks will use and their earlier ones."""
+
+    #: None if the ranks use an interpreter that can't be queried here.
+    now: dict[str, str] | None
+    differences: Differences = field(default_factory=dict)
+    #: The interpreter whose versions are unknown.
+    not_compared: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """Return the message, None if nothing has changed."""
+        if self.not_compared:
+            return f"versions: not compared, because of {self.not_compared}"
+        if self.differences:
+            return f"versions: {in_words(self.differences)}; the weights may differ in the last bit"
+        return None
+
+
+def other_python(launcher: str, experiment: Experiment) -> str | None:
+    """Return the key that makes ranks use another interpreter than this one, with its value."""
+    environment = experiment.environment
+    if launcher == LOCAL:
+        return None
+    if environment.container is not None:
+        return f"environment.container {environment.container}"
+    if environment.python is not None and not _is_this(environment.python):
+        return f"environment.python {environment.python}"
+    return None
+
+
+def version_change(
+    paths: RunPaths, before: str | None, after: str | None, *, new_code: bool
+) -> VersionChange:
+    """Compare the run's versions with those of this environment.
+
+    ``before``, ``after``: the other interpreter that the run used, and will use.
+    """
+    if after:
+        return VersionChange(None, not_compared=after)
+    then, now = noted_versions(paths), versions()
+    if not new_code and os.path.lexists(paths.code) and "hpc-train" in then:
+        now["hpc-train"] = then["hpc-train"]  # ranks import the hpc_train of the run's snapshot
+    if before:
+        return VersionChange(now, not_compared=f"{before}, which the run had")
+    return VersionChange(now, differences(then, now))
+
+
+def _is_this(python: str) -> bool:
+    """Return True if ``python`` is this interpreter, by any name in the same folder."""
+    # Links are not resolved: a virtual environment's link leads to another Python's folder.
+    path, this = Path(python).expanduser(), Path(sys.executable)
+    return path.parent == this.parent and path.resolve() == this.resolve()

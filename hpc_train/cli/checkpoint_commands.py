@@ -5,52 +5,93 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
-from hpc_train.cli.evaluate import Checkpoint
+from hpc_train.cli.command_options import ExportOptions, VerifyOptions
+from hpc_train.cli.evaluate import refuse_both
 from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.logs import listed_runs
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
-from hpc_train.run.code.snapshot import check_owner, check_whole, linked, module_in, search_path
+from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
 
-_PROGRAM_MODULE = "hpc_train.checkpoint.program_export"
+
+class CheckpointJson(TypedDict):
+    """One checkpoint, checked by its hashes."""
+
+    step: int
+    path: str
+    #: Empty if it is intact.
+    problems: list[str]
+    #: False if the attempt that wrote it no longer owned the run.
+    counts: bool
+    #: Whether it is the one that would be loaded.
+    loads: bool
 
 
-def export(
-    word: str,
-    output: Path,
-    *,
-    form: str | None = None,
-    checkpoint: Checkpoint,
-    ema: bool = False,
-    as_json: bool = False,
-) -> int:
+class VerifiedRun(TypedDict):
+    """A run's checkpoints, the newest one first."""
+
+    id: str
+    name: str
+    path: str
+    checkpoints: list[CheckpointJson]
+
+
+class Verification(TypedDict):
+    """Which checkpoints would load."""
+
+    version: int
+    runs: list[VerifiedRun]
+
+
+class Export(TypedDict):
+    """The file that was written."""
+
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    #: ``safetensors``, ``onnx`` or ``torch-export``.
+    format: str
+    bytes: int
+    #: Of the checkpoint.
+    step: int
+    ema: bool
+    #: Weights and buffers.
+    tensors: int
+    #: Of a program: the shapes of its inputs, in their order; a text in a shape names a size that may vary.
+    inputs: list[list[int | str]] | None
+    #: Of a program: between its outputs and those of PyTorch.
+    max_difference: float | None
+
+
+def export(options: ExportOptions) -> int:
     """Write the weights, or the model as a program, of one run's newest valid checkpoint.
 
-    A child process, which imports torch, does the work. ``form``: the format, by default the one for the
-    suffix of ``output``. ``checkpoint``: another checkpoint; ``ema``: use the EMA weights.
+    A child process, which imports torch, does the work.
     """
-    form = format_of(output, form)
-    checkpoint.refuse_both()
-    paths = _one_run(word)
-    options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
-    options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
-    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
+    output, ema = options.output, options.ema
+    form = format_of(output, options.form)
+    refuse_both(options)
+    paths = _one_run(options.run)
+    flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
+    flags += [] if options.step is None else ["--step", str(options.step)]
+    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
     code: list[str] = []
     if form != WEIGHTS:
-        request, code = (*request, "--format", form), _code(paths, checkpoint.code)
-    elif is_new(checkpoint.code):
+        request, code = (*request, "--format", form), _code(paths, options.code)
+    elif is_new(options.code):
         raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
-    if not as_json:
+    if not options.as_json:
         return run_child(*request, code=code)
     exit_code, report = child_report(*request, code=code)
     if exit_code == ExitCode.DONE:
@@ -58,9 +99,7 @@ def export(
     return exit_code
 
 
-def _export_json(
-    paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool
-) -> dict[str, Any]:
+def _export_json(paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool) -> Export:
     """Return the content of ``export --json``; ``report``: the child's output."""
     return {
         "version": JSON_VERSION,
@@ -92,11 +131,6 @@ def _code(paths: RunPaths, choice: str | None) -> list[str]:
     check_run(paths)
     if snapshot is None:
         return here
-    if not module_in(snapshot, _PROGRAM_MODULE).is_file():
-        raise UsageError(
-            f"{run_name(paths)}: the code that this run uses is of a version that exports weights alone; "
-            "add --code new to export with the current code"
-        )
     check_owner(snapshot)
     check_whole(snapshot)
     return search_path(paths)
@@ -113,26 +147,35 @@ class _Verdict:
     #: A resume would load it.
     loads: bool
 
-    def to_json(self) -> dict[str, Any]:
-        verdict = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
-        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **verdict}
+    def to_json(self) -> CheckpointJson:
+        """Return its entry in ``verify --json``."""
+        return {
+            "step": self.checkpoint.step,
+            "path": str(self.checkpoint.folder),
+            "problems": self.problems,
+            "counts": self.counts,
+            "loads": self.loads,
+        }
 
 
-def verify(names_or_ids: Sequence[str], *, as_json: bool = False) -> ExitCode:
+def verify(options: VerifyOptions) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
     by_run: dict[RunPaths, list[_Verdict]] = {}
-    for paths in find_readable(names_or_ids):
-        by_run[paths] = list(_verdicts(paths, shows=not as_json))
-    if as_json:
-        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, by_run[paths]) for paths in by_run]})
+    for paths in find_readable(options.runs):
+        by_run[paths] = list(_verdicts(paths, shows=not options.as_json))
+    if options.as_json:
+        put_json(Verification(version=JSON_VERSION, runs=[_run_json(*item) for item in by_run.items()]))
     is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
     return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
-def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> dict[str, Any]:
-    listed = [verdict.to_json() for verdict in verdicts]
-    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    return {"id": paths.folder.name, "name": name, "path": path, "checkpoints": listed}
+def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> VerifiedRun:
+    return {
+        "id": paths.folder.name,
+        "name": paths.siblings.folder.name,
+        "path": str(paths.folder.absolute()),
+        "checkpoints": [verdict.to_json() for verdict in verdicts],
+    }
 
 
 def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:

@@ -46,13 +46,13 @@ class CodeChange:
 
     paths: RunPaths
     snapshot: Path
-    words: str
+    description: str
 
     def apply(self, attempt: int) -> None:
         """Let ``attempt``, which the caller has claimed, and later ones use it."""
         snapshot.link(self.paths, self.snapshot)
         note_code(self.paths, self.snapshot, attempt)
-        say(f"{run_name(self.paths)}: code: {self.words}")
+        say(f"{run_name(self.paths)}: code: {self.description}")
 
 
 def code_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> CodeChange | None:
@@ -82,13 +82,13 @@ def _new_code(paths: RunPaths, experiment: Experiment, used: Path | None) -> Cod
     code = _current_code(paths.siblings, [experiment])
     taken = _place(paths.siblings, code)
     if used is None:
-        words = f"there was no snapshot of it; from now on the run uses that of {Path.cwd()}"
-        return CodeChange(paths, taken, words)
+        text = f"there was no snapshot of it; from now on the run uses that of {Path.cwd()}"
+        return CodeChange(paths, taken, text)
     if snapshot.content_of(used) == taken.name:
         say(f"{run_name(paths)}: code: nothing has changed since the snapshot that this run uses")
         return None
-    words = snapshot.differences(used, code).words()
-    return CodeChange(paths, taken, f"from this attempt on that of {Path.cwd()}: {words}")
+    text = snapshot.differences(used, code).words()
+    return CodeChange(paths, taken, f"from this attempt on that of {Path.cwd()}: {text}")
 
 
 def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> None:
@@ -119,10 +119,10 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
             used = snapshot.linked(first)
             if used is None or snapshot.content_of(used) == code.content:
                 continue
-            words = snapshot.differences(used, code).words(" from the snapshot that it uses")
+            text = snapshot.differences(used, code).words(" from the snapshot that it uses")
             more = f" (and {counted(len(others), 'more run')})" if others else ""
             remedy = "submit with --new trains with the current code"
-            say(f"{run_name(first)}{more}: code: {words}; {remedy}")
+            say(f"{run_name(first)}{more}: code: {text}; {remedy}")
     except UserError:
         return  # like a resume
 

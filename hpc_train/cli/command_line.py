@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -14,7 +17,12 @@ from hpc_train import __version__
 from hpc_train.console import redirect_to_devnull, say
 from hpc_train.errors import ExitCode, HpcTrainError, UserError
 
-_P = ParamSpec("_P")
+_O = TypeVar("_O")
+
+#: The key of a field's metadata that has its settings on the command line, see ``command_options``.
+SETTINGS = "command line"
+#: A command's options → imports its function.
+FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
 app = typer.Typer(
     name="hpc-train",
@@ -27,14 +35,53 @@ app = typer.Typer(
 )
 
 
-def command(body: Callable[_P, int]) -> Callable[_P, None]:
-    """Register a command whose body returns an exit code; a user error prints no traceback."""
+def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], type[_O]]:
+    """Register a command with the options of the decorated dataclass, whose docstring is its help.
 
-    @functools.wraps(body)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        sys.exit(exit_code_of(lambda: body(*args, **kwargs)))
+    Its function is called with them and returns an exit code: the one called like the command, in the
+    module of this package called like it or ``module``, which is imported when the command runs.
+    """
 
-    return app.command()(run)
+    def register(options: type[_O]) -> type[_O]:
+        FUNCTIONS[options] = partial(_function, module or name, name)
+
+        def run(**values: Any) -> None:
+            values = {key: value for key, value in values.items() if value is not None}  # else: the default
+            sys.exit(exit_code_of(lambda: FUNCTIONS[options]()(options(**values))))
+
+        run.__doc__ = options.__doc__
+        run.__signature__ = _signature(options)  # type: ignore[attr-defined]
+        app.command(name)(run)
+        return options
+
+    return register
+
+
+def _function(module: str, name: str) -> Callable[[Any], int]:
+    function: Callable[[Any], int] = getattr(import_module(f"hpc_train.cli.{module}"), name)
+    return function
+
+
+def _signature(options: type[Any]) -> inspect.Signature:
+    """Return a function's signature from which typer builds the options of a command."""
+    hints, kind = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(part.name, kind, default=_parameter(part), annotation=hints[part.name])
+        for part in fields(options)
+    ]
+    return inspect.Signature(parameters)
+
+
+def _parameter(part: Field[Any]) -> Any:
+    """Return typer's declaration of a field: an option if its settings have ``names``, else an argument."""
+    settings = dict(part.metadata[SETTINGS])
+    default = ... if part.default is MISSING else part.default
+    if part.default_factory is not MISSING:
+        default = None
+    names = settings.pop("names", None)
+    if names is None:
+        return typer.Argument(default, **settings)
+    return typer.Option(default, *(names or [f"--{part.name.replace('_', '-')}"]), **settings)
 
 
 def exit_code_of(body: Callable[[], int]) -> int:

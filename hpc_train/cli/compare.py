@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
-from hpc_train.cli.many_runs import collecting_rarely
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.command_options import CompareOptions
+from hpc_train.cli.many_runs import collecting_rarely, find_readable
 from hpc_train.console import JSON_VERSION, csv_line, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
@@ -39,51 +39,79 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """The options of ``compare``."""
+class PointJson(TypedDict):
+    """A metric's value; null if it is NaN or infinite."""
 
-    metric: str | None = None
-    #: Keys over which runs are averaged.
-    over: Sequence[str] = ()
-    #: Keys with equal values in all runs of one average.
-    group_by: Sequence[str] = ()
-    diff: bool = False
-    as_csv: bool = False
-    as_json: bool = False
+    value: float | None
+    step: int
 
-    def check(self) -> None:
-        """Raise UsageError if options exclude each other."""
-        given = {
-            "--csv": self.as_csv,
-            "--json": self.as_json,
-            "--diff": self.diff,
-            "--over": bool(self.over),
-            "--group-by": bool(self.group_by),
-            "--metric": self.metric is not None,
-        }
-        for one, *others in _EXCLUSIVE:
-            if given[one] and (other := next((other for other in others if given[other]), None)):
-                raise UsageError(f"{one} and {other} exclude each other; use one of them")
+
+class ComparedRun(TypedDict):
+    """One run of a comparison."""
+
+    id: str
+    name: str
+    path: str
+    state: str
+    #: By the keys of ``keys``.
+    values: dict[str, Any]
+    last: PointJson | None
+    best: PointJson | None
+    duration_s: float | None
+
+
+class Comparison(TypedDict):
+    """Runs by a metric, the best one first."""
+
+    version: int
+    #: ``val/accuracy``.
+    metric: str
+    #: ``min`` or ``max``.
+    goal: str
+    #: In which the runs differ.
+    keys: list[str]
+    runs: list[ComparedRun]
+
+
+class GroupJson(TypedDict):
+    """Runs that differ in the averaged keys only."""
+
+    ids: list[str]
+    values: dict[str, Any]
+    last: Spread | None
+    best: Spread | None
+    duration_s: float | None
+
+
+class GroupComparison(TypedDict):
+    """Groups of runs, the best one first."""
+
+    version: int
+    metric: str
+    goal: str
+    keys: list[str]
+    #: The keys of ``--over``.
+    over: list[str]
+    groups: list[GroupJson]
 
 
 @collecting_rarely()
-def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
+def compare(options: CompareOptions) -> ExitCode:
     """Print the runs, or their means, the best first.
 
     Raises UsageError for a metric that none of them has, and a key in which they do not differ.
     """
-    options.check()
+    _check(options)
     if options.diff:
         from hpc_train.cli.compare_diff import compare_two  # the schema: 0.2 s
 
-        return compare_two(words, as_json=options.as_json)
+        return compare_two(options.runs, as_json=options.as_json)
     as_csv, as_json = options.as_csv, options.as_json
-    runs = find_readable(words)
+    runs = find_readable(options.runs)
     measured = _measured(runs, options.metric)
     chosen = measured.metric
     compared = sorted(_compared(runs, measured), key=lambda run: sort_key(run.best, chosen))
-    keys = list(dict.fromkeys(key for each in compared for key in each.values))
+    keys = list(dict.fromkeys(key for run in compared for key in run.values))
     if options.over or options.group_by:
         averaged = _averaged(keys, options)
         _show_groups(compared, keys, chosen, averaged, as_csv=as_csv, as_json=as_json)
@@ -94,6 +122,19 @@ def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
     else:
         _print(compared, keys, chosen)
     return ExitCode.DONE
+
+
+def _check(options: CompareOptions) -> None:
+    """Raise UsageError if options exclude each other."""
+    for one, *others in _EXCLUSIVE:
+        if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
+            raise UsageError(f"{one} and {other} exclude each other; use one of them")
+
+
+def _has(options: CompareOptions, name: str) -> bool:
+    """Return True if the option is set."""
+    key = {"--csv": "as_csv", "--json": "as_json"}.get(name, name[2:].replace("-", "_"))
+    return bool(getattr(options, key))
 
 
 @dataclass(frozen=True)
@@ -111,18 +152,18 @@ def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
     """
     for split in SPLITS:
         rows_of = validation_rows if split == "val" else rows_in
-        candidates = [each for each in candidate_metrics(wanted) if each.split == split]
-        found = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
+        candidates = [metric for metric in candidate_metrics(wanted) if metric.split == split]
+        values = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
         for metric in candidates:
-            points = {paths: of_run[metric] for paths, of_run in found.items()}
+            points = {paths: of_run[metric] for paths, of_run in values.items()}
             if any(last is not None for last, _ in points.values()):
                 return _Measured(metric, points)
     if wanted is None:  # nothing was measured yet
         return _Measured(Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None)))
-    known = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
-    if (named := find_metric(known, wanted)) is not None:  # its values are not numbers
+    metrics = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
+    if (named := find_metric(metrics, wanted)) is not None:  # its values are not numbers
         return _Measured(named, dict.fromkeys(runs, (None, None)))
-    listed = ", ".join(sorted(map(str, known))) or "none yet"
+    listed = ", ".join(sorted(map(str, metrics))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
 
 
@@ -175,18 +216,18 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
 def _averaged(keys: Sequence[str], options: CompareOptions) -> list[str]:
     """Return the keys over which runs are averaged: ``--over``, or all keys except ``--group-by``."""
     over = _full_keys(options.over, keys, "--over")
-    kept = _full_keys(options.group_by, keys, "--group-by")
-    return [key for key in keys if key not in kept] if kept else over
+    common = _full_keys(options.group_by, keys, "--group-by")
+    return [key for key in keys if key not in common] if common else over
 
 
-def _full_keys(given: Sequence[str], keys: Sequence[str], option: str) -> list[str]:
+def _full_keys(names: Sequence[str], keys: Sequence[str], option: str) -> list[str]:
     """Return the keys with these full or short names."""
     full = {name: key for key, name in short_names(keys).items()}
-    found = [full.get(key, key) for key in given]
-    if unknown := next((key for key in found if key not in keys), None):
+    full_keys = [full.get(key, key) for key in names]
+    if unknown := next((key for key in full_keys if key not in keys), None):
         differ = f"they differ in {', '.join(keys)}" if keys else "they differ in no key"
         raise UsageError(f"{option}: these runs do not differ in {unknown}; {differ}")
-    return found
+    return full_keys
 
 
 def _show_groups(
@@ -199,14 +240,14 @@ def _show_groups(
     as_json: bool,
 ) -> None:
     """Print a line per group of runs that differ in the averaged keys only."""
-    kept = [key for key in keys if key not in averaged]
+    common = [key for key in keys if key not in averaged]
     groups = grouped(runs, averaged, metric)
     if as_json:
-        put_json(_groups_to_json(groups, kept, averaged, metric))
+        put_json(_groups_to_json(groups, common, averaged, metric))
     elif as_csv:
-        _write_groups(groups, kept, metric)
+        _write_groups(groups, common, metric)
     else:
-        _print_groups(groups, kept, metric)
+        _print_groups(groups, common, metric)
 
 
 def _print_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
@@ -273,7 +314,7 @@ def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) ->
     heads = [f"last {metric}", "last step", f"best {metric}", "best step", "duration_s"]
     lines = [csv_line(["run", "experiment", *keys, "state", *heads])]
     for run in runs:
-        points = [number for each in (run.last, run.best) for number in _numbers(each)]
+        points = [number for point in (run.last, run.best) for number in _numbers(point)]
         values = [_csv_text(run.values.get(key)) for key in keys]
         duration = "" if run.duration_s is None else round(run.duration_s, 1)
         experiment = run.paths.siblings.folder.name

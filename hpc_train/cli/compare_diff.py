@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, shortened
 from hpc_train.paths import RunPaths
@@ -30,9 +30,40 @@ _MAX_LINES = 2_000
 _TREE = f"{snapshot.TREE}/"
 
 
-def compare_two(words: Sequence[str], *, as_json: bool) -> ExitCode:
+class ComparedIds(TypedDict):
+    """One of two runs."""
+
+    id: str
+    path: str
+
+
+class CodeDifferenceJson(TypedDict):
+    """Files in which two code snapshots differ."""
+
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
+    #: Lines of a unified diff; at the end what was omitted.
+    diff: list[str]
+
+
+class Difference(TypedDict):
+    """In what the second of two runs differs from the first."""
+
+    version: int
+    runs: list[ComparedIds]
+    #: Key → its two values.
+    settings: dict[str, list[Any]]
+    #: Package → its two versions.
+    versions: dict[str, list[Any]]
+    code: CodeDifferenceJson | None
+    #: Why there is no ``code``.
+    code_unknown: str | None
+
+
+def compare_two(arguments: Sequence[str], *, as_json: bool) -> ExitCode:
     """Print the differences. Raises UsageError unless the words name two runs."""
-    runs = find_readable(words)
+    runs = find_readable(arguments)
     if len(runs) != 2:
         raise UsageError(f"--diff: compares two runs, and these are {len(runs):,}; name two")
     names, keys = run_names(runs), changed_keys(runs)
@@ -42,8 +73,8 @@ def compare_two(words: Sequence[str], *, as_json: bool) -> ExitCode:
     code, reason = _code(runs, [names[paths] for paths in runs])
     if as_json:
         ids = [{"id": paths.folder.name, "path": str(paths.folder)} for paths in runs]
-        found = {"settings": settings, "versions": versions, "code": code, "code_unknown": reason}
-        put_json({"version": JSON_VERSION, "runs": ids, **found})
+        result = {"settings": settings, "versions": versions, "code": code, "code_unknown": reason}
+        put_json({"version": JSON_VERSION, "runs": ids, **result})
         return ExitCode.DONE
     put(
         *(f"{sign} {names[paths]}" for sign, paths in zip(("---", "+++"), runs, strict=True)),

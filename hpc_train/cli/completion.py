@@ -32,7 +32,7 @@ def runs(incomplete: str) -> list[str]:
         names = {f"{experiment}/{name}" for name in _folders(root / experiment)}
     else:
         names = set(_folders(root))
-        names |= {name for each in names for name in _folders(root / each)} if incomplete else set()
+        names |= {name for folder in names for name in _folders(root / folder)} if incomplete else set()
     return sorted(name for name in names if name.startswith(incomplete))[:_MAX_CANDIDATES]
 
 
@@ -50,13 +50,13 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
 
     In bash, ``key``, ``=`` and the value are separate words.
     """
-    given = [word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value]
-    if values := list(_values(given[-2] if given[-1:] == ["="] else given[-1] if given else "")):
+    before = [word for value in ctx.params.values() if isinstance(value, list | tuple) for word in value]
+    if values := list(_values(before[-2] if before[-1:] == ["="] else before[-1] if before else "")):
         return values
     typed, is_value, _ = incomplete.partition("=")
-    found = [typed] if is_value else [key for key in keys() if key.startswith(incomplete)]
-    joined = [f"{found[0]}={value}" for value in _values(found[0])] if len(found) == 1 else []
-    return joined or [f"{key}=" for key in found if not is_value]
+    candidates = [typed] if is_value else [key for key in keys() if key.startswith(incomplete)]
+    joined = [f"{candidates[0]}={value}" for value in _values(candidates[0])] if len(candidates) == 1 else []
+    return joined or [f"{key}=" for key in candidates if not is_value]
 
 
 def runs_and_overrides(ctx: typer.Context, incomplete: str) -> list[str]:

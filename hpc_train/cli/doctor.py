@@ -1,25 +1,26 @@
-"""``doctor``: problems that would make runs fail on this machine or cluster, and the remedies."""
+"""``doctor``: problems that would make runs fail on this machine or cluster; ``notify``: a test message."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
+from typing import TypedDict
 
+from hpc_train.cli.command_options import DoctorOptions, LauncherOptions, NotifyOptions
+from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.console import JSON_VERSION, one_line, put, put_json
+from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
 from hpc_train.launchers.findings import Finding, Level
-from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
-from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.launchers.webhook import read_webhook, settings_file
+from hpc_train.launchers.notifications import text_of
+from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file
 from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
@@ -27,32 +28,24 @@ from hpc_train.validate.loading import Loaded, load
 _LOCAL_ONLY = "runs can be started here with --local only"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The options of ``doctor``."""
+class Diagnosis(TypedDict):
+    """What would make runs fail."""
 
-    local: bool = False
-    launcher: str | None = None
-    #: Run a small job; on these nodes, or on any.
-    submit: bool = False
-    nodes: str | None = None
-    wait_min: float = 5.0
-    as_json: bool = False
-
-    @property
-    def runs_job(self) -> bool:
-        """Whether a small job is submitted; naming nodes implies it."""
-        return self.submit or self.nodes is not None
+    version: int
+    #: How many findings there are by level.
+    counts: dict[str, int]
+    #: Errors first.
+    findings: list[Finding]
 
 
-def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) -> ExitCode:
+def doctor(options: DoctorOptions) -> ExitCode:
     """Report all findings; FAILED if one is an error."""
     if options.local and options.runs_job:
         raise UsageError("--local: checks this machine alone; omit --submit and --nodes")
-    launcher = load_launcher(options.launcher or (LOCAL if options.local else DEFAULT))
-    loaded = load(file, overrides) if file is not None else None
+    choice = LauncherChoice.of(LauncherOptions(local=options.local, launcher=options.launcher))
+    loaded = load(options.file, options.overrides) if options.file is not None else None
     severity = list(Level).index
-    findings = sorted(_findings(launcher, loaded, options), key=lambda finding: severity(finding.level))
+    findings = sorted(_findings(choice, loaded, options), key=lambda finding: severity(finding.level))
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     if options.as_json:
         items = [finding.to_json() for finding in findings]
@@ -63,8 +56,11 @@ def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) 
     return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
 
 
-def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
+def _findings(choice: LauncherChoice, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
+    launcher = choice.launcher
     experiment = loaded.experiment if loaded is not None else None
+    if loaded is not None:
+        yield from _file(choice, loaded)
     # The devices of ranks on this machine; jobs of a queue use other machines' GPUs.
     is_on_cpu = experiment is not None and experiment.device == "cpu"
     here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
@@ -77,6 +73,15 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
         yield from _wandb(experiment)
     if launcher.is_queue:
         yield from _cluster(launcher, CheckRequest(experiment, partial(_place, loaded)), options)
+
+
+def _file(choice: LauncherChoice, loaded: Loaded) -> Iterator[Finding]:
+    """Why ``submit`` would refuse the file, apart from the queue."""
+    try:
+        submittable(choice, loaded)
+    except BadFileError as error:
+        for problem in error.problems:
+            yield Finding(Level.ERROR, "file.start", problem, loaded.source.name, "`submit` refuses the file")
 
 
 def _place(loaded: Loaded | None, key: str) -> str:
@@ -150,3 +155,20 @@ def _lines(finding: Finding) -> Iterator[str]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def notify(options: NotifyOptions) -> ExitCode:
+    """Post a test message. IO if it can't be sent; raises UsageError without a webhook, BadFileError."""
+    path = settings_file()
+    webhook = read_webhook(path)
+    if webhook is None:
+        raise UsageError(f"{path}: there is no such file; write the line webhook: https://… to it, mode 600")
+    message = text_of(f"test message of hpc-train on {socket.gethostname()}") | {"event": "test"}
+    try:
+        post(webhook, message)
+    except NotSentError as error:
+        say(f"not sent: {error}")
+        return ExitCode.IO
+    events = ", ".join(sorted(webhook.events)) or "nothing"
+    put(f"sent to {one_line(webhook.host)}; runs report there: {events}")
+    return ExitCode.DONE

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.command_options import CheckpointOptions, EvaluateOptions, RanksOptions
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -22,7 +22,7 @@ from hpc_train.report.metrics_reader import in_words
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import find_step
-from hpc_train.run.code.snapshot import link, linked, module_in
+from hpc_train.run.code.snapshot import link, linked
 from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
@@ -32,36 +32,31 @@ from hpc_train.run.trust import check_run
 
 #: Sections that an evaluation may change: location, devices and data. All others come from the checkpoint.
 _CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
-_RANKS_MODULE = "hpc_train.training.checkpoint_evaluation"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Which checkpoint of a run, by default the newest; ``code``: ``new`` for the current code."""
+class Evaluation(TypedDict):
+    """One evaluation of a checkpoint."""
 
-    best: bool = False
-    step: int | None = None
-    code: str | None = None
-
-    def refuse_both(self) -> None:
-        """Raise UsageError if both ``best`` and ``step`` are given."""
-        if self.best and self.step is not None:
-            raise UsageError("--best and --step exclude each other; use one of them")
+    version: int
+    id: str
+    path: str
+    #: Like a ``val`` row of ``metrics.jsonl``.
+    row: dict[str, Any]
 
 
-def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | None, as_json: bool) -> ExitCode:
+def evaluate(options: EvaluateOptions) -> ExitCode:
     """Evaluate a checkpoint of a run; print a row like a ``val`` row.
 
-    ``words``: one run, and keys to override. Writes nothing into the run's folder.
+    Writes nothing into the run's folder.
     """
-    code, run_of_ranks = run_ranks("evaluate", words, checkpoint, devices, {})
+    code, run_of_ranks = run_ranks("evaluate", options, {})
     if code != ExitCode.DONE:
         return code
     (row,) = evaluation_rows(run_of_ranks.metrics)
     run = RunPaths(Path((read_json(run_of_ranks.evaluated_checkpoint) or {})["run"]))
     shutil.rmtree(run_of_ranks.folder.parent)
-    if as_json:
-        put_json({"version": JSON_VERSION, "id": run.folder.name, "path": str(run.folder), "row": row})
+    if options.as_json:
+        put_json(Evaluation(version=JSON_VERSION, id=run.folder.name, path=str(run.folder), row=row))
     else:
         put(f"{run_name(run)}  step {row['step']}  {in_words(row)}")
     return ExitCode.DONE
@@ -69,9 +64,7 @@ def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | Non
 
 def run_ranks(
     command: str,
-    words: Sequence[str],
-    checkpoint: Checkpoint,
-    devices: int | None,
+    options: RanksOptions,
     request: dict[str, Any],
     check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> tuple[ExitCode, RunPaths]:
@@ -80,30 +73,36 @@ def run_ranks(
     Also return their run folder, alone in a temporary folder that the caller removes; an error leaves it in
     place. ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
-    run_words, overrides = runs_and_overrides(words)
+    run_words, overrides = runs_and_overrides(options.runs_and_overrides)
     paths = _one_run(command, run_words)
-    checkpoint.refuse_both()
+    refuse_both(options)
     _refuse_fixed(overrides)
     check_run(paths)
     experiment = _experiment(paths, overrides)
     check(experiment)
-    snapshot = None if is_new(checkpoint.code) else _snapshot(paths)
-    step = find_step(paths, best=checkpoint.best, step=checkpoint.step)
+    snapshot = None if is_new(options.code) else linked(paths)
+    step = find_step(paths, best=options.best, step=options.step)
     folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
     run_of_ranks = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
-    ended = LocalLauncher().launch(LaunchRequest(run_of_ranks, experiment, 1, devices), lambda: None)
+    ended = LocalLauncher().launch(LaunchRequest(run_of_ranks, experiment, 1, options.devices), lambda: None)
     if ended != ExitCode.DONE:
         say(f"{command}: failed; the logs of its ranks are in {run_of_ranks.attempt(1).folder}")
     return ended, run_of_ranks
 
 
-def _one_run(command: str, words: Sequence[str]) -> RunPaths:
-    if not words:
+def refuse_both(options: CheckpointOptions) -> None:
+    """Raise UsageError if both ``--best`` and ``--step`` are given."""
+    if options.best and options.step is not None:
+        raise UsageError("--best and --step exclude each other; use one of them")
+
+
+def _one_run(command: str, names: Sequence[str]) -> RunPaths:
+    if not names:
         raise UsageError(f"{command}: names no run; give a run id or a run's folder")
-    runs = find_readable(words)
+    runs = find_readable(names)
     if len(runs) != 1:
-        raise UsageError(f"{command}: takes one run, and {' '.join(words)} matches {len(runs)}; give one id")
+        raise UsageError(f"{command}: takes one run, and {' '.join(names)} matches {len(runs)}; give one id")
     return runs[0]
 
 
@@ -130,16 +129,6 @@ def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
             "has trained"
         )
     return experiment.with_micro_batch_size(size)
-
-
-def _snapshot(paths: RunPaths) -> Path | None:
-    snapshot = linked(paths)
-    if snapshot is not None and not module_in(snapshot, _RANKS_MODULE).is_file():
-        raise UsageError(
-            f"{run_name(paths)}: the code that this run uses is of a version without evaluate; add "
-            "--code new to evaluate with the current code"
-        )
-    return snapshot
 
 
 def _ranks_folder(

@@ -23,9 +23,9 @@ def format_of(output: Path, choice: str | None) -> str:
     """
     of_suffix = next((form for form, end in PROGRAM_SUFFIXES.items() if output.suffix == end), WEIGHTS)
     form = of_suffix if choice is None else choice
-    known = [WEIGHTS, *PROGRAM_SUFFIXES]
-    if form not in known:
-        raise UsageError(f"--format: unknown format {form!r}; write one of {', '.join(known)}")
+    formats = [WEIGHTS, *PROGRAM_SUFFIXES]
+    if form not in formats:
+        raise UsageError(f"--format: unknown format {form!r}; write one of {', '.join(formats)}")
     suffixes = [f".{WEIGHTS}", *PROGRAM_SUFFIXES.values()]
     if choice is None and output.suffix and output.suffix not in suffixes:
         say(f"-o {output}: written as {WEIGHTS}; the suffixes of formats are {', '.join(suffixes)}")

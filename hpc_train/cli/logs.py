@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.command_options import LogsOptions
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, columns, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
@@ -30,54 +31,90 @@ _CHUNK_BYTES = 1 << 16
 FOLLOWED_LINES = 20
 
 
-def logs(
-    word: str,
-    *,
-    follow: bool,
-    rank: int,
-    attempt: int | None,
-    lines: int | None = None,
-    last: bool = False,
-    as_json: bool = False,
-) -> ExitCode:
-    """Print one rank's log to stdout.
+class LogFile(TypedDict):
+    """One log of an attempt."""
 
-    ``lines``: only this many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``.
-    ``last``: selects the run that started last. ``as_json``: as one object, with all logs of the run.
-    """
-    if as_json and follow:
+    attempt: int
+    rank: int
+    file: str
+    bytes: int
+
+
+class Log(TypedDict):
+    """The lines that are printed without ``--json``, and where all logs of the run are."""
+
+    version: int
+    #: The run's.
+    id: str
+    name: str
+    path: str
+    #: The log that was read: of a rank, or what the batch script printed before any rank started.
+    file: str
+    #: Null for a batch script.
+    attempt: int | None
+    rank: int | None
+    #: Without line breaks.
+    lines: list[str]
+    logs: list[LogFile]
+
+
+def logs(options: LogsOptions) -> ExitCode:
+    """Print one rank's log to stdout; as JSON with all logs of the run."""
+    if options.as_json and options.follow:
         raise UsageError("--json and --follow exclude each other; use one of them")
-    paths = _one_run(word, last=last)
-    lines = lines if lines is not None else FOLLOWED_LINES if follow else 0
-    if follow:
+    paths = _one_run(options.run, last=options.last)
+    rank, attempt, lines = options.rank, options.attempt, options.lines
+    if lines is None:
+        lines = FOLLOWED_LINES if options.follow else 0
+    if options.print_all:
+        lines = 0
+    if options.follow:
         _follow(paths, rank, attempt, lines)
         return ExitCode.DONE
-    output = launcher_of(paths).output(paths) if attempt is None else None
-    number = attempt or newest_number(paths)
-    log = output or _existing(paths, rank, number)
-    if as_json:
-        place = {"attempt": None, "rank": None} if output else {"attempt": number, "rank": rank}
-        put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": _lines(log, lines)})
+    log, is_output = find_log(paths, rank, attempt)
+    if options.as_json:
+        number = None if is_output else attempt or newest_number(paths)
+        put_json(_to_json(paths, log, number, None if is_output else rank, last_lines(log, lines)))
     else:
         _LogReader(log, lines).print_new()
-        if attempt is None and output is None:
+        if attempt is None and not is_output:
             _say_earlier(paths)
     return ExitCode.DONE
 
 
-def _run_json(paths: RunPaths) -> dict[str, Any]:
-    """Return a run's entry in ``logs --json``: its identity and the paths of its logs."""
-    matches = [
-        {"attempt": attempt.number, "rank": rank, "file": str(log.absolute()), "bytes": log.stat().st_size}
-        for attempt in paths.attempt_folders()
-        for rank, log in sorted(attempt.files_of_ranks(".log").items())
-        if log.is_file()
+def find_log(paths: RunPaths, rank: int, attempt: int | None) -> tuple[Path, bool]:
+    """Return a rank's log, by default of the newest attempt.
+
+    Before ranks start it is the output of the launcher's job; then the second value is True. Raises
+    UsageError if there is no log.
+    """
+    output = launcher_of(paths).output(paths) if attempt is None else None
+    if output is not None:
+        return output, True
+    return _existing(paths, rank, attempt or newest_number(paths)), False
+
+
+def _to_json(paths: RunPaths, log: Path, attempt: int | None, rank: int | None, lines: list[str]) -> Log:
+    logs = [
+        LogFile(attempt=folder.number, rank=number, file=str(file.absolute()), bytes=file.stat().st_size)
+        for folder in paths.attempt_folders()
+        for number, file in sorted(folder.files_of_ranks(".log").items())
+        if file.is_file()
     ]
-    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
-    return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": matches}
+    return Log(
+        version=JSON_VERSION,
+        id=paths.folder.name,
+        name=paths.siblings.folder.name,
+        path=str(paths.folder.absolute()),
+        file=str(log.absolute()),
+        attempt=attempt,
+        rank=rank,
+        lines=lines,
+        logs=logs,
+    )
 
 
-def _lines(log: Path, count: int) -> list[str]:
+def last_lines(log: Path, count: int) -> list[str]:
     """Return the last lines of a log, or with 0 all."""
     with log.open("rb") as file:
         file.seek(_tail_offset(log, count) if count else 0)
@@ -194,10 +231,10 @@ class _End:
 
     def _tell(self, status: RunStatus) -> None:
         """Print the reason why the run waits, each time it changes."""
-        words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
-        if words and words != self._shown:
-            say(f"{run_name(self._paths)}: {words}")
-        self._shown = words
+        text = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
+        if text and text != self._shown:
+            say(f"{run_name(self._paths)}: {text}")
+        self._shown = text
 
 
 def _tail_offset(path: Path, lines: int) -> int:

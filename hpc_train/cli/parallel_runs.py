@@ -28,13 +28,13 @@ _POLL_S = 0.1
 def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
     """Return the ranks of each run; ``device``: the file's. Raises UsageError if there are too few GPUs."""
     num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
-    each = devices or max(1, num_gpus // jobs)
-    if num_gpus and each * jobs > num_gpus:
+    per_run = devices or max(1, num_gpus // jobs)
+    if num_gpus and per_run * jobs > num_gpus:
         raise UsageError(
-            f"--jobs: {jobs} runs of {each} ranks need {each * jobs} GPUs, but this machine "
-            f"shows {num_gpus}; write --jobs {max(1, num_gpus // each)}, or fewer --devices"
+            f"--jobs: {jobs} runs of {per_run} ranks need {per_run * jobs} GPUs, but this machine "
+            f"shows {num_gpus}; write --jobs {max(1, num_gpus // per_run)}, or fewer --devices"
         )
-    return each
+    return per_run
 
 
 def slot_environment(
@@ -43,10 +43,10 @@ def slot_environment(
     """Return the environment of the run in a slot of ``jobs``: its own GPUs and its part of the cores."""
     threads = max(1, len(usable_cpus()) // (jobs * devices))
     # One bar can't show several runs: they print lines.
-    found = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
+    environment = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
     if names := [] if device == "cpu" else gpu_names(environ):
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * devices : (slot + 1) * devices])
-    return found
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * devices : (slot + 1) * devices])
+    return environment
 
 
 class Slots:

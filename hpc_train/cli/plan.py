@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from hpc_train.cli import plan_cost, queue_forecast
-from hpc_train.cli.found_sizes import with_found_sizes
-from hpc_train.cli.plan_memory import json_of_runs, predictions, show_predictions
+from hpc_train.cli.command_options import PlanOptions
+from hpc_train.cli.preflight import (
+    LauncherChoice,
+    Preflight,
+    missing_pack_lines,
+    possible_packs,
+    say_remarks,
+    with_found_sizes,
+)
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.data_facts.built_in import DATA_SETS
-from hpc_train.data_facts.by_name import data_facts, misplaced, missing_index
-from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import Launcher, StartRequest
-from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
-from hpc_train.plan.input_files import LIMIT_S, missing_pack, pack_files
-from hpc_train.plan.planning import Plan, PlannedRun, make_plan
+from hpc_train.errors import ExitCode
+from hpc_train.launchers.base import KnowsDevices, Launcher
+from hpc_train.plan.devices import Device, device_here
+from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.plan.prediction import PARTS, StepPrediction, predict
 from hpc_train.plan.sweep import describe
-from hpc_train.run.code.work_tree import work_tree_around
-from hpc_train.run.weight_source import KEY, source_facts
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.child_process import one_child
 from hpc_train.validate.loading import Loaded, load
-from hpc_train.validate.own_parts import missing_parts
-from hpc_train.validate.rules import check_start
-from hpc_train.validate.task_rules import remarks
 
 #: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed
@@ -45,232 +44,179 @@ _HEADS = (
     "steps",
     "GPU-hours",
 )
+#: Set to 1: ``plan`` predicts nothing without ``--memory``.
+NO_MEMORY = "HPC_TRAIN_NO_MEMORY"
+_NOT_ASKED = "not predicted"
+_MEMORY_HEADS = (
+    "run",
+    "micro-batch",
+    "peak GB",
+    *PARTS,
+    "fits",
+    "largest micro-batch",
+    "TFLOPs per step",
+    "sent GB",
+)
+#: GB below which a number is not shown.
+_SHOWN = 0.001
 
 
-@dataclass(frozen=True, kw_only=True)
-class LauncherOptions:
-    """The options of ``plan`` and ``submit`` that select the launcher."""
+class PlannedRunJson(TypedDict):
+    """One run that a file plans; a number is null if it is not known before the start."""
 
-    local: bool = False
-    devices: int | None = None
-    launcher: str | None = None
+    id: str
+    #: The swept keys and their values.
+    values: dict[str, Any]
+    #: Of a range of nodes the maximum.
+    ranks: int | None
+    #: ``pipeline``, ``replicate``, ``shard`` and ``tensor``.
+    degrees: dict[str, int] | None
+    #: Of a pipeline: the stages, on all ranks.
+    stages: int | None
+    schedule: str | None
+    #: The fraction of a step in which ranks of a pipeline wait, 0 to 1.
+    bubble: float | None
+    micro_batches: int | None
+    #: Forward passes per rank and step.
+    accumulation: int | None
+    precision: str
+    steps_per_epoch: int | None
+    total_steps: int | None
+    #: The upper bound given by the time limit; null without one.
+    gpu_hours: float | None
+    #: Predicted, of one rank; without ``memory`` nothing was predicted.
+    peak_memory_gb: float | None
+    #: In GB: ``parameters``, ``gradients``, ``optimizer``, ``activations`` and ``buffers``.
+    memory: dict[str, float] | None
+    #: Why activations are unknown, or that nothing was predicted.
+    memory_problem: str | None
+    #: What is assumed of data that can't be read here.
+    memory_assumption: str | None
+    #: Null for an unknown device.
+    device_memory_gb: float | None
+    fits: bool | None
+    largest_micro_batch_size: int | None
+    #: Of all ranks.
+    flops_per_step: int | float | None
+    #: GB that a rank sends per step: ``all_reduce_gb``, ``all_gather_gb``, ``reduce_scatter_gb``,
+    #: ``tensor_gb`` (activations, among ranks that share layers), ``pipeline_gb``; and of their sum
+    #: ``within_node_gb`` and ``between_nodes_gb``.
+    communication: dict[str, float] | None
 
-    @property
-    def name(self) -> str:
-        """The launcher's options."""
-        return self.launcher or (LOCAL if self.local else DEFAULT)
 
-    @property
-    def on_this_machine(self) -> bool:
-        """Whether an option selects this machine: ``--local``, ``--launcher local`` or ``--devices``."""
-        return self.local or self.launcher == LOCAL or self.devices is not None
+class PlanJson(TypedDict):
+    """What a file would start."""
 
-    def load(self) -> Launcher:
-        """Return the launcher. Raises UsageError if the options exclude each other."""
-        if self.devices is not None and not self.local and self.launcher is None:
-            raise UsageError("--devices: is for this machine; add --local")
-        launcher = load_launcher(self.name)
-        if launcher.is_queue and self.on_this_machine:
-            option = "--local" if self.local else "--devices"
-            raise UsageError(f"{option}: is for this machine, launcher {self.name} is not; omit one of them")
-        return launcher
-
-    def plan(
-        self,
-        launcher: Launcher,
-        loaded: Loaded,
-        devices: int | None,
-        trials: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Plan:
-        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes."""
-        return make_plan(
-            loaded,
-            lambda experiment: launcher.ranks(experiment, devices),
-            on_this_machine=self.on_this_machine,
-            trials=trials,
-        )
+    version: int
+    #: The experiment's.
+    name: str
+    runs: list[PlannedRunJson]
+    #: The batch script of each job.
+    scripts: list[str]
+    cost: plan_cost.CostJson
+    #: Lines on jobs that would never start, or exceed the budget.
+    refused: list[str]
+    #: Null if no scheduler was asked.
+    jobs: list[queue_forecast.JobForecastJson] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(LauncherOptions):
-    """The options of ``plan``."""
+@dataclass(frozen=True)
+class FullPlan:
+    """Everything that ``plan`` shows."""
 
-    as_json: bool = False
-    script: bool = False
-    #: Samples per second of one rank; None: predicted from earlier runs.
-    throughput: float | None = None
-    #: Whether memory is predicted, which takes seconds; None: the environment decides.
-    memory: bool | None = None
+    loaded: Loaded
+    plan: Plan
+    scripts: Sequence[str]
+    #: The lines on problems that prevent a start, except of keys that only another launcher does not need.
+    problems: Sequence[str]
+    #: Its ``refused`` also has the lines on the budget.
+    queue: queue_forecast.QueueForecast
+    cost: plan_cost.PlanCost
+    memory: list[StepPrediction] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``plan --json``."""
+        runs = {"runs": _json_of_runs(self.plan.runs, self.memory), "scripts": list(self.scripts)}
+        return self.plan.to_json() | runs | self.queue.to_json() | self.cost.to_json(self.plan)
 
 
 @one_child()
-def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
+def plan(options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
-    launcher, loaded = options.load(), load(file, overrides)
-    devices = options.devices
+    full = make_full_plan(options)
+    if options.as_json:
+        put_json(full.to_json())
+    else:
+        scripts = full.scripts if options.script else ()
+        show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
+        _show_predictions(full.plan.runs, full.memory)
+    lines = full.problems or full.queue.refused or missing_pack_lines(full.loaded)
+    for line in lines:
+        say(line)
+    say_remarks(full.loaded)
+    plan_cost.say_cost(full.cost)
+    queue_forecast.say_forecast(full.queue, full.plan)
+    if not lines:
+        _say_pack(full.loaded.experiment.data)
+    return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
+
+
+def make_full_plan(options: PlanOptions) -> FullPlan:
+    """Plan the runs of the file, query the queue, and predict cost and memory."""
+    choice, loaded = LauncherChoice.of(options), load(options.file, options.overrides)
+    launcher, devices = choice.launcher, options.devices
     if devices is None:  # explicit devices need not exist here
         devices = launcher.choose_devices(loaded.experiment, None)
     search = next_trials(loaded)
-    trials = search.starts if search else None
-    made = with_found_sizes(options.plan(launcher, loaded, devices, trials))
-    problems = start_problems(loaded, made)
-    scripts: list[str] = []
-    lacking = launcher_problems(launcher, loaded)
-    if not problems and not lacking:
-        try:
-            scripts = batch_scripts(launcher, loaded, made)
-        except BadFileError as error:
-            problems += error.problems
-    if options.script:
-        problems += lacking
-    cost = plan_cost.cost_of(made, options.name, options.throughput)
-    refused = plan_cost.over_budget_lines(loaded, made, options.name, cost)
-    queue = queue_forecast.QueueForecast(refused)
-    if not problems and not lacking and not refused:
-        queue = queue_forecast.ask(launcher, loaded, made)
-    memory = predictions(made, launcher, is_wanted=options.memory, on_this_machine=options.on_this_machine)
-    shown = scripts if options.script or options.as_json else ()
-    more = queue.to_json() | cost.to_json(made) | {"runs": json_of_runs(made.runs, memory)}
-    show(made, as_json=options.as_json, scripts=shown, more=more, more_columns=cost.columns())
-    if not options.as_json:
-        show_predictions(made.runs, memory)
-    lines = problems or [*queue.refused, *_missing_pack(loaded)]
-    for line in lines:
-        say(line)
-    say_remarks(loaded)
-    plan_cost.say_cost(cost)
-    queue_forecast.say_forecast(queue, made)
-    if not lines:
-        _say_pack(loaded.experiment.data)
-    return ExitCode.BAD_FILE if queue.refused else ExitCode.DONE
+    planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
+    cost = plan_cost.cost_of(planned, choice.name, options.throughput)
+    queue = queue_forecast.QueueForecast()
 
+    def refused_by_queue() -> list[str]:
+        nonlocal queue
+        queue = queue_forecast.ask(launcher, loaded, planned)
+        return list(queue.refused)
 
-def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
-    """Return all lines with which ``submit`` would reject the plan, for ``validate``.
-
-    A file without a job's section can be started with ``--local`` on any number of ranks, and reads its
-    data here.
-    """
-    if launcher.problems(loaded.experiment):
-        problems = start_problems(loaded, made, ranks_are_known=False)
-        return problems + wrong_layout(loaded, is_queued=False) + missing_data(loaded)
-    if problems := start_problems(loaded, made) + wrong_layout(loaded, is_queued=launcher.is_queue):
-        return problems
-    try:
-        batch_scripts(launcher, loaded, made)
-    except BadFileError as error:
-        return error.problems
-    return []
-
-
-def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
-    """Return the problem of a data root, or its pack, that is missing here: ranks fail only after imports."""
-    data = loaded.experiment.data
-    if data.root is not None and not expanded(data.root).exists():
-        message = f"{data.root} does not exist on this machine"
-        return [loaded.problem("data.root", message, remedy or _root_remedy(data), "data.root-absent")]
-    return _missing_pack(loaded)
-
-
-def wrong_layout(loaded: Loaded, *, is_queued: bool) -> list[str]:
-    """Return the line on folders or files that the data root lacks.
-
-    ``is_queued``: an empty folder here may be a mount point that only the nodes mount.
-    """
-    data = loaded.experiment.data
-    try:
-        is_here = data.root is not None and expanded(data.root).exists()
-        if not is_here or (is_queued and _is_empty_folder(expanded(str(data.root)))):
-            return []
-        problem = misplaced(data)
-    except OSError:  # the ranks may be able to read it
-        return []
-    return [] if problem is None else [loaded.source.render(problem)]
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _root_remedy(data: DataConfig) -> str:
-    """Return the remedy for a ``data.root`` that is missing here."""
-    facts, write = data_facts(data.name), "write the folder of the data"
-    if facts.is_downloaded:
-        return f"{write}, or fetch them with `hpc-train prepare FILE`"
-    is_useless = data.name in DATA_SETS and not facts.needs_root
-    return f"take it out; {data.name} needs none" if is_useless else write
-
-
-def _missing_pack(loaded: Loaded) -> list[str]:
-    """Return the line that reports that the pack, or the index, that ranks need is missing here."""
-    data = loaded.experiment.data
-    if (problem := missing_index(data)) is not None:
-        return [loaded.source.render(problem)]
-    if data.cache is None:
-        return []
-    try:
-        files = _pack_files(data)
-    except BadFileError as error:
-        return error.problems
-    if files is None or any(file.is_file() for file in files):
-        return []
-    return [loaded.problem("data.cache", *missing_pack(data), "data.pack-absent")]
-
-
-def _pack_files(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None if images are not packed, or take too long to list before a start."""
-    if not data_facts(data.name).is_packable:
-        return None
-    try:
-        return pack_files(data, LIMIT_S)
-    except OSError:
-        return None
+    checks = Preflight(launcher, on_this_machine=choice.on_this_machine, needs_launcher=options.script)
+    checked = checks.of_plan(
+        loaded,
+        planned,
+        budget=lambda: plan_cost.over_budget_lines(loaded, planned, choice.name, cost),
+        queue=refused_by_queue,
+    )
+    queue = replace(queue, refused=checked.refused)
+    memory = _predictions(planned, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
+    return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory)
 
 
 def _say_pack(data: DataConfig) -> None:
     """Print the path of the packed file that the ranks read."""
     if data.cache is None:
         return
-    pack = next((file for file in _pack_files(data) or () if file.is_file()), None)
+    pack = next((file for file in possible_packs(data) or () if file.is_file()), None)
     if pack is not None:
         place = "its temporary folder" if data.stage is True else data.stage
         staged = f"; each node copies it to {place} first" if data.stage else ""
         say(f"data.cache: ranks read {pack} ({pack.stat().st_size} bytes){staged}")
 
 
-def launcher_problems(launcher: Launcher, loaded: Loaded) -> list[str]:
-    """Return the problems with keys that the launcher needs and the file lacks."""
-    return [loaded.problem(*problem) for problem in launcher.problems(loaded.experiment)]
-
-
-def batch_scripts(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
-    """Return the scripts of all runs of the plan. Raises BadFileError if none can be made."""
-    folder = ExperimentPaths(runs_root() / made.name)
-    requests = [
-        StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in made.runs
-    ]
-    return launcher.scripts(folder, requests)
-
-
 def show(
-    made: Plan,
+    plan: Plan,
     *,
     as_json: bool,
     scripts: Sequence[str] = (),
-    more: Mapping[str, Any] | None = None,
     more_columns: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> None:
     """Print the plan, and the batch scripts of its runs, to stdout.
 
-    ``more``: further keys of the JSON. ``more_columns``: further heads and cells of the table.
+    ``more_columns``: further heads and cells of the table.
     """
     if as_json:
-        runs = {"runs": json_of_runs(made.runs, None)}
-        put_json(made.to_json() | runs | {"scripts": list(scripts), **(more or {})})
+        put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
         return
-    for line in columns(_table(made.runs, more_columns)):
+    for line in columns(_table(plan.runs, more_columns)):
         put(line)
-    for hint in dict.fromkeys(map(_hint, made.runs)):
+    for hint in dict.fromkeys(map(_hint, plan.runs)):
         if hint:
             say(hint)
     for script in scripts:
@@ -340,42 +286,95 @@ def _hours(run: PlannedRun) -> str:
     return f"at most {hours:g}" if hours else "0"
 
 
-def _code_root() -> Path | None:
-    tree = work_tree_around(Path.cwd())
-    return None if tree is None else tree.root
+def say_layouts(runs: Sequence[PlannedRun]) -> None:
+    """Print the step layout of the runs, each distinct one once."""
+    for layout, number in Counter(str(run.layout) for run in runs if run.layout).items():
+        say(f"  {layout}" if number == len(runs) else f"  {number} of {len(runs)} runs: {layout}")
 
 
-def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
-    """Return the lines on problems that prevent runs of the plan from being started."""
-    lines = [
-        loaded.source.render(problem)
-        for run in made.runs
-        for problem in check_start(
-            run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
-        )
+def _predictions(
+    plan: Plan, launcher: Launcher, *, is_wanted: bool | None, on_this_machine: bool
+) -> list[StepPrediction] | None:
+    """Return the prediction of each run's step; None if the user does not want to wait for it."""
+    if is_wanted is None:
+        is_wanted = os.environ.get(NO_MEMORY) != "1"
+    if not is_wanted:
+        return None
+
+    def device_of(run: PlannedRun) -> Device:
+        device = None
+        if isinstance(launcher, KnowsDevices) and not on_this_machine:
+            device = launcher.device(run.experiment, run.size)
+        return device or device_here(run.experiment.device, run.size.per_node or run.ranks or 1)
+
+    return predict(plan.runs, device_of)
+
+
+def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> list[dict[str, Any]]:
+    """Return each run's keys in ``plan --json``."""
+    if steps is None:
+        return [run.to_json() | dict.fromkeys(_keys()) | {"memory_problem": _NOT_ASKED} for run in runs]
+    return [run.to_json() | step.to_json() for run, step in zip(runs, steps, strict=True)]
+
+
+def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> None:
+    """Print a table of the steps, and the assumptions behind it."""
+    if steps is None:
+        return
+    put("")
+    rows = [_memory_cells(run, step) for run, step in zip(runs, steps, strict=True)]
+    for line in columns([[*_MEMORY_HEADS], *rows]):
+        put(line)
+    for remark in dict.fromkeys(remark for step in steps for remark in _remarks(step)):
+        say(remark)
+
+
+def _memory_cells(run: PlannedRun, step: StepPrediction) -> list[str]:
+    peak, memory = step.peak_memory_gb, step.memory or {}
+    at_least = "at least " if step.problem else ""
+    parts = [_gb(memory.get(part)) for part in PARTS]
+    if step.problem:
+        parts[PARTS.index("activations")] = "unknown"
+    sent = step.communication
+    return [
+        run.id,
+        _or_unknown(step.micro_batch_size),
+        "unknown" if peak is None else f"{at_least}{_gb(peak)}",
+        *parts,
+        {True: "yes", False: "no", None: "unknown"}[step.fits],
+        _or_unknown(step.largest_micro_batch_size),
+        "unknown" if step.flops_per_step is None else f"{step.flops_per_step / 1e12:.3g}",
+        "unknown" if sent is None else f"{_gb(sent.within_node_gb + sent.between_nodes_gb)}",
     ]
-    return list(dict.fromkeys([*lines, *lacking_parts(loaded, made), *_missing_weights(loaded, made)]))
 
 
-def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
-    """Return the problems of a ``model.init_from`` without weights. A run keeps the weights named now."""
+def _remarks(step: StepPrediction) -> list[str]:
+    device = step.device
     lines = []
-    for text in dict.fromkeys(run.experiment.model.init_from for run in made.runs):
-        try:
-            source_facts(text)
-        except BadFileError as error:
-            message, _, remedy = str(error).removeprefix(f"{KEY}: ").rpartition("; ")
-            lines.append(loaded.problem(KEY, message, remedy, "weights.absent"))
+    if step.problem:
+        lines.append(f"memory: {step.problem}")
+    if step.assumption:
+        lines.append(f"memory: the data are not read: {step.assumption}")
+    if device.memory_bytes is None:
+        lines.append(f"memory: the size of {device.name} is unknown; {device.remedy}")
+    elif step.fits is False:
+        limit = (device.limit_bytes or 0) / 1e9
+        lines.append(
+            f"memory: a step may take {limit:.3g} of {device.memory_bytes / 1e9:.3g} GB of {device.name}; "
+            'see the page "Out of memory" of the docs'
+        )
     return lines
 
 
-def say_remarks(loaded: Loaded) -> None:
-    """Print the remarks on settings that are valid but probably not intended."""
-    for remark in remarks(loaded.experiment):
-        say(loaded.source.render(remark))
+def _keys() -> tuple[str, ...]:
+    return tuple(StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json())
 
 
-def lacking_parts(loaded: Loaded, made: Plan) -> list[str]:
-    """Return the problems with the user's own modules that the plan names and that are missing here."""
-    experiments = [run.experiment for run in made.runs]
-    return [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _gb(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.3g}" if value >= _SHOWN or value == 0 else f"<{_SHOWN:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.console import rounded, say
 from hpc_train.errors import counted, listed
@@ -27,6 +27,28 @@ from hpc_train.validate.budget_rules import has_budget, over_budget, over_share,
 from hpc_train.validate.loading import Loaded
 
 
+class RunCostJson(TypedDict):
+    """What one run is predicted to take; null where nothing tells."""
+
+    id: str
+    duration_s: float | None
+    step_s: float | None
+    gpu_hours: float | None
+    core_hours: float | None
+    #: How many the time limit makes necessary.
+    attempts: int | None
+    #: The names of the runs whose times were used.
+    measured_runs: list[str]
+
+
+class CostJson(TypedDict):
+    """What all runs together are predicted to take."""
+
+    runs: list[RunCostJson]
+    gpu_hours: float | None
+    core_hours: float | None
+
+
 @dataclass(frozen=True)
 class PlanCost:
     """The predicted cost of a plan's runs, in the plan's order; None if unknown."""
@@ -38,50 +60,50 @@ class PlanCost:
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours of all runs together."""
-        return _sum([None if each is None else each.gpu_hours for each in self.runs])
+        return _sum([None if run is None else run.gpu_hours for run in self.runs])
 
     @property
     def core_hours(self) -> float | None:
         """The sum over all runs; None if any run's value is unknown."""
-        return _sum([None if each is None else each.core_hours for each in self.runs])
+        return _sum([None if run is None else run.core_hours for run in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return head and cells of each column of ``plan``'s table; none if nothing is known."""
         if not any(self.runs):
             return []
-        times = [short_duration(each.duration_s) if each else "unknown" for each in self.runs]
+        times = [short_duration(run.duration_s) if run else "unknown" for run in self.runs]
         unit, hours = self._hours()
         return [("predicted time", times), (f"predicted {unit}", hours)]
 
     def _hours(self) -> tuple[str, list[str]]:
-        has_gpus = any(each is not None and each.gpu_hours for each in self.runs)
-        values = [
-            None if each is None else each.gpu_hours if has_gpus else each.core_hours for each in self.runs
-        ]
+        has_gpus = any(run is not None and run.gpu_hours for run in self.runs)
+        values = [None if run is None else run.gpu_hours if has_gpus else run.core_hours for run in self.runs]
         cells = ["unknown" if value is None else rounded(value) for value in values]
         return "GPU-hours" if has_gpus else "core-hours", cells
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
         """Return the key ``cost`` of ``plan --json``."""
-        runs = [{"id": run.id} | _json(each) for run, each in zip(plan.runs, self.runs, strict=True)]
+        runs = [
+            {"id": run.id} | _json(prediction) for run, prediction in zip(plan.runs, self.runs, strict=True)
+        ]
         return {"cost": {"runs": runs, "gpu_hours": self.gpu_hours, "core_hours": self.core_hours}}
 
 
 def cost_of(plan: Plan, launcher: str, throughput: float | None = None) -> PlanCost:
     """Predict the plan's runs from the launcher's earlier runs, or from each rank's samples per second."""
     measured: dict[str, MeasuredRun] = {}
-    known: dict[str, list[MeasuredRun]] = {}
-    found: list[Prediction | None] = []
+    runs_by_work: dict[str, list[MeasuredRun]] = {}
+    predictions: list[Prediction | None] = []
     for run in plan.runs:
         runs: list[MeasuredRun] = []
         if throughput is None:
             work = same_work(run.experiment)
-            if work not in known:
-                known[work] = measured_runs(runs_root(), run.experiment, launcher)
-            runs = known[work]
-            measured |= {each.name: each for each in runs}
-        found.append(_prediction(run, runs, throughput))
-    return PlanCost(found, measured)
+            if work not in runs_by_work:
+                runs_by_work[work] = measured_runs(runs_root(), run.experiment, launcher)
+            runs = runs_by_work[work]
+            measured |= {measured_run.name: measured_run for measured_run in runs}
+        predictions.append(_prediction(run, runs, throughput))
+    return PlanCost(predictions, measured)
 
 
 def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost | None = None) -> list[str]:
@@ -93,7 +115,7 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
         return []
     cost = cost or cost_of(plan, launcher)
     count = planned_runs(loaded.experiment, len(plan.runs))
-    hours = [None if each is None else each.gpu_hours for each in cost.runs]
+    hours = [None if prediction is None else prediction.gpu_hours for prediction in cost.runs]
     of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
     problem = over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
     problem = problem or over_share(loaded.experiment, hours, count)
@@ -124,18 +146,18 @@ def _evaluations(run: PlannedRun) -> int:
 
 def say_cost(cost: PlanCost) -> None:
     """Print the runs that predictions are based on, the sum, and the number of attempts needed."""
-    predictions = [each for each in cost.runs if each is not None]
+    predictions = [prediction for prediction in cost.runs if prediction is not None]
     if not predictions:
         return
-    for words in dict.fromkeys(_source(each, cost.measured) for each in predictions):
-        say(f"time: predicted by {words}")
+    for source in dict.fromkeys(_source(prediction, cost.measured) for prediction in predictions):
+        say(f"time: predicted by {source}")
     if len(cost.runs) > 1:
         hours, unit = (cost.gpu_hours, "GPU-hours") if cost.gpu_hours else (cost.core_hours, "core-hours")
         if hours is not None:
             say(f"all {len(cost.runs)} runs together: {rounded(hours)} {unit}")
-    if any(each.attempts is None for each in predictions):
+    if any(prediction.attempts is None for prediction in predictions):
         say("time: the time limit of a job ends before its first step; write a longer one")
-    elif (most := max(each.attempts or 1 for each in predictions)) > 1:
+    elif (most := max(prediction.attempts or 1 for prediction in predictions)) > 1:
         say(f"time: {most} attempts, by the time limit of a job; the run resumes automatically in between")
 
 

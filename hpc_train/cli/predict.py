@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
-from hpc_train.cli.evaluate import Checkpoint, run_ranks
+from hpc_train.cli.command_options import PredictOptions
+from hpc_train.cli.evaluate import run_ranks
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
 from hpc_train.data_facts.built_in import TASKS
@@ -29,49 +30,63 @@ _FORMATS = (".jsonl", ".csv")
 _SHOWN = 5
 
 
-def predict(
-    words: Sequence[str],
-    output: Path,
-    *,
-    data: str | None,
-    checkpoint: Checkpoint,
-    devices: int | None,
-    ema: bool,
-    force: bool,
-    as_json: bool = False,
-) -> ExitCode:
-    """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
+class Predictions(TypedDict):
+    """The file that was written."""
 
-    Raises UsageError if ``output`` exists without ``force``, or has a suffix other than .jsonl or .csv, or if
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    #: ``jsonl`` or ``csv``.
+    format: str
+    bytes: int
+    step: int
+    #: One per sample.
+    predictions: int
+    #: Samples without a prediction, since they can't be read (``data.on_bad_sample: skip``).
+    skipped: int
+
+
+def predict(options: PredictOptions) -> ExitCode:
+    """Write a line per sample to ``--output``, in the order of the samples.
+
+    Raises UsageError if the file exists without ``--force``, or has a suffix other than .jsonl or .csv, or if
     the run's task can't predict, or not in this format.
     """
-    _refuse_output(output, force=force)
-    images = None if data is None else str(expanded(data).absolute())
+    output = options.output
+    _refuse_output(output, force=options.force)
+    images = None if options.data is None else str(expanded(options.data).absolute())
     if images is not None and not Path(images).exists():
-        raise UsageError(f"--data: there is no file or folder {data}")
-    request = {"predict": {"images": images, "ema": ema}}
-    code, own = run_ranks(
-        "predict", words, checkpoint, devices, request, partial(_refuse_task, suffix=output.suffix)
-    )
+        raise UsageError(f"--data: there is no file or folder {options.data}")
+    request = {"predict": {"images": images, "ema": options.ema}}
+    code, run_of_ranks = run_ranks("predict", options, request, partial(_refuse_task, suffix=output.suffix))
     if code != ExitCode.DONE:
         return code
     with replacing(output.absolute()) as file:
-        count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
-    asked = read_json(own.evaluated_checkpoint) or {}
-    skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
-    notices = read_json(own.attempt(newest_number(own)).notices) or {}
-    shutil.rmtree(own.folder.parent)
+        count = write_rows(file, partial(_merged_rows, run_of_ranks.prediction_files()), output.suffix)
+    evaluated = read_json(run_of_ranks.evaluated_checkpoint) or {}
+    skipped = sorted(all_known(run_of_ranks).values(), key=lambda sample: sample.index)
+    notices = read_json(run_of_ranks.attempt(newest_number(run_of_ranks)).notices) or {}
+    shutil.rmtree(run_of_ranks.folder.parent)
     for line in notices.get("lines", []):
         say(f"predict: {line}")
     say_skipped(skipped)
-    if as_json:
-        file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}
-        counts = {"predictions": count, "skipped": len(skipped)}
-        known = {"id": Path(asked["run"]).name, "step": asked["step"]} | counts
-        put_json({"version": JSON_VERSION} | known | file_facts)
+    if options.as_json:
+        put_json(
+            Predictions(
+                version=JSON_VERSION,
+                id=Path(evaluated["run"]).name,
+                file=str(output),
+                format=output.suffix[1:],
+                bytes=output.stat().st_size,
+                step=evaluated["step"],
+                predictions=count,
+                skipped=len(skipped),
+            )
+        )
     else:
-        left_out = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
-        put(f"{output}  {count} predictions{left_out}")
+        skipped_words = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
+        put(f"{output}  {count} predictions{skipped_words}")
     return ExitCode.DONE
 
 

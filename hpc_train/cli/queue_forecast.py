@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypedDict
 
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
@@ -17,6 +17,17 @@ from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, St
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.validate.loading import Loaded
+
+
+class JobForecastJson(TypedDict):
+    """When the scheduler would start a job."""
+
+    #: The ids of its runs.
+    runs: list[str]
+    #: In UTC.
+    earliest_start: str | None
+    nodes: str | None
+    note: str | None
 
 
 @dataclass(frozen=True)
@@ -101,10 +112,10 @@ def _which(job: JobForecast, plan: Plan) -> str:
     return f"{first}: " if len(job.runs) == 1 else f"{counted(len(job.runs), 'run')} from {first}: "
 
 
-def _job_json(job: JobForecast) -> dict[str, Any]:
+def _job_json(job: JobForecast) -> JobForecastJson:
     runs = [paths.folder.name for paths in job.runs]
-    start = {"earliest_start": job.earliest_start, "nodes": job.nodes or None}
-    return {"runs": runs, **start, "note": job.note or None}
+    nodes, note = job.nodes or None, job.note or None
+    return {"runs": runs, "earliest_start": job.earliest_start, "nodes": nodes, "note": note}
 
 
 def _local(utc: str) -> str:

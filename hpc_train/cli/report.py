@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from hpc_train.cli.many_runs import collecting_rarely
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.command_options import ReportOptions
+from hpc_train.cli.many_runs import collecting_rarely, find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect
@@ -18,16 +17,37 @@ from hpc_train.run.output_files import refuse_target
 _ENDINGS = (".html", ".htm")
 
 
+class ReportedRun(TypedDict):
+    """A run on the page."""
+
+    id: str
+    name: str
+    path: str
+
+
+class Page(TypedDict):
+    """The page that was written."""
+
+    version: int
+    file: str
+    bytes: int
+    #: By which the runs are compared: ``val/accuracy``; null if nothing was measured yet.
+    metric: str | None
+    #: The best one first.
+    runs: list[ReportedRun]
+
+
 @collecting_rarely()
-def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: bool = False) -> ExitCode:
+def report(options: ReportOptions) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 
     Raises UsageError for a metric that none of the runs has, and the errors of ``refuse_target``.
     """
+    output, metric = options.output, options.metric
     if output.suffix.lower() not in _ENDINGS:
         raise UsageError(f"-o: {output} must end in .html, since it is a page for a browser")
     refuse_target(output)
-    collected = collect(find_readable(words), metric)
+    collected = collect(find_readable(options.runs), metric)
     if collected.metric is None and metric is not None:
         listed = ", ".join(sorted(map(str, collected.metrics))[:50]) or "none yet"
         where = (
@@ -39,17 +59,17 @@ def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: b
     page = render(collected).encode()
     with replacing(output) as file:
         file.write(page)
-    if as_json:
+    if options.as_json:
         put_json(_to_json(collected, output, len(page)))
         return ExitCode.DONE
     put(f"{output}  {counted(len(collected.runs), 'run')}  {len(page) / 2**20:.1f} MB")
     return ExitCode.DONE
 
 
-def _to_json(collected: Collected, output: Path, size_bytes: int) -> dict[str, Any]:
+def _to_json(collected: Collected, output: Path, size_bytes: int) -> Page:
     runs = [
-        {"id": run.paths.folder.name, "name": run.experiment, "path": str(run.paths.folder.absolute())}
+        ReportedRun(id=run.paths.folder.name, name=run.experiment, path=str(run.paths.folder.absolute()))
         for run in collected.runs
     ]
     metric = None if collected.metric is None else str(collected.metric)
-    return {"version": JSON_VERSION, "file": str(output), "bytes": size_bytes, "metric": metric, "runs": runs}
+    return Page(version=JSON_VERSION, file=str(output), bytes=size_bytes, metric=metric, runs=runs)

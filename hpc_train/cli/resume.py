@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hpc_train.cli.changes import runs_and_overrides
+from hpc_train.cli.changes import (
+    VersionChange,
+    either,
+    other_python,
+    runs_and_overrides,
+    say_file_changes,
+    version_change,
+)
 from hpc_train.cli.code import code_on_resume, is_new
-from hpc_train.cli.file_changes import either, say_file_changes
-from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words, next_steps
-from hpc_train.cli.plan import launcher_problems
+from hpc_train.cli.command_options import ResumeOptions
+from hpc_train.cli.preflight import Candidate, Preflight
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.starting import polling, report, start
-from hpc_train.cli.version_changes import VersionChange, other_python, version_change
+from hpc_train.cli.starting import (
+    has_saved,
+    new_run_command,
+    next_attempt_words,
+    next_steps,
+    polling,
+    report,
+    start,
+)
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
@@ -45,7 +58,6 @@ from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
 from hpc_train.validate.loading import Loaded
-from hpc_train.validate.rules import check_start
 
 _STRICT = "environment.strict=true"
 #: Not part of the run's identity: its location and its sweep.
@@ -69,9 +81,11 @@ class _Request:
     launcher: str | None
     devices: int | None
     new_code: bool
-    strict: bool
+    strict: bool = False
     #: Also runs that may be alive on another machine.
     take_over: bool = False
+    #: Filled with the printed lines on runs that may be alive.
+    refused: list[str] = field(default_factory=list)
 
 
 def start_again(
@@ -82,9 +96,9 @@ def start_again(
     # Before any starts: a run that has saved something meanwhile is not started a second time.
     saved = [paths for paths in runs if has_saved(paths)]
     unsaved = [paths for paths in runs if paths not in saved]
-    for new_code, some in ((True, unsaved), (False, saved)):
-        request = _Request(list(overrides), launcher, devices, new_code, strict=False)
-        codes += _resume_batch(launcher, some, request) if some else []
+    for new_code, group in ((True, unsaved), (False, saved)):
+        request = _Request(list(overrides), launcher, devices, new_code)
+        codes += _resume_batch(launcher, group, request) if group else []
     return max(codes)
 
 
@@ -100,34 +114,39 @@ class _Resumption:
     omitted_changes: list[str]
 
 
-def resume(
-    words: Sequence[str],
-    *,
-    local: bool,
-    devices: int | None,
-    as_json: bool,
-    launcher: str | None,
-    code: str | None = None,
-    strict_env: bool = False,
-    take_over: bool = False,
-) -> ExitCode:
-    """Resume the runs: queued ones at once, the others one after the other; return the worst exit code.
-
-    ``strict_env``: refuse, here and on the nodes, if versions differ from the run's earlier ones.
-    """
-    run_words, overrides = runs_and_overrides(words)
-    if not run_words:
+def resume(options: ResumeOptions) -> ExitCode:
+    """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
+    names, overrides = runs_and_overrides(options.runs_and_overrides)
+    if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
-    overrides += [_STRICT] if strict_env else []
-    launcher = LOCAL if local and launcher is None else launcher
-    request = _Request(overrides, launcher, devices, is_new(code), strict_env, take_over)
-    runs, codes = find_runs(run_words), []
-    for name, some in _batches(runs, request):
-        codes += _resume_batch(name, some, request)
+    runs = find_runs(names)
+    codes, _ = resume_runs(runs, overrides, options)
+    report(rows_of(runs), as_json=options.as_json)
+    return max(codes)
+
+
+def resume_runs(
+    runs: Sequence[RunPaths], overrides: Sequence[str], options: ResumeOptions
+) -> tuple[list[ExitCode], list[str]]:
+    """Resume the runs: queued ones at once, the others one after the other; return the exit codes.
+
+    Also return the lines that report runs which were not resumed because they may be alive. With
+    ``--strict-env`` both this command and the nodes compare the versions with the run's earlier ones.
+    """
+    request = _Request(
+        [*overrides, *([_STRICT] if options.strict_env else [])],
+        options.launcher or (LOCAL if options.local else None),
+        options.devices,
+        is_new(options.code),
+        options.strict_env,
+        options.take_over,
+    )
+    codes: list[ExitCode] = []
+    for name, group in _batches(runs, request):
+        codes += _resume_batch(name, group, request)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-    report(rows_of(runs), as_json=as_json)
-    return max(codes)
+    return codes, request.refused
 
 
 def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, list[RunPaths]]]:
@@ -146,7 +165,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
         raise UsageError(
             "--devices: is for this machine; add --local, or change the nodes that the file requests"
         )
-    return [*((name, some) for (name, _), some in queued.items()), *followed]
+    return [*((name, group) for (name, _), group in queued.items()), *followed]
 
 
 def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> list[ExitCode]:
@@ -156,20 +175,21 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
             is_made_only = launcher.is_unsubmitted(paths)
-            code = _stays(paths, status, is_made_only=is_made_only, take_over=request.take_over)
+            code = _stays(paths, status, request, is_made_only=is_made_only)
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
-        prepared = [_prepare(paths, request, name, launcher) for paths in ready]
-        refuse_never_starting(launcher, [each.loaded for each in prepared])
-        living = {each.paths: None for each in prepared if _outlives(each.paths, request)}
-        codes += [_refuse_living(paths, read_status(paths)) for paths in living]
-        prepared = [each for each in prepared if each.paths not in living]
+        checks = Preflight(launcher, on_this_machine=not launcher.is_queue)
+        prepared = [_prepare(paths, request, name, launcher, checks) for paths in ready]
+        refuse_never_starting(launcher, [run.loaded for run in prepared])
+        living = {run.paths: None for run in prepared if _outlives(run.paths, request)}
+        codes += [_refuse_living(paths, read_status(paths), request) for paths in living]
+        prepared = [run for run in prepared if run.paths not in living]
         _say_changes(prepared, is_queued=launcher.is_queue)
-        _warn_of_divergence([each.paths for each in prepared], request)
-        starts = [_start_request(each, request, newest[each.paths]) for each in prepared]
-        for each in starts:
-            words = next_attempt_words(each.paths, request.overrides)
-            say(f"{run_name(each.paths)}: {words}; in {each.paths.folder}")
+        _warn_of_divergence([run.paths for run in prepared], request)
+        starts = [_start_request(run, request, newest[run.paths]) for run in prepared]
+        for run in starts:
+            action = next_attempt_words(run.paths, request.overrides)
+            say(f"{run_name(run.paths)}: {action}; in {run.paths.folder}")
         if starts:
             codes.append(start(launcher, starts))
     return codes
@@ -212,11 +232,9 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
     return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
-def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
-    """Return why the run is not resumed; None if it can be.
-
-    ``take_over``: resume it also if it may be alive on another machine.
-    """
+def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_only: bool) -> ExitCode | None:
+    """Return why the run is not resumed; None if it can be."""
+    take_over = request.take_over
     if status.state == "completed":
         say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
@@ -228,30 +246,31 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
     if take_over and _other_cluster(paths) is not None:
         return None
     if status.state in GOING_ON:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     # A failed run's launcher may still be ending, and ranks may outlive theirs. Queues were queried before.
     if record is not None and record.job is None and lives(paths, record) is not False:
-        return _refuse_living(paths, status)
+        return _refuse_living(paths, status, request)
     return None
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
     """Report the overrides of the previous attempt, and changes of files and versions since."""
-    for each in runs:
-        if each.omitted_changes:
-            changes = " ".join(each.omitted_changes)
-            say(f"{run_name(each.paths)}: omits {changes}, with which the last attempt was refused")
-    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], is_queued=is_queued)
+    for run in runs:
+        if run.omitted_changes:
+            changes = " ".join(run.omitted_changes)
+            say(f"{run_name(run.paths)}: omits {changes}, with which the last attempt was refused")
+    say_file_changes([(run.paths, run.loaded.experiment) for run in runs], is_queued=is_queued)
     runs_by_words: dict[str, list[str]] = {}
-    for each in runs:
-        if words := each.versions.words:
-            runs_by_words.setdefault(words, []).append(run_name(each.paths))
-    for words, ids in runs_by_words.items():
-        say(f"{either(ids)}: {words}")
+    for run in runs:
+        if text := run.versions.words:
+            runs_by_words.setdefault(text, []).append(run_name(run.paths))
+    for text, ids in runs_by_words.items():
+        say(f"{either(ids)}: {text}")
 
 
-def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
-    say(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
+    request.refused.append(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+    say(request.refused[-1])
     return ExitCode.FAILED
 
 
@@ -293,23 +312,22 @@ def _take_over(paths: RunPaths) -> str:
     return f"hpc-train resume {run_name(paths)} --take-over"
 
 
-def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) -> _Resumption:
+def _prepare(
+    paths: RunPaths, request: _Request, name: str, launcher: Launcher, checks: Preflight
+) -> _Resumption:
     """Check everything before anything is changed."""
     check_run(paths)
     before, loaded = _changed(paths, request.overrides)
     devices = _devices(paths, request, name)
     devices = launcher.choose_devices(loaded.experiment, devices)
     ranks = launcher.ranks(loaded.experiment, devices)
-    problems = [
-        loaded.source.render(problem)
-        for problem in check_start(
-            loaded.experiment, ranks.most, ranks.per_node, ranks.fewest, kept_size(paths)
-        )
-    ]
-    problems += launcher_problems(launcher, loaded)
-    if launcher.is_queue and (spent := spent_budget(loaded.experiment, records(paths))) is not None:
-        problems.append(loaded.source.render(spent))
-    if problems:
+
+    def spent() -> list[str]:
+        problem = spent_budget(loaded.experiment, records(paths)) if launcher.is_queue else None
+        return [] if problem is None else [loaded.source.render(problem)]
+
+    run = Candidate(loaded.experiment, ranks, kept_size(paths))
+    if problems := checks.of_resumed(loaded, run, budget=spent):
         raise BadFileError(problems)
     _refuse_other_inputs(paths, loaded.experiment)
     pythons = other_python(last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
@@ -329,13 +347,12 @@ def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
 
 
 def _refuse_versions(paths: RunPaths, differences: Differences, request: _Request) -> None:
-    asked, remedy = "environment.strict: true", "add environment.strict=false"
+    reason, remedy = "environment.strict: true", "add environment.strict=false"
     if request.strict:
-        asked, remedy = "--strict-env", "omit it"
-    found = in_words(differences)
+        reason, remedy = "--strict-env", "omit it"
     raise UsageError(
-        f"{run_name(paths)}: other versions than the run had: {found}; {asked} refuses that: "
-        f"resume it where it had those, or {remedy}"
+        f"{run_name(paths)}: other versions than the run had: {in_words(differences)}; "
+        f"{reason} refuses that: resume it where it had those, or {remedy}"
     )
 
 
@@ -365,9 +382,9 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
 def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
     """Report how to train with keys that a resume can't change: as a separate run."""
     run = run_name(paths)
-    words = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
-    words += f"  from step 0: `{new_run_command(paths, overrides)}`"
+    text = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
+    text += f"  from step 0: `{new_run_command(paths, overrides)}`"
     if has_saved(paths):
         command = new_run_command(paths, [*overrides, f"model.init_from={run}"])
-        words += f"\n  from its weights: `{command}`"
-    return words
+        text += f"\n  from its weights: `{command}`"
+    return text

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from hpc_train.cli.run_usage import used_by
 from hpc_train.console import JSON_VERSION
-from hpc_train.errors import BadFileError
-from hpc_train.launchers.lookup import statuses
+from hpc_train.errors import BadFileError, HpcTrainError
+from hpc_train.launchers.base import AccountingLauncher, Launcher
+from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
@@ -27,12 +27,14 @@ from hpc_train.report.run_times import (
     short_duration,
 )
 from hpc_train.report.step_layout import layout_of, ranks_of
-from hpc_train.report.usage import MAX_BYTES, Usage
+from hpc_train.report.usage import MAX_BYTES, Usage, usage_of
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.topology.degrees import Ranks
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,11 @@ class RunRow:
 
     def details(self) -> list[tuple[str, str]]:
         """Return details that don't fit the table, as label and text."""
-        found = [
+        details = [
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
             ("metric", self._metric_at()),
-            ("best", str(Best.from_json(self.best) or "")),
+            ("best", str(decoded(Best, self.best) or "")),
             (
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
@@ -189,11 +191,11 @@ class RunRow:
             ("code", self._code_words()),
             ("folder", self.path),
         ]
-        return [(label, text) for label, text in found if text]
+        return [(label, text) for label, text in details if text]
 
     def _metric_at(self) -> str:
-        found = self.last_metric
-        return f"{self.metric} at step {found['step']} ({found['split']})" if found else ""
+        metric = self.last_metric
+        return f"{self.metric} at step {metric['step']} ({metric['split']})" if metric else ""
 
     def _code_words(self) -> str:
         code = self.code or {}
@@ -215,8 +217,15 @@ def rows_at(
     return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in runs]
 
 
+class Runs(TypedDict):
+    """The runs that were meant, each as it is when the command ends."""
+
+    version: int
+    runs: list[RunRow]
+
+
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Return the content of ``status --json`` (a contract)."""
+    """Return ``Runs``, the content of ``status --json``."""
     return {"version": JSON_VERSION, "runs": [row.to_json() for row in rows]}
 
 
@@ -232,7 +241,7 @@ def _details(
     if run.recorded:
         rows, share = spread_rows(paths.metrics, MAX_BYTES)
     useful = goodput(paths, now, elapsed, rows)
-    used = used_by(run, now, rows, share, with_accounting=with_accounting)
+    used = _usage(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
@@ -242,7 +251,7 @@ def _details(
         "accumulation": layout.accumulation if layout else None,
         "precision": layout.precision if layout else None,
         "goodput": None if useful is None else round(useful, 4),
-        "best": None if best is None else best.to_json(),
+        "best": None if best is None else encoded(best),
         "usage": None if used is None else used.to_json(),
         "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
     }
@@ -260,3 +269,30 @@ def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(noted, dict):
         return None
     return {key: noted.get(key) for key in ("commit", "dirty", "snapshot")}
+
+
+def _usage(
+    run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
+) -> Usage | None:
+    """Return the run's usage; None before its first attempt.
+
+    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also query the scheduler, which takes time
+    for each run.
+    """
+    if not run.recorded:
+        return None
+    launcher = launcher_in(run.paths, run.facts)
+    job = None
+    if with_accounting and isinstance(launcher, AccountingLauncher):
+        job = launcher.job_usage(run.paths)
+    return usage_of(run, now, rows, share, _size(run, launcher), job)
+
+
+def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
+    """Return the ranks, GPUs and cores of an attempt if the launcher started it now; None if unknown."""
+    record, experiment = run.newest_record, run.experiment
+    devices = None if record is None else record.devices or record.ranks
+    try:
+        return None if experiment is None else launcher.ranks(experiment, devices)
+    except (HpcTrainError, OSError):
+        return None

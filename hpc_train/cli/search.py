@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.cli.next_steps import has_saved
+from hpc_train.cli.command_options import SearchOptions, SubmitOptions
+from hpc_train.cli.preflight import LauncherChoice
 from hpc_train.cli.searching import experiment_folder, finish_submissions, search_round
-from hpc_train.cli.submit import SubmitOptions, submit
+from hpc_train.cli.starting import has_saved
+from hpc_train.cli.submit import submit
 from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
@@ -22,38 +23,38 @@ from hpc_train.validate.loading import Loaded, load
 _POLL_S = 30.0
 
 
-def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds: int | None) -> ExitCode:
+def search(options: SearchOptions) -> ExitCode:
     """Start the next trials whenever some are missing; return the worst exit code of the runs.
 
-    FAILED also if no trial has a value at the end. ``rounds``: the number of submits; None: until all trials
-    are done. Raises UsageError if the file has no search.
+    FAILED also if no trial has a value at the end. Raises UsageError if the file has no search.
     """
-    loaded = load(file, overrides)
+    rounds, loaded = options.rounds, load(options.file, options.overrides)
     section = loaded.experiment.sweep.search
     if section is None:
-        raise UsageError(f"search: {file} has no sweep.search; add it, or use `hpc-train submit`")
-    launcher, started = options.load(), _Started(loaded, section)
+        raise UsageError(f"search: {options.file} has no sweep.search; add it, or use `hpc-train submit`")
+    launcher, started = LauncherChoice.of(options).launcher, _Started(loaded, section)
+    submitted = SubmitOptions(**{key: value for key, value in vars(options).items() if key != "rounds"})
     codes = [ExitCode.DONE]
     before: list[Mapping[str, Any]] | None = None
     while rounds is None or len(codes) <= rounds:
-        made = search_round(loaded, section, started.contains)
-        problem = started.problem(made)
-        if problem is None and not made.starts and made.running:
+        round_ = search_round(loaded, section, started.contains)
+        problem = started.problem(round_)
+        if problem is None and not round_.starts and round_.running:
             finish_submissions(launcher, loaded)
             time.sleep(_POLL_S)
             continue
-        if made.proposals and made.proposals == before:
+        if round_.proposals and round_.proposals == before:
             problem = "the last submit started none of its trials; see its messages"
         if problem is not None:
             say(f"{loaded.experiment.name}: {problem}")
             return max(*codes, ExitCode.FAILED)
-        before = list(made.proposals)
-        codes.append(submit(file, overrides, options, started.contains))
-        started.note(made)
+        before = list(round_.proposals)
+        codes.append(submit(submitted, started.contains))
+        started.note(round_)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-        if not made.starts:
-            codes.append(started.end(made))
+        if not round_.starts:
+            codes.append(started.end(round_))
             break
     return max(codes)
 
@@ -67,11 +68,11 @@ class _Started:
         self._known: set[str] | None = None
         self._again: set[str] = set()
 
-    def note(self, made: Round) -> None:
-        """Record the trials that a submit has started; ``made``: the trials before it."""
+    def note(self, round_: Round) -> None:
+        """Record the trials that a submit has started; ``round_``: the trials before it."""
         if self._known is None:
-            self._known = {trial.run_id for trial in made.trials}
-        self._again.update(trial.run_id for trial in made.again)
+            self._known = {trial.run_id for trial in round_.trials}
+        self._again.update(trial.run_id for trial in round_.again)
 
     def contains(self, run_id: str) -> bool:
         return self._is_new(run_id) or run_id in self._again
@@ -79,15 +80,15 @@ class _Started:
     def _is_new(self, run_id: str) -> bool:
         return self._known is not None and run_id not in self._known
 
-    def problem(self, made: Round) -> str | None:
+    def problem(self, round_: Round) -> str | None:
         """Return why to start no more trials: a whole round of them failed before saving anything, and no new
         trial got further (without new ones: no trial of the search).
         """
-        failed = [trial for trial in made.trials if self.contains(trial.run_id) and self._is_lost(trial)]
+        failed = [trial for trial in round_.trials if self.contains(trial.run_id) and self._is_lost(trial)]
         if len(failed) < self._section.max_concurrent:
             return None
-        new = [trial for trial in made.trials if self._is_new(trial.run_id)]
-        if any(self._got_further(trial) for trial in new or made.trials):
+        new = [trial for trial in round_.trials if self._is_new(trial.run_id)]
+        if any(self._got_further(trial) for trial in new or round_.trials):
             return None
         which = "the trial" if len(failed) == 1 else f"all {len(failed)} trials that have ended"
         return (
@@ -104,9 +105,9 @@ class _Started:
     def _has_saved(self, run_id: str) -> bool:
         return has_saved(RunPaths(self._folder.folder / run_id))
 
-    def end(self, made: Round) -> ExitCode:
+    def end(self, round_: Round) -> ExitCode:
         """Return FAILED, with a message, if the search has ended without a value."""
-        if made.best(self._section.mode) is not None:
+        if round_.best(self._section.mode) is not None:
             return ExitCode.DONE
         metric = self._section.metric
         say(f"{self._name}: no trial has a value of {metric}; see `hpc-train status {self._name}`")

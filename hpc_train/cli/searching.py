@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpc_train.cli.creating import starts_again
+from hpc_train.cli.starting import starts_again
 from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import UsageError
@@ -29,9 +29,9 @@ def next_trials(loaded: Loaded, given_up: GivenUp = lambda run_id: False) -> Rou
     search = loaded.experiment.sweep.search
     if search is None:
         return None
-    made = search_round(loaded, search, given_up)
-    say(_state(loaded.experiment.name, made, search))
-    return made
+    round_ = search_round(loaded, search, given_up)
+    say(_state(loaded.experiment.name, round_, search))
+    return round_
 
 
 def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Round:
@@ -67,27 +67,27 @@ def experiment_folder(loaded: Loaded) -> ExperimentPaths:
     return ExperimentPaths(runs_root() / loaded.experiment.name)
 
 
-def _state(name: str, made: Round, search: SearchConfig) -> str:
+def _state(name: str, round_: Round, search: SearchConfig) -> str:
     """Return ``cifar: 12 of 50 trials, 4 of them running; best accuracy 0.97: lr=0.01 (ab12); next: 4``."""
-    parts = [f"{name}: {len(made.trials)} of {search.trials} trials"]
+    parts = [f"{name}: {len(round_.trials)} of {search.trials} trials"]
     counts = {
-        "running": made.running,
-        "failed": sum(trial.state == "failed" and not trial.is_due for trial in made.trials),
-        "to start again": sum(trial.is_due for trial in made.trials),
+        "running": round_.running,
+        "failed": sum(trial.state == "failed" and not trial.is_due for trial in round_.trials),
+        "to start again": sum(trial.is_due for trial in round_.trials),
     }
-    found = [f"{count} of them {what}" for what, count in counts.items() if count]
-    parts[0] = ", ".join([parts[0], *found])
-    if best := made.best(search.mode):
+    states = [f"{count} of them {what}" for what, count in counts.items() if count]
+    parts[0] = ", ".join([parts[0], *states])
+    if best := round_.best(search.mode):
         parts.append(f"best {search.metric} {best.value:.6g}: {in_words(best.values)} ({best.run_id})")
-    parts.append(_next(made, search))
+    parts.append(_next(round_, search))
     return "; ".join(parts)
 
 
-def _next(made: Round, search: SearchConfig) -> str:
-    if made.starts:
-        return f"next: {len(made.starts)}"
-    if len(made.trials) >= search.trials:
-        return "the search is complete" if not made.running else "the last trials are running"
-    if made.running >= search.max_concurrent:
+def _next(round_: Round, search: SearchConfig) -> str:
+    if round_.starts:
+        return f"next: {len(round_.starts)}"
+    if len(round_.trials) >= search.trials:
+        return "the search is complete" if not round_.running else "the last trials are running"
+    if round_.running >= search.max_concurrent:
         return "nothing to start until one of them ends"
     return "all values of the search space have been tried"

@@ -1,27 +1,40 @@
-"""Shared by ``submit`` and ``resume``: starts runs with a launcher, and reports their end."""
+"""Starting runs with a launcher, and how they ended: for ``submit``, ``resume`` and ``search``."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from hpc_train.cli.next_steps import next_steps
+from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.cli.run_row import RunRow, rows_json
+from hpc_train.config.schema import Experiment
 from hpc_train.console import columns, one_line, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.lookup import DEFAULT
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import PREFERRED, Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
-from hpc_train.run import bad_samples
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import bad_samples, frozen_experiment
+from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar
-from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_text
+from hpc_train.run.checkpoints import committed, is_left_over
+from hpc_train.run.create import effective_experiment, origin_of, refused_changes
+from hpc_train.run.files import read_json, read_text, tail_text
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_status import GOING_ON, read_status
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, read_status
+
+#: A traceback frame in one of the user's files in the snapshot.
+_OWN_FRAME = re.compile(
+    r'^ +File "[^"\n]*/(?:\.code/[0-9a-f]+|code)/tree/([^"\n]+)", line (\d+)', re.MULTILINE
+)
+_ERROR_BYTES = 1 << 16
+_LR = "optimization.optimizer.lr"
 
 
 def start(launcher: Launcher, runs: Sequence[StartRequest]) -> ExitCode:
@@ -121,12 +134,12 @@ def _best(paths: RunPaths, rows: Sequence[Row]) -> Row | None:
     """
     preferred = [BestSoFar(name, "min" if name == "loss" else "max") for name in PREFERRED]
     for best in (*_chosen(paths), *preferred):
-        found = None
+        best_row = None
         for row in rows:
             if best.metric in row and best.add(row.get("step", 0), row[best.metric]):
-                found = row
-        if found is not None:
-            return found
+                best_row = row
+        if best_row is not None:
+            return best_row
     return None
 
 
@@ -138,3 +151,135 @@ def _chosen(paths: RunPaths) -> list[BestSoFar]:
         return []
     chosen = experiment.checkpoint.best or experiment.early_stopping
     return [] if chosen is None else [BestSoFar(chosen.metric, chosen.mode)]
+
+
+def starts_again(paths: RunPaths, status: RunStatus) -> bool:
+    """Return True if a submit starts the run again: it failed or was interrupted before it saved anything.
+
+    This loses nothing, and the run uses the current code and file: it can't fail again because of an error
+    that has been fixed. A cancelled run is only started by ``resume``.
+    """
+    return status.state in {"failed", INTERRUPTED} and not has_saved(paths)
+
+
+def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
+    """Return the options for a run that has ended with ``status``, one per line; none for a completed run
+    that has saved nothing.
+
+    ``changes``: ``KEY=VALUE`` to resume with, for changes of the experiment file since.
+    """
+    if status.state == "completed":
+        export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
+        return [f"`{export}` writes its weights"] if has_saved(paths) else []
+    resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
+    continues = f"`{resume}` {_continues(paths)}"
+    if status.state != "failed":
+        return [continues]
+    record = newest_record(paths)
+    if record is not None and record.cause == "diverged":
+        return _after_divergence(paths)
+    if refused := refused_changes(paths):
+        return [f"`{resume}` omits {' '.join(refused)} and {_continues(paths)}"]
+    if _all_damaged(paths):
+        return [f"no checkpoint is intact: `{new_run_command(paths, [])} --new` starts again at step 0"]
+    if not has_saved(paths):
+        return ["fix the cause and submit the file again: the run then uses the current code and file"]
+    is_crash = record is None or record.cause in {None, "crash"}
+    if is_crash and (place := own_code_place(paths)):
+        return [f"the error is in your code, {place}: fix it, then `{resume} --code new` {_continues(paths)}"]
+    if record is not None and record.cause == "user error":
+        return [f"fix what the message names, then {continues}"]
+    return [continues]
+
+
+def has_saved(paths: RunPaths) -> bool:
+    """Return True if the run has a checkpoint, intact or damaged, that starting again would lose."""
+    return any(not is_left_over(path) for path in paths.checkpoints.glob("step-*"))
+
+
+def _all_damaged(paths: RunPaths) -> bool:
+    """Return True if the run has checkpoints, none of which a resume would load."""
+    try:
+        return has_saved(paths) and not committed(paths)
+    except (BadFileError, OSError):
+        return False
+
+
+def own_code_place(paths: RunPaths) -> str | None:
+    """Return ``file:line`` of the innermost frame in the user's own files; None without one."""
+    attempt = paths.attempt(newest_number(paths))
+    for error in attempt.files_of_ranks(".error").values():
+        frames = _OWN_FRAME.findall(tail_text(error, _ERROR_BYTES))
+        if frames:
+            file, line = frames[-1]
+            return f"{file}:{line}"
+    return None
+
+
+def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
+    """Return the ``submit`` command of a run like this one, with other values of some keys."""
+    origin = origin_of(paths)
+    file = Path(origin.file if origin else paths.experiment)
+    overrides = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
+    swept = _swept(paths) if origin else []
+    latest = {_key(word): word for word in [*overrides, *swept, *changes]}
+    return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _swept(paths: RunPaths) -> list[str]:
+    """Return the values that a sweep gave the run, and the argument that disables the sweep."""
+    try:
+        data = frozen_experiment.read(paths).model_dump(mode="json")
+    except BadFileError:
+        return []
+    values = [as_override(key, value) for key, value in swept_values(paths, data).items()]
+    return ["sweep={}", *values] if values else []
+
+
+def _launcher_options(paths: RunPaths) -> list[str]:
+    launcher = str((read_json(paths.run) or {}).get("launcher") or LOCAL)
+    if launcher == DEFAULT:
+        return []
+    record: AttemptRecord | None = newest_record(paths)
+    devices = [] if record is None or record.devices is None else ["--devices", str(record.devices)]
+    return ["--local", *devices] if launcher == LOCAL else ["--launcher", launcher]
+
+
+def next_attempt_words(paths: RunPaths, overrides: Sequence[str]) -> str:
+    """Return the next action of a resume: attempt, starting step and changes."""
+    changed = f", from now on with {' '.join(overrides)}" if overrides else ""
+    return f"attempt {newest_number(paths) + 1} {_continues(paths)}{changed}"
+
+
+def _continues(paths: RunPaths) -> str:
+    """Return the start of the run's next attempt, as the end of a sentence."""
+    try:
+        saved = committed(paths)
+    except (BadFileError, OSError):
+        return "continues it"
+    if saved:
+        return f"continues from step {saved[0].step}"
+    return "finds no intact checkpoint" if has_saved(paths) else "starts at step 0, as nothing was saved"
+
+
+def _after_divergence(paths: RunPaths) -> list[str]:
+    """The run is deterministic, so resuming it unchanged produces the same NaN."""
+    steps = ["resuming it unchanged would diverge again; start a changed run, for example with"]
+    try:
+        experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)
+    except BadFileError:
+        return steps[:1]
+    optimization = experiment.optimization
+    lower = as_override(_LR, optimization.optimizer.lr / 2)
+    steps.append(f"  half the learning rate: `{new_run_command(paths, [lower])}`")
+    if optimization.clip_grad_norm is None:
+        clip = new_run_command(paths, ["optimization.clip_grad_norm=1.0"])
+        steps.append(f"  clipped gradients: `{clip}`")
+    if optimization.on_non_finite == "stop":
+        skip = new_run_command(paths, ["optimization.on_non_finite=skip"])
+        steps.append(f"  such steps skipped: `{skip}`")
+    return steps

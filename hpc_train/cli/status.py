@@ -1,18 +1,23 @@
-"""``status``: the rows of runs as a table, and the details of a single one."""
+"""``status``: the rows of runs as a table, and the details of a single one; ``watch``: on a full screen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from hpc_train.cli.many_runs import collecting_rarely
-from hpc_train.cli.row_order import sorted_rows
+from hpc_train.cli.command_options import StatusOptions, WatchOptions
+from hpc_train.cli.many_runs import collecting_rarely, find_readable
 from hpc_train.cli.run_row import RunRow, rows_at, rows_json
-from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.errors import ExitCode
+from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
+from hpc_train.registry import suggestion
+from hpc_train.report.changed_keys import short_names
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.step_layout import layout_of
@@ -26,28 +31,31 @@ from hpc_train.run.tracebacks import shortened_traceback
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "values", "last metric or reason")
 
-
-@dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """The options of ``status``."""
-
-    as_json: bool = False
-    #: A column or a swept key by which rows are sorted; None: by experiment and id.
-    sort: str | None = None
-    failed: bool = False
+_Key = Callable[[RunRow], Any]
+#: ``metric``: the metric that the table shows.
+_COLUMNS: dict[str, _Key] = {
+    "run": lambda row: row.id,
+    "experiment": lambda row: row.name,
+    "state": lambda row: row.state,
+    "step": lambda row: row.step,
+    "attempt": lambda row: row.attempt,
+    "elapsed": lambda row: row.elapsed_s,
+    "eta": lambda row: row.eta_s,
+    "metric": lambda row: None if row.last_metric is None else row.last_metric["value"],
+}
 
 
 @collecting_rarely()
-def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
+def status(options: StatusOptions) -> ExitCode:
     """Show these runs, or all."""
-    runs = find_readable(words)
+    runs = find_readable(options.runs)
     pairs = list(zip(runs, statuses(runs), strict=True))
     if options.failed:
         pairs = [(paths, now) for paths, now in pairs if now.state == "failed"]
     is_one = len(pairs) == 1
     rows = rows_at(pairs, is_full=options.as_json or is_one, with_accounting=is_one)
     if options.sort is not None:
-        rows = sorted_rows(rows, options.sort)
+        rows = _sorted_rows(rows, options.sort)
     if options.as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
@@ -57,7 +65,7 @@ def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
         say("no run has failed")
     else:
         _print_rows(rows, is_grouped=options.sort is None)
-    if words and len(rows) == 1:
+    if options.runs and len(rows) == 1:
         _print_details(rows[0].paths, rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
         say(f"optimization.micro_batch_size: auto is {rows[0].micro_batch_size} in this run")
@@ -70,7 +78,7 @@ def _print_rows(rows: Sequence[RunRow], *, is_grouped: bool) -> None:
     """Print the table; above the runs of a sweep a line with their number by state."""
     paths = [row.paths for row in rows]
     names = run_names(paths)
-    cells = [row.cells(names[each]) for each, row in zip(paths, rows, strict=True)]
+    cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
     print_table(_HEADS, cells, _titles(rows) if is_grouped else {})
 
 
@@ -110,3 +118,51 @@ def _print_error(paths: RunPaths) -> None:
         text = read_text(errors[rank], errors="replace").rstrip()
         put("")
         put(shortened_traceback(text, newest.log(rank)))
+
+
+def _sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
+    """Return the rows by ascending value; rows without a value come last.
+
+    ``key``: a column, or a swept key, also by its last part (``lr``). Raises UsageError for any other.
+    """
+    names = short_names(list(dict.fromkeys(name for row in rows for name in row.values)))
+    swept = {short: name for name, short in names.items()} | {name: name for name in names}
+    value_of = _COLUMNS.get(key.lower())
+    if value_of is None and key in swept:
+        value_of = partial(_swept_value, swept[key])
+    if value_of is None:
+        remedy = suggestion(key, [*_COLUMNS, *swept])
+        raise UsageError(f"--sort: there is no column or swept key {key!r}; {remedy}")
+    return sorted(rows, key=lambda row: _comparable(value_of(row)))
+
+
+def _comparable(value: Any) -> tuple[int, float, str]:
+    """Return a key that orders numbers by value, then texts, then missing values."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return 2, 0.0, ""
+    if isinstance(value, int | float):
+        return 0, float(value), ""
+    return 1, 0.0, str(value)
+
+
+def _swept_value(name: str, row: RunRow) -> Any:
+    return row.values.get(name)
+
+
+def watch(options: WatchOptions) -> ExitCode:
+    """Show these runs, or all, until the user quits. Raises UsageError if there is no terminal."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    if not all(stream.isatty() for stream in streams) or os.environ.get("TERM", "dumb") == "dumb":
+        raise UsageError(
+            "watch: needs a terminal for input, output and errors; use `hpc-train status`, which prints the "
+            "same once, or `hpc-train status --json`"
+        )
+    find_readable(options.runs)  # prints skipped runs; a word that names no run is an error
+    from hpc_train.report.live.live_runs import RunsReader
+    from hpc_train.report.live.watch_app import WatchApp  # with textual: 0.3 s
+
+    app = WatchApp(RunsReader(options.runs), options.interval)
+    app.run()
+    for command in app.living_commands:
+        say(f"{command.title}: continues in the background, process {command.pid}")
+    return ExitCode(app.return_code or 0)

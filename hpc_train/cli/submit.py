@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cli.changes import changes_on_resume, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
-from hpc_train.cli.creating import (
-    SubmitContext,
-    changes_since,
-    create_all,
-    create_beside,
-    existing_run,
-    say_existing,
-    say_starts_again,
-    starts_again,
-)
-from hpc_train.cli.found_sizes import say_layouts
+from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
-from hpc_train.cli.plan import (
-    LauncherOptions,
-    batch_scripts,
-    launcher_problems,
-    missing_data,
-    say_remarks,
-    show,
-    start_problems,
-    wrong_layout,
-)
+from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
+from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_data, say_remarks
 from hpc_train.cli.queue_forecast import never_starting
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
-from hpc_train.cli.starting import polling, report, start
+from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
@@ -45,42 +29,39 @@ from hpc_train.loggers.wandb_key import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
-from hpc_train.run.create import Surroundings, inputs_differ
-from hpc_train.run.files import remove_folder
-from hpc_train.run.find import run_name
-from hpc_train.run.run_status import INTERRUPTED, RunStatus
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
+from hpc_train.run.files import in_parallel, remove_folder, sync_folder
+from hpc_train.run.find import is_run, run_name
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.run.trust import check_experiment_folder
 from hpc_train.validate.loading import Loaded, load
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmitOptions(LauncherOptions):
-    """The options of ``submit``."""
-
-    dry_run: bool = False
-    new: bool = False
-    as_json: bool = False
-    #: Number of concurrent runs on this machine.
-    jobs: int = 1
+def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> ExitCode:
+    """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
+    code, runs = submit_runs(options, given_up)
+    if not options.dry_run:
+        report(rows_of(runs), as_json=options.as_json)
+    return code
 
 
-def submit(
-    file: Path,
-    overrides: Sequence[str],
-    options: SubmitOptions,
-    given_up: GivenUp = lambda run_id: False,
-) -> ExitCode:
+def submit_runs(
+    options: SubmitOptions, given_up: GivenUp = lambda run_id: False
+) -> tuple[ExitCode, list[RunPaths]]:
     """Start the runs of the file; return the worst exit code of the runs, or DONE once all are queued.
 
-    ``given_up``: the trials of a search that are not started again.
+    Also return the runs, except those that were not started after Ctrl-C. ``given_up``: the trials of a
+    search that are not started again.
     """
-    launcher = options.load()
+    choice = LauncherChoice.of(options)
     if options.jobs > 1 and not options.local:
         raise UsageError(
             "--jobs: is for this machine; add --local (in a queue sweep.max_parallel is the number of runs "
             "at a time)"
         )
-    loaded = load(file, overrides)
+    launcher = choice.launcher
+    loaded = load(options.file, [*options.overrides, *(["profile=true"] if options.profile else [])])
     folder = ExperimentPaths(runs_root() / loaded.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
         check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
@@ -89,25 +70,17 @@ def submit(
     if search is not None and not search.starts:
         if not options.dry_run:
             finish_submissions(launcher, loaded)
-        report([], as_json=options.as_json)
-        return ExitCode.DONE
-    plan = options.plan(launcher, loaded, devices, search.starts if search else None)
-    problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
-    problems += wrong_layout(loaded, is_queued=launcher.is_queue)
-    if options.on_this_machine:
-        problems += missing_data(loaded)
-    scripts: list[str] = []
-    if not problems:
-        try:
-            scripts = batch_scripts(launcher, loaded, plan)
-        except BadFileError as error:
-            problems += error.problems
-    if not problems:
-        problems += over_budget_lines(loaded, plan, options.name)
-        problems = problems or never_starting(launcher, loaded, plan, new=options.new)
+        return ExitCode.DONE, []
+    plan = choice.plan(loaded, devices, search.starts if search else None)
+    checked = Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
+        loaded,
+        plan,
+        budget=lambda: over_budget_lines(loaded, plan, choice.name),
+        queue=lambda: never_starting(launcher, loaded, plan, new=options.new),
+    )
     if options.dry_run:
-        show(plan, as_json=options.as_json, scripts=scripts)
-    if problems:
+        show(plan, as_json=options.as_json, scripts=checked.scripts)
+    if problems := checked.problems or checked.refused:
         raise BadFileError(problems)
     if launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
@@ -115,9 +88,9 @@ def submit(
     say_remarks(loaded)
     _say_no_key(loaded)
     if options.dry_run:
-        return ExitCode.DONE
+        return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []
-    return _Submission(launcher, loaded, plan, devices, options, again).start_all()
+    return _Submission(choice, loaded, plan, devices, options, again).start_all()
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -153,43 +126,41 @@ class _Submission:
 
     def __init__(
         self,
-        launcher: Launcher,
+        choice: LauncherChoice,
         loaded: Loaded,
         plan: Plan,
         devices: int | None,
         options: SubmitOptions,
         again: Sequence[str],
     ) -> None:
-        self._launcher, self._loaded, self._plan = launcher, loaded, plan
+        self._launcher, self._name, self._loaded, self._plan = choice.launcher, choice.name, loaded, plan
         self._devices, self._options = devices, options
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
         self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}
-        self._context: SubmitContext | None = None
+        self._context: _Context | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
-        #: Existing runs that remain unchanged.
-        self._left: dict[RunPaths, Experiment] = {}
+        self._unchanged: dict[RunPaths, Experiment] = {}
         self._codes = [ExitCode.DONE]
 
-    def start_all(self) -> ExitCode:
-        """Start all runs; Ctrl-C ends the series. Return the worst exit code."""
+    def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
+        """Start all runs; Ctrl-C ends the series. Return the worst exit code, and the runs."""
         if self._options.jobs > 1:
             assert self._devices is not None, "devices_per_run chose them"
             device = self._loaded.experiment.device
-            self._slots = Slots(self._options.jobs, self._options.name, self._devices, device)
+            self._slots = Slots(self._options.jobs, self._name, self._devices, device)
             with self._slots.taking_signals():
                 self._start_batches()
                 self._slots.wait_for_all()
             self._codes += self._slots.codes
         else:
             self._start_batches()
-        if self._left:
-            say_older_code(self._folder, self._left)
-        if left := len(self._plan.runs) - len(self._runs):
-            say(f"{left} more runs were not started; submit the file again to start them")
-        report(rows_of(self._runs), as_json=self._options.as_json)
-        return max(self._codes)
+        if self._unchanged:
+            say_older_code(self._folder, self._unchanged)
+        if missing := len(self._plan.runs) - len(self._runs):
+            say(f"{missing} more runs were not started; submit the file again to start them")
+        return max(self._codes), self._runs
 
     def _start_batches(self) -> None:
         runs = self._plan.runs
@@ -211,27 +182,26 @@ class _Submission:
         existing: list[tuple[RunPaths, PlannedRun]] = []
         with self._launcher.submitting(self._folder):
             context = self._submit_context()
-            for run, (own, is_new) in zip(batch, create_all(self._folder, batch, context), strict=True):
+            for run, (folder, is_new) in zip(batch, _create_all(self._folder, batch, context), strict=True):
                 if not is_new and not self._options.new:
-                    existing.append((self._again.get(run.id) or existing_run(own, run), run))
+                    existing.append((self._again.get(run.id) or _existing_run(folder, run), run))
                     self._runs.append(existing[-1][0])
                     continue
-                paths = own if is_new else create_beside(own, run, context, self._make_free)
+                paths = folder if is_new else _create_beside(folder, run, context, self._make_free)
                 new.append((paths, run))
                 self._runs.append(paths)
             if new:
                 self._start_new(new)
         self._handle_existing(existing)
 
-    def _submit_context(self) -> SubmitContext:
+    def _submit_context(self) -> _Context:
         """Return the facts that all runs share; the first time a snapshot of the code is taken."""
         if self._context is None:
             for run in self._plan.runs:
                 self._make_free(RunPaths(self._folder.folder / run.id))
             snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
             surroundings = Surroundings.read(snapshot)
-            name = self._options.name
-            self._context = SubmitContext(self._loaded, name, snapshot, surroundings)
+            self._context = _Context(self._loaded, self._name, snapshot, surroundings)
         return self._context
 
     def _make_free(self, paths: RunPaths) -> None:
@@ -264,20 +234,138 @@ class _Submission:
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
             is_again = starts_again(paths, status)
             if is_again:
-                say_starts_again(paths, status)
+                _say_starts_again(paths, status)
             if is_again or self._resumes(paths, run, status):
-                changes = tuple(changes_since(paths, run.experiment, is_queued=is_queued))
+                changes = tuple(_changes_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
             else:
-                self._codes.append(say_existing(paths, status, run.experiment, is_queued=is_queued))
-                self._left[paths] = run.experiment
-        for changes, some in again.items():
+                self._codes.append(_say_existing(paths, status, run.experiment, is_queued=is_queued))
+                self._unchanged[paths] = run.experiment
+        for changes, group in again.items():
             if self._slots is not None:
-                self._slots.start(some[0], changes)
+                self._slots.start(group[0], changes)
             else:
-                self._codes.append(start_again(some, changes, self._options.name, self._devices))
+                self._codes.append(start_again(group, changes, self._name, self._devices))
 
     def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
         """Return True if a search's trial continues from its checkpoint, because the search was stopped."""
         is_interrupted = run.id in self._again and status.state == INTERRUPTED
         return is_interrupted and not inputs_differ(paths, run.experiment)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Facts that all runs of a submit share."""
+
+    loaded: Loaded
+    launcher: str
+    snapshot: Path | None
+    surroundings: Surroundings
+
+    @property
+    def origin(self) -> Origin:
+        """The file, as an absolute path, and the overrides that ``run.json`` records."""
+        file = Path(self.loaded.source_name).absolute()
+        return Origin(str(file), list(self.loaded.overrides))
+
+
+def _create(paths: RunPaths, run: PlannedRun, context: _Context) -> bool:
+    """Create the run's folder; False if it exists."""
+    return create_run(
+        paths,
+        run.experiment,
+        paths.folder.name,
+        run.total_steps,
+        launcher=context.launcher,
+        snapshot=context.snapshot,
+        surroundings=context.surroundings,
+        origin=context.origin,
+        values=run.values,
+        layout=run.layout,
+    )
+
+
+def _create_all(
+    folder: ExperimentPaths, runs: Sequence[PlannedRun], context: _Context
+) -> list[tuple[RunPaths, bool]]:
+    """Create the runs in the experiment's folder; return each one's paths, and False if it existed."""
+    paths = [RunPaths(folder.folder / run.id) for run in runs]
+    created = in_parallel(lambda pair: _create(*pair, context), zip(paths, runs, strict=True))
+    if any(created):
+        sync_folder(folder.folder)
+    return list(zip(paths, created, strict=True))
+
+
+def _create_beside(
+    paths: RunPaths,
+    run: PlannedRun,
+    context: _Context,
+    make_free: Callable[[RunPaths], None],
+) -> RunPaths:
+    """Create the run under the first free name of ``<id>-2``, ``<id>-3``, …
+
+    ``make_free`` may remove the leftovers of a killed command.
+    """
+    for number in itertools.count(2):
+        other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
+        make_free(other)
+        if _create(other, run, context):
+            sync_folder(other.folder.parent)
+            return other
+    raise AssertionError("itertools.count ends")
+
+
+def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
+    """Return the run of this id whose data files are the current ones; ``paths`` if there is none."""
+    beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
+    for existing in itertools.chain([paths], itertools.takewhile(is_run, beside)):
+        if not inputs_differ(existing, run.experiment):
+            return existing
+    return paths
+
+
+def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
+    """Report the status of an existing run, and the commands that would change it to ``wanted``."""
+    run_id = run_name(paths)
+    if others := inputs_differ(paths, wanted):
+        differing = " and ".join(
+            f"{key} ({value_at(wanted.model_dump(mode='json'), tuple(key.split('.')))})" for key in others
+        )
+        say(
+            f"{run_id}: {status.state}, in {paths.folder}, but of other files than {differing} has now; "
+            "nothing started: restore the files, or train on the new ones in a new run with --new"
+        )
+        return ExitCode.FAILED
+    if status.state == "completed":
+        say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
+        return ExitCode.DONE
+    reason = f" ({status.reason})" if status.reason else ""
+    if status.state in GOING_ON:
+        local = (
+            "" if is_queued or status.state != "pending" else " (--new starts another one on this machine)"
+        )
+        say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started{local}")
+        return ExitCode.DONE
+    say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
+    for line in next_steps(paths, status, _changes_since(paths, wanted, is_queued=is_queued)):
+        say(f"  {line}")
+    say("  or train it again from step 0 in a new run: add --new")
+    return ExitCode.FAILED
+
+
+def _say_starts_again(paths: RunPaths, status: RunStatus) -> None:
+    """Report that a submit starts the run again from step 0."""
+    reason = f" ({status.reason})" if status.reason else ""
+    say(
+        f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
+        "starts again with the current code and file"
+    )
+
+
+def _changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:
+    """Return ``KEY=VALUE`` of the keys that the file has changed since and that a resume may change."""
+    try:
+        frozen = effective_experiment(paths, newest_number(paths) + 1)
+    except BadFileError:
+        return []  # the frozen file is broken; resume reports how
+    return changes_on_resume(frozen, wanted, is_queued=is_queued)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from hpc_train.cli.unreadable import find_readable
+from hpc_train.cli.command_options import SyncOptions
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations
@@ -21,21 +19,38 @@ from hpc_train.run.find import run_name
 from hpc_train.run.trust import check_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncOptions:
-    """The options of ``sync``."""
+class SyncedJson(TypedDict):
+    """What became of a run's rows at one destination."""
 
-    #: Destinations; empty: those in each run's file.
-    to: Sequence[str] = ()
-    project: str | None = None
-    output: Path | None = None
-    as_json: bool = False
+    id: str
+    path: str
+    #: ``wandb``, ``mlflow`` or ``tensorboard``.
+    to: str
+    #: The final rows, and the step of the last one.
+    rows: int
+    step: int | None
+    #: Those that this command has sent.
+    rows_sent: int
+    #: The run's page, its id at the service, or the folder of the event files.
+    target: str | None
+    error: str | None
+    #: Lines of ``metrics.jsonl`` that can't be sent, and why.
+    notes: list[str]
 
 
-def sync(words: Sequence[str], options: SyncOptions) -> ExitCode:
+class Synchronization(TypedDict):
+    """Which rows were sent where."""
+
+    version: int
+    synced: list[SyncedJson]
+
+
+def sync(options: SyncOptions) -> ExitCode:
     """Send the final rows of runs, each once; TRY_AGAIN if some could not be sent."""
     _check(options)
-    targets = [(paths, target) for paths in find_readable(words) for target in _targets(paths, options)]
+    targets = [
+        (paths, target) for paths in find_readable(options.runs) for target in _targets(paths, options)
+    ]
     for line in dict.fromkeys(filter(None, (target.used_variables for _, target in targets))):
         say(line)
     done: list[tuple[RunPaths, Synced]] = []
@@ -45,7 +60,7 @@ def sync(words: Sequence[str], options: SyncOptions) -> ExitCode:
         if not options.as_json:
             _show(paths, synced)
     if options.as_json:
-        put_json({"version": JSON_VERSION, "synced": [_to_json(*each) for each in done]})
+        put_json(Synchronization(version=JSON_VERSION, synced=[_to_json(*entry) for entry in done]))
     failed = [synced for _, synced in done if synced.error is not None]
     if failed:
         say(f"{len(failed)} of {len(done)} failed; the same command sends what is missing, nothing twice")
@@ -104,5 +119,15 @@ def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count:,} rows"
 
 
-def _to_json(paths: RunPaths, synced: Synced) -> dict[str, Any]:
-    return {"id": paths.folder.name, "path": str(paths.folder.absolute()), **asdict(synced)}
+def _to_json(paths: RunPaths, synced: Synced) -> SyncedJson:
+    return {
+        "id": paths.folder.name,
+        "path": str(paths.folder.absolute()),
+        "to": synced.to,
+        "rows": synced.rows,
+        "step": synced.step,
+        "rows_sent": synced.rows_sent,
+        "target": synced.target,
+        "error": synced.error,
+        "notes": list(synced.notes),
+    }

@@ -69,6 +69,7 @@ DataName = Annotated[
     str,
     pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
 ]
+FactoryName = Annotated[str, pattern(OWN_PART_PATTERN, "package.module:factory, like my_transforms:train")]
 #: Slurm stores it in 16 bits.
 SignalLead = Annotated[int, Field(ge=1, le=65535)]
 DurationMin = Annotated[

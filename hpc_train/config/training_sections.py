@@ -10,6 +10,7 @@ from hpc_train.config.fields import (
     Arguments,
     Bounds,
     DataName,
+    FactoryName,
     FloatRange,
     ImageSize,
     ModelName,
@@ -66,7 +67,7 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Random augmentation of training images, computed from counter-based random numbers per sample."""
+    """Random augmentation of training images, computed from random numbers of each sample."""
 
     hflip: Probability = 0.0
     """Probability of a horizontal flip. 0: off."""
@@ -92,6 +93,15 @@ class AugmentConfig(Section):
     """Repeated augmentation (arXiv:1902.05509): a step reads this many times fewer samples, each so often
     with other random numbers. It must divide ``global_batch_size``. An epoch keeps its number of steps, so it
     sees only a part of the samples, as with timm's RepeatAugSampler. 1: off."""
+
+
+class TransformConfig(Section):
+    """A transform of training samples: of torchvision, of timm, or your own."""
+
+    name: Annotated[FactoryName, Field(examples=["my_transforms:train"])]
+    """``package.module:factory``, a function or class that returns the transform."""
+    args: Arguments = {}
+    """Keyword arguments of the factory."""
 
 
 class ColorJitterConfig(Section):
@@ -182,6 +192,11 @@ class DataConfig(Section):
     eval_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the shorter side that the centre crop of the evaluation keeps with ``image_size``
     (ImageNet: 0.875)."""
+    transform: Annotated[
+        TransformConfig | None, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)
+    ] = None
+    """Transform of each training sample, before ``image_size`` and ``augment``: ``package.module:factory``,
+    or a section with its arguments. Its random numbers are seeded for each sample. Default: none."""
     augment: AugmentConfig = AugmentConfig()
     """Random augmentation of training images. Default: none."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"

@@ -37,13 +37,13 @@ def refuse_rest(config: DataConfig) -> None:
         raise problem.as_error()
 
 
-def call(name: str, function: Callable[..., _Result], *positional: Any, **args: Any) -> _Result:
-    """Call ``function``. Raises BadFileError if the arguments don't fit its signature."""
+def call(key: str, name: str, function: Callable[..., _Result], /, *positional: Any, **args: Any) -> _Result:
+    """Call ``function``. Raises BadFileError for ``key`` if the arguments don't fit its signature."""
     try:
         inspect.signature(function).bind(*positional, **args)
     except TypeError as error:
         raise BadFileError(
-            f"data.args: {name} can't be called with these arguments: {error}; "
+            f"{key}: {name} can't be called with these arguments: {error}; "
             f"its signature is {name}{inspect.signature(function)}"
         ) from error
     except ValueError:  # the signature is unknown: the call itself reports errors

@@ -1,36 +1,45 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Random augmentation of training images, computed from counter-based random numbers per sample.
+"""Random augmentation of training images (``data.augment``).
 
-Called by the readers of training data; for images with masks or boxes, by ``joint``. Parameters are computed
-for a whole batch, and some operations (flips, crops of padded images, erasing) are applied to all of it. A
-sample's result does not depend on its batch or process.
+Called by the readers of training data; for images with masks or boxes, by ``joint``. Crops, flips and erasing
+are drawn from counter-based random numbers for a whole batch, and most are applied to all of it at once.
+The transforms of torchvision and timm run one sample at a time (``transforms``). A sample's result does not
+depend on its batch or process.
 
-Legend: B samples, C channels, H rows, W columns, p pixels of padding.
+Random rectangles follow torchvision's RandomResizedCrop and RandomErasing (ten tries, rounding half to even),
+with a log-uniform aspect ratio that is quantised: the table is computed once with Python's ``math``, so no
+batch depends on a device's implementation of the logarithm.
+
+Legend: B samples, C channels, H rows, W columns, p pixels of padding, T tries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.training_sections import (
-    AugmentConfig,
-    ColorJitterConfig,
-    RandAugmentConfig,
-    RandomResizedCropConfig,
-)
+from hpc_train.config.training_sections import AugmentConfig, RandomResizedCropConfig
 from hpc_train.datasets.decoding import EncodedImage, decoded
 from hpc_train.datasets.images import centre_square, resize, stack
 from hpc_train.datasets.random_numbers import Keys
-from hpc_train.datasets.rectangles import erased_parts, resized_crops
+from hpc_train.datasets.transforms import photometric_transforms, seeded
 from hpc_train.errors import BadFileError
+
+_TRIES = 10
+_ASPECT_BINS = 4096
+#: Fraction of the area that is erased, and the rectangle's height / width: torchvision's defaults.
+_ERASED_SCALE = (0.02, 0.33)
+_ERASED_RATIO = (0.3, 3.3)
 
 
 class Augmentation:
-    """``data.augment`` as a callable: resizing or random crop, padded crop, flips, then ``photometric``."""
+    """``data.augment`` as a callable: resizing or random crop, padded crop, flips, then ``Photometric``."""
 
     def __init__(
         self, config: AugmentConfig, image_size: int | None, seed: int, interpolation: str = "bilinear"
@@ -39,6 +48,7 @@ class Augmentation:
         self._image_size = image_size
         self._seed = seed
         self._interpolation = interpolation
+        self._photometric = Photometric(config)
 
     def __call__(
         self,
@@ -57,7 +67,7 @@ class Augmentation:
         sized = self._sized(images, keys)
         if config.crop_padding:
             sized = padded_crop(_batch(sized), keys, config.crop_padding)
-        return photometric(_batch(self._flipped(sized, keys)), keys, config)
+        return self._photometric(_batch(self._flipped(sized, keys)), keys)
 
     def _sized(
         self, images: Tensor | Sequence[Tensor | EncodedImage], keys: Keys
@@ -76,17 +86,34 @@ class Augmentation:
         return images
 
 
-def photometric(images_BCHW: Tensor, keys: Keys, config: AugmentConfig) -> Tensor:
-    """Return the images (B, C, H, W) with color jitter, RandAugment, policy and erasing, in this order."""
-    if config.color_jitter is not None:
-        images_BCHW = _color_jitter(images_BCHW, keys, config.color_jitter)
-    if config.randaugment is not None:
-        images_BCHW = _randaugment(images_BCHW, keys, config.randaugment)
-    if config.policy is not None:
-        images_BCHW = _apply_policy(images_BCHW, keys, config.policy)
-    if config.erasing:
-        images_BCHW = erase(images_BCHW, keys, config.erasing)
-    return images_BCHW
+class Photometric:
+    """Color jitter, RandAugment or a policy, and erasing, in this order."""
+
+    def __init__(self, config: AugmentConfig) -> None:
+        names = ("color_jitter", "randaugment", "policy")
+        self._key = next((name for name in names if getattr(config, name) is not None), "")
+        self._transforms = photometric_transforms(config)
+        self._erasing = config.erasing
+
+    def __call__(self, images_BCHW: Tensor, keys: Keys) -> Tensor:
+        """Return the images (B, C, H, W)."""
+        if self._transforms:
+            self._refuse_others(images_BCHW)
+            images_BCHW = torch.stack(seeded(self._transformed, images_BCHW, keys, "photometric"))
+        return erase(images_BCHW, keys, self._erasing) if self._erasing else images_BCHW
+
+    def _transformed(self, image: Tensor) -> Tensor:
+        for transform in self._transforms:
+            image = transform(image)
+        return image
+
+    def _refuse_others(self, images_BCHW: Tensor) -> None:
+        channels = images_BCHW.shape[1]
+        if images_BCHW.dtype != torch.uint8 or channels not in (1, 3):
+            raise BadFileError(
+                f"data.augment.{self._key}: images are {images_BCHW.dtype} of {channels} channels; it works "
+                "on uint8 images of 1 or 3 channels; take it out"
+            )
 
 
 def _batch(images: Tensor | Sequence[Tensor]) -> Tensor:
@@ -161,43 +188,6 @@ def _flip(images: Tensor | Sequence[Tensor], chosen_B: Tensor, dim: int) -> Tens
     return images.index_copy(0, rows, images.index_select(0, rows).flip(dim))
 
 
-def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> Tensor:
-    _refuse_others(images_BCHW, "randaugment")
-    images, values = list(images_BCHW), (config.num_ops, config.magnitude, config.magnitude_std)
-    if config.operations == "timm":
-        from hpc_train.datasets.timm_randaugment import PROBABILITY, timm_randaugment
-
-        probability = PROBABILITY if config.probability is None else config.probability
-        return torch.stack(timm_randaugment(images, keys, *values, probability))
-    from hpc_train.datasets.randaugment import randaugment  # and torchvision with it
-
-    probability = 1.0 if config.probability is None else config.probability
-    return torch.stack(randaugment(images, keys, *values, probability))
-
-
-def _apply_policy(images_BCHW: Tensor, keys: Keys, policy: str) -> Tensor:
-    _refuse_others(images_BCHW, "policy")
-    from hpc_train.datasets.augment_policies import augmented  # and torchvision with it
-
-    return torch.stack(augmented(list(images_BCHW), keys, policy))
-
-
-def _refuse_others(images_BCHW: Tensor, key: str) -> None:
-    channels = images_BCHW.shape[1]
-    if images_BCHW.dtype != torch.uint8 or channels not in (1, 3):
-        raise BadFileError(
-            f"data.augment.{key}: images are {images_BCHW.dtype} of {channels} channels; it works on "
-            "uint8 images of 1 or 3 channels; take it out"
-        )
-
-
-def _color_jitter(images_BCHW: Tensor, keys: Keys, config: ColorJitterConfig) -> Tensor:
-    _refuse_others(images_BCHW, "color_jitter")
-    from hpc_train.datasets.color_jitter import color_jitter  # and torchvision with it
-
-    return color_jitter(images_BCHW, keys, config)
-
-
 def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:
     """Set a random rectangle of each selected image to zero."""
     height, width = images_BCHW.shape[-2:]
@@ -208,3 +198,94 @@ def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:
     in_columns_BW = (columns_W >= parts.lefts[:, None]) & (columns_W < (parts.lefts + parts.widths)[:, None])
     erased_BHW = (in_rows_BH & parts.is_valid[:, None])[:, :, None] & in_columns_BW[:, None, :]
     return images_BCHW.masked_fill(erased_BHW[:, None], 0)
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """One rectangle per image, in pixels, each (B,) int64. ``is_valid`` is false if no try fitted."""
+
+    tops: Tensor
+    lefts: Tensor
+    heights: Tensor
+    widths: Tensor
+    is_valid: Tensor
+
+
+@cache
+def _aspect_table(low: float, high: float) -> Tensor:
+    """Return ratios that are evenly spaced in the logarithm, (bins,) float64."""
+    start, span = math.log(low), math.log(high) - math.log(low)
+    ratios = [math.exp(start + span * (k + 0.5) / _ASPECT_BINS) for k in range(_ASPECT_BINS)]
+    return torch.tensor(ratios, dtype=torch.float64)
+
+
+def _tries(
+    keys: Keys, purpose: str, areas_B: Tensor, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the sides √(area * aspect) and √(area / aspect) of each try, rounded, (B, T) int64 each."""
+    low, high = scale
+    parts_BT = low + keys.uniform_many(f"{purpose}.area", _TRIES) * (high - low)
+    bins_BT = (keys.uniform_many(f"{purpose}.aspect", _TRIES) * _ASPECT_BINS).to(torch.int64)
+    aspects_BT = _aspect_table(*ratio).to(bins_BT.device)[bins_BT]
+    targets_BT = areas_B.to(torch.float64)[:, None] * parts_BT
+    long_BT = torch.sqrt(targets_BT * aspects_BT).round().to(torch.int64)
+    short_BT = torch.sqrt(targets_BT / aspects_BT).round().to(torch.int64)
+    return long_BT, short_BT
+
+
+def _first_fit(fits_BT: Tensor, *sides_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return (B,) bool, True if any try fits, and each of ``sides_BT`` at the first try that fits, (B,)."""
+    first_B1 = fits_BT.to(torch.int64).argmax(dim=1, keepdim=True)
+    return fits_BT.any(dim=1), [side_BT.gather(1, first_B1)[:, 0] for side_BT in sides_BT]
+
+
+def resized_crops(
+    keys: Keys,
+    image_heights_B: Tensor,
+    image_widths_B: Tensor,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Rectangles:
+    """Return the part of each image that RandomResizedCrop keeps; a centre crop if no try fits."""
+    areas_B = image_heights_B * image_widths_B
+    widths_BT, heights_BT = _tries(keys, "crop", areas_B, scale, ratio)
+    fits_BT = (
+        (widths_BT > 0)
+        & (widths_BT <= image_widths_B[:, None])
+        & (heights_BT > 0)
+        & (heights_BT <= image_heights_B[:, None])
+    )
+    is_valid_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
+    centre_heights_B, centre_widths_B = _centre_sides(image_heights_B, image_widths_B, ratio)
+    heights_B = torch.where(is_valid_B, heights_B, centre_heights_B)
+    widths_B = torch.where(is_valid_B, widths_B, centre_widths_B)
+    room_down_B, room_right_B = image_heights_B - heights_B, image_widths_B - widths_B
+    tops_B = torch.where(is_valid_B, keys.integers("crop.top", 0, room_down_B + 1), room_down_B // 2)
+    lefts_B = torch.where(is_valid_B, keys.integers("crop.left", 0, room_right_B + 1), room_right_B // 2)
+    return Rectangles(tops_B, lefts_B, heights_B, widths_B, is_valid_B)
+
+
+def _centre_sides(heights_B: Tensor, widths_B: Tensor, ratio: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return the maximum sides whose aspect ratio is within ``ratio``."""
+    least, greatest = ratio
+    aspects_B = widths_B.to(torch.float64) / heights_B.to(torch.float64)
+    too_tall_B, too_wide_B = aspects_B < least, aspects_B > greatest
+    shorter_B = (widths_B.to(torch.float64) / least).round().to(torch.int64)
+    narrower_B = (heights_B.to(torch.float64) * greatest).round().to(torch.int64)
+    # Extreme ratios could round a side to zero, or past the image.
+    shorter_B = torch.minimum(shorter_B.clamp(min=1), heights_B)
+    narrower_B = torch.minimum(narrower_B.clamp(min=1), widths_B)
+    return torch.where(too_tall_B, shorter_B, heights_B), torch.where(too_wide_B, narrower_B, widths_B)
+
+
+def erased_parts(keys: Keys, height: int, width: int, probability: float) -> Rectangles:
+    """Return the part of each image of height * width that RandomErasing erases, if ``is_valid``."""
+    chosen_B = keys.flags("erasing", probability)
+    areas_B = torch.full_like(chosen_B, height * width, dtype=torch.int64)
+    heights_BT, widths_BT = _tries(keys, "erasing", areas_B, _ERASED_SCALE, _ERASED_RATIO)
+    fits_BT = (heights_BT < height) & (widths_BT < width)
+    is_valid_B, (heights_B, widths_B) = _first_fit(fits_BT, heights_BT, widths_BT)
+    heights_B, widths_B = heights_B * is_valid_B, widths_B * is_valid_B
+    tops_B = keys.integers("erasing.top", 0, height - heights_B + 1)
+    lefts_B = keys.integers("erasing.left", 0, width - widths_B + 1)
+    return Rectangles(tops_B, lefts_B, heights_B, widths_B, is_valid_B & chosen_B)

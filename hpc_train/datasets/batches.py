@@ -20,11 +20,13 @@ from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.decoding import decoded
 from hpc_train.datasets.images import PixelRules, centre_square, stack, stack_inputs
 from hpc_train.datasets.joint import JointTransform, moves_targets
+from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.reading import Failure, Prepare, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.datasets.skipping import BadSamples
 from hpc_train.datasets.structures import Tensors, is_structured
 from hpc_train.datasets.targets import TargetCheck, refuse_moved_masks
+from hpc_train.datasets.transforms import OwnTransform
 from hpc_train.datasets.types import Batch, TargetSpecs
 from hpc_train.datasets.workers import BatchStream
 from hpc_train.errors import BadFileError
@@ -217,10 +219,19 @@ def _training_reader(
     source: DataSource, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
 ) -> SlotReader:
     data, seed = experiment.data, experiment.seed
+    transform = None
+    if data.transform is not None and not moves_targets(target_spec):
+        transform = OwnTransform(data.transform, source.info.channels)
     augmentation = Augmentation(data.augment, _square(data, target_spec), seed, data.interpolation)
     moving_key, image_key = _moving_key(data), _image_key(data)
 
     def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
+        if transform is not None:
+            _refuse_whole_structures(inputs)
+            if not is_structured(_first(inputs)):
+                refuse_moved_masks(inputs, targets, "data.transform")
+            keys = Keys(seed, slot.epoch, slot.indices, slot.repeats)
+            inputs = transform.inputs(inputs, keys, slot.indices)
         if image_key is None and isinstance(inputs, Tensor) and inputs.dim() != 4:
             return inputs
         _refuse_no_images(inputs, image_key)
@@ -229,7 +240,9 @@ def _training_reader(
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
         return augmentation(inputs, slot.epoch, slot.indices, slot.repeats)
 
-    prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
+    prepare = _prepare(
+        prepare_images, data, seed, target_spec, is_training=True, channels=source.info.channels
+    )
     targets = TargetCheck(experiment.task, target_spec)
     return SlotReader(
         source.train,
@@ -297,11 +310,14 @@ def _prepare(
     *,
     is_training: bool,
     has_targets: bool = True,
+    channels: int | None = None,
 ) -> Prepare:
     """Return a function that prepares inputs and targets; ``images`` prepares inputs alone."""
     if not moves_targets(target_spec):
         return lambda inputs, targets, slot: (images(inputs, targets, slot), targets)
-    joint = JointTransform(data, seed, target_spec if has_targets else None, is_training=is_training)
+    joint = JointTransform(
+        data, seed, target_spec if has_targets else None, is_training=is_training, channels=channels
+    )
 
     def prepare(inputs: Any, targets: Tensors, slot: Slot) -> tuple[Tensors, Tensors]:
         if is_structured(_first(inputs)) or _first(inputs).dim() != 3:
@@ -337,6 +353,15 @@ def _image_key(data: DataConfig) -> str | None:
     if data.augment != AugmentConfig():
         return "data.augment"
     return None if data.image_size is None else "data.image_size"
+
+
+def _refuse_whole_structures(inputs: Tensors | Sequence[Tensors]) -> None:
+    """Raise BadFileError if a data set returned a batch of several inputs, for ``data.transform``."""
+    if is_structured(inputs):
+        raise BadFileError(
+            "data.transform: transforms one sample at a time, and the data set returns batches of several "
+            "inputs; take it out, and transform them in the data set"
+        )
 
 
 def _refuse_no_images(inputs: Tensors | Sequence[Tensors], key: str | None) -> None:

@@ -83,7 +83,7 @@ def build_by_factory(config: DataConfig) -> DataSource:
             f"data.name: {config.name!r} is {type(factory).__name__}; name a function or a class"
         )
     root = {} if config.root is None else {"root": config.root}
-    result = call(config.name, factory, **root, **config.args)
+    result = call("data.args", config.name, factory, **root, **config.args)
     if isinstance(result, DataSource):
         return result
     train, val = _pair(config.name, result)

@@ -12,10 +12,15 @@ Legend: B samples, K numbers per sample.
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from hpc_train.distributed.seeds import splitmix64
 
@@ -111,3 +116,29 @@ class Keys:
 
 def _unit_interval(values: Tensor) -> Tensor:
     return _shift_right(values, 11).to(torch.float64) * 2.0**-53
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (on the CPU) for the code of a data set or transform.
+
+    ``seed``: 64 bits, signed or not.
+    """
+    seed &= _MASK_64
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed >> 1)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore the generators, if in the rank itself; in a loader process nothing else uses them."""
+    if get_worker_info() is not None:
+        yield
+        return
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -6,24 +6,21 @@ Legend: B samples.
 from __future__ import annotations
 
 import errno
-import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.datasets.decoding import UndecodableError, read_image
 from hpc_train.datasets.images import DEFAULT_RULES, PixelRules, as_inputs, inputs_and_target, sample_path
 from hpc_train.datasets.packed import DamagedPackError
-from hpc_train.datasets.random_numbers import hash_words
+from hpc_train.datasets.random_numbers import hash_words, restored_generators, seed_generators
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.skipping import stand_ins
 from hpc_train.datasets.sources.text import TextSplit
@@ -184,7 +181,7 @@ class SlotReader(Dataset[Read | Failure]):
     def _one_by_one(
         self, slot: Slot, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
     ) -> tuple[list[Tensors], Tensors]:
-        with _restored_generators():
+        with restored_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
                 self._sample(slot.epoch, index, bad if place < slot.num_valid else {}, undecodable)
@@ -344,28 +341,6 @@ def _cause(error: Exception) -> str:
         return text
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{text} (at {place.filename}:{place.lineno})"
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators for a plug-in's ``__getitem__``: Python's, NumPy's and torch's on the CPU."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed >> 1)
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Restore the generators, if in the rank itself; in a loader process nothing else uses them."""
-    if get_worker_info() is not None:
-        yield
-        return
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
 
 
 def unchanged(batch: Any) -> Any:

@@ -21,6 +21,7 @@ class Level(StrEnum):
 class Finding:
     """The result of one check. Texts may contain names of a cluster: print them by ``console`` only."""
 
+    #: ``error``, ``warning`` or ``ok``.
     level: Level
     #: Name of the check, the same in all versions.
     check: str

@@ -6,12 +6,13 @@ import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import checkpoints
+from hpc_train.run.file_shapes import JSON_KEY, Time, decoded, encoded
 from hpc_train.run.files import create_folder, read_json, write_json
 from hpc_train.run.processes import Process
 
@@ -29,8 +30,6 @@ EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed",
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
 _MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
-#: Key of ``job`` in ``attempt.json``.
-_JOB_KEY = "slurm_job"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class AttemptRecord:
 
     attempt: int
     #: UTC, ISO 8601.
-    start: str
+    start: Time
     #: Names of the checkpoints that were valid when the attempt was claimed, from which it may resume.
     checkpoints: list[str]
     #: The process responsible for the attempt: the command that claimed it, then its launcher.
@@ -50,12 +49,12 @@ class AttemptRecord:
     #: ``--devices``, to be used again.
     devices: int | None = None
     rank_processes: list[Process] = field(default_factory=list)
-    end: str | None = None
+    end: Time | None = None
     #: Exit code per rank; negative: the signal that ended it.
     exit_codes: list[int] | None = None
     reason: str | None = None
     #: The scheduler's job id (on Slurm ``A_t`` for an array's task) and how often the job was started again.
-    job: str | None = None
+    job: str | None = field(default=None, metadata={JSON_KEY: "slurm_job"})
     restart: int | None = None
     #: The cluster that the job belongs to: job ids are unique within one only. None: not recorded (0.2).
     cluster: str | None = None
@@ -82,28 +81,29 @@ class AttemptRecord:
     saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``attempt.json``, in which ``job`` has the key ``slurm_job``."""
-        data = {"version": 1} | asdict(self)
-        data[_JOB_KEY] = data.pop("job")
-        return data
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
-        """Raises TypeError if a required key is missing."""
-        known: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
-        known["job"] = data.get(_JOB_KEY)
-        ranks = known.get("rank_processes") or []
-        known["rank_processes"] = [process for each in ranks if (process := Process.from_json(each))]
-        known["launcher_process"] = Process.from_json(known.get("launcher_process"))
-        return cls(**known)
+        """Return the content of ``attempt.json``."""
+        return {"version": 1} | encoded(self)
 
     def ended(self, exit_codes: list[int], reason: str | None) -> AttemptRecord:
         """Return a copy with the end of the attempt filled in."""
         return replace(self, end=now(), exit_codes=exit_codes, reason=reason)
 
 
-#: Found once: records of thousands of runs are read at a time.
-_FIELDS = tuple(key.name for key in fields(AttemptRecord))
+@dataclass(frozen=True)
+class Events:
+    """Rank 0's ``events.json``, whose values belong to the attempt's record, too; see there."""
+
+    events: dict[str, str] = field(default_factory=dict)
+    save_s: float | None = None
+    checkpoint_stall_s: float | None = None
+    first_step: dict[str, float] = field(default_factory=dict)
+    #: Name of the signal that rank 0 received.
+    signal: str | None = None
+
+
+def read_events(attempt: AttemptPaths) -> Events:
+    """Return the attempt's events, without any if they can't be read."""
+    return decoded(Events, read_json(attempt.events)) or Events()
 
 
 def job_ids(facts: Mapping[str, Any]) -> list[str]:
@@ -196,17 +196,13 @@ def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRe
 
     Without ``with_events``, the file of events is not read; enough for the attempt's process, start and end.
     """
-    data = read_json(attempt.record)
-    if data is None:
+    record = decoded(AttemptRecord, read_json(attempt.record))
+    if record is None:
         return None
-    noted = (read_json(attempt.events) if with_events else None) or {}
-    data |= {"attempt": attempt.number}
-    data |= {"events": {**(data.get("events") or {}), **(noted.get("events") or {})}}
-    data |= {key: noted[key] for key in _MEASURED if noted.get(key) is not None}
-    try:
-        return AttemptRecord.from_json(data)
-    except TypeError:
-        return None
+    noted = read_events(attempt) if with_events else Events()
+    measured = {key: value for key in _MEASURED if (value := getattr(noted, key))}
+    events = {**record.events, **noted.events}
+    return replace(record, attempt=attempt.number, events=events, **measured)
 
 
 def write_record(attempt: AttemptPaths, record: AttemptRecord) -> None:

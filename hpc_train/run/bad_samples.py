@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hpc_train.errors import counted
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import UnreadableFileError, open_regular, read_text
 
 Part = Literal["train", "val"]
@@ -55,40 +56,34 @@ def append(file: Path, samples: Iterable[BadSample]) -> None:
 
 def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:
     """Return the samples that the ranks of an attempt reported, ordered by rank."""
-    known: dict[SampleKey, BadSample] = {}
+    samples: dict[SampleKey, BadSample] = {}
     for _, file in sorted(attempt.files_of_ranks(".bad_samples.jsonl").items()):
         for sample in _read(file):
-            known.setdefault(sample.key, sample)
-    return known
+            samples.setdefault(sample.key, sample)
+    return samples
 
 
 def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
     """Return the bad samples reported by any rank of any attempt, in the order of attempts."""
-    known: dict[SampleKey, BadSample] = {}
+    samples: dict[SampleKey, BadSample] = {}
     for attempt in paths.attempt_folders():
-        known |= {key: sample for key, sample in of_attempt(attempt).items() if key not in known}
-    return known
+        samples |= {key: sample for key, sample in of_attempt(attempt).items() if key not in samples}
+    return samples
 
 
 def in_words(paths: RunPaths) -> str | None:
     """Return the first sample that the run could not read, and how many more there are; None without one."""
-    known = list(all_known(paths).values())
-    if not known:
+    samples = list(all_known(paths).values())
+    if not samples:
         return None
-    more = f" and {counted(len(known) - 1, 'more sample')}" if len(known) > 1 else ""
-    return f"{known[0]}{more}"
+    more = f" and {counted(len(samples) - 1, 'more sample')}" if len(samples) > 1 else ""
+    return f"{samples[0]}{more}"
 
 
 def _read(file: Path) -> Iterator[BadSample]:
     """Yield a file's samples as far as it can be read; an incomplete line of a killed rank is ignored."""
     with suppress(OSError, UnreadableFileError):
         for line in read_text(file, errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                yield _from_json(json.loads(line))
-
-
-def _from_json(data: Any) -> BadSample:
-    sample = BadSample(data["split"], data["index"], data["name"], data["why"])
-    if sample.split not in ("train", "val") or type(sample.index) is not int:
-        raise ValueError(f"{data} is not a bad sample")
-    return sample
+            with suppress(ValueError, RecursionError):
+                if (sample := decoded(BadSample, json.loads(line))) is not None:
+                    yield sample

@@ -7,9 +7,10 @@ evaluation and stops at the same step. A checkpoint's manifest names the best ev
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from hpc_train.run.file_shapes import Count
 from hpc_train.run.metric_rows import Row
 
 #: Key of a checkpoint's ``extra`` and of its manifest.
@@ -22,21 +23,7 @@ class Best:
 
     metric: str
     value: float
-    step: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON that ``from_json`` reads: ``best`` of ``manifest.json`` and ``status --json``."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: object) -> Best | None:
-        """Return None if ``data`` is None or was not written by ``to_json``."""
-        if not isinstance(data, dict):
-            return None
-        metric, value, step = data.get("metric"), _finite(data.get("value")), data.get("step")
-        if not isinstance(metric, str) or value is None or type(step) is not int or step < 0:
-            return None
-        return cls(metric, value, step)
+    step: Count
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:.6g} at step {self.step}"
@@ -65,10 +52,10 @@ class BestSoFar:
 
     def add(self, step: int, value: object) -> bool:
         """Add an evaluation; return whether it is the best so far."""
-        found = _finite(value)
+        number = _finite(value)
         self.num_evaluations += 1
-        if found is not None and (self.best is None or self._gain(found, self.best.value) > self.min_delta):
-            self.best, self.num_worse = Best(self.metric, found, step), 0
+        if number is not None and (self.best is None or self._gain(number, self.best.value) > self.min_delta):
+            self.best, self.num_worse = Best(self.metric, number, step), 0
             return True
         self.num_worse += 1
         return False

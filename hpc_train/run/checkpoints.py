@@ -12,9 +12,9 @@ import secrets
 import shutil
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
 
@@ -22,6 +22,7 @@ from hpc_train import __version__
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.best import BEST, Best
+from hpc_train.run.file_shapes import JSON_KEY, Count, decoded, encoded
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.storage_errors import TRANSIENT, retried
 
@@ -35,7 +36,6 @@ _SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 #: The key of a file's hash in the manifest.
 _HASH = "xxh3_128"
-_HEXADECIMAL = re.compile("[0-9a-f]{32}")
 #: File in a folder that was set aside.
 _WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
@@ -50,20 +50,8 @@ class NewerVersionError(BadFileError):
 class FileEntry:
     """The expected size and XXH3-128 hash (hexadecimal) of one file of a checkpoint."""
 
-    size: int
-    digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its entry in ``manifest.json``."""
-        return {"size": self.size, _HASH: self.digest}
-
-    @classmethod
-    def from_json(cls, entry: object) -> FileEntry:
-        """Raise ValueError if ``entry`` is invalid."""
-        size, digest = (entry.get("size"), entry.get(_HASH)) if isinstance(entry, dict) else (None, None)
-        if type(size) is int and size >= 0 and isinstance(digest, str) and _HEXADECIMAL.fullmatch(digest):
-            return cls(size, digest)
-        raise ValueError(f"must have a size and a hash ({_HASH})")
+    size: Count
+    digest: Annotated[str, re.compile("[0-9a-f]{32}").fullmatch] = field(metadata={JSON_KEY: _HASH})
 
 
 @dataclass(frozen=True)
@@ -85,10 +73,10 @@ class Manifest:
             "step": self.step,
             "attempt": self.attempt,
             "world_size": self.world_size,
-            "files": {name: entry.to_json() for name, entry in self.files.items()},
+            "files": {name: encoded(entry) for name, entry in self.files.items()},
         }
         if self.best is not None:
-            data[BEST] = self.best.to_json()
+            data[BEST] = encoded(self.best)
         write_json(checkpoint.manifest, data, sync=True)
 
     @classmethod
@@ -104,7 +92,7 @@ class Manifest:
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
         )
         files = _file_entries(checkpoint.manifest, data.get("files"))
-        return cls(step, attempt, world_size, files, Best.from_json(data.get(BEST)))
+        return cls(step, attempt, world_size, files, decoded(Best, data.get(BEST)))
 
 
 def _newer(manifest: Path, version: int, written_by: object) -> str:
@@ -137,17 +125,18 @@ def _number(manifest: Path, key: str, value: object) -> int:
 def _file_entries(manifest: Path, files: object) -> dict[str, FileEntry]:
     if not isinstance(files, dict):
         raise BadFileError(f"{manifest}: files must be an object")
-    return {name: _file_entry(manifest, name, entry) for name, entry in files.items()}
+    return {name: file_entry(manifest, name, entry) for name, entry in files.items()}
 
 
-def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
+def file_entry(manifest: Path, name: str, data: object) -> FileEntry:
+    """Return the entry of the file ``name`` in a manifest or index. Raises BadFileError if it is invalid."""
     # A name with a slash or only dots would make a reader leave the checkpoint's folder.
     if not _PLAIN_NAME.fullmatch(name):
         raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
-    try:
-        return FileEntry.from_json(entry)
-    except ValueError as error:
-        raise BadFileError(f"{manifest}: {name!r} {error}") from error
+    entry = decoded(FileEntry, data)
+    if entry is None:
+        raise BadFileError(f"{manifest}: {name!r} must have a size and a hash ({_HASH})")
+    return entry
 
 
 def hash_file(path: Path) -> str:
@@ -215,17 +204,17 @@ def find_step(paths: RunPaths, *, best: bool, step: int | None) -> int:
 
     Raises UsageError if there is no such checkpoint. Reads no tensors: the checkpoint may be damaged.
     """
-    steps = [each.step for each in committed(paths)]
+    steps = [checkpoint.step for checkpoint in committed(paths)]
     if not steps:
         raise UsageError(f"{paths.folder}: this run has no checkpoint yet; try again once it has saved one")
     if best:
-        found = kept_best(paths)
-        if found is None:
+        kept_evaluation = kept_best(paths)
+        if kept_evaluation is None:
             raise UsageError(
                 f"--best: {paths.folder} has no best checkpoint; omit --best, or train with checkpoint.best: "
                 "{metric: accuracy, mode: max}"
             )
-        step = found.step
+        step = kept_evaluation.step
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))
         raise UsageError(f"{paths.checkpoints}: there is no checkpoint of step {step}; there are {listed}")
@@ -238,7 +227,7 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
     A folder gets its final name only after its manifest was written, so these are not half-written. Raises
     NewerVersionError.
     """
-    found = {}
+    reasons = {}
     for checkpoint in _folders(paths):
         try:
             Manifest.read(checkpoint)
@@ -246,14 +235,14 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
             raise
         except BadFileError as error:
             if checkpoint.folder.exists():  # otherwise another attempt has removed it since
-                found[checkpoint] = str(error)
-    return found
+                reasons[checkpoint] = str(error)
+    return reasons
 
 
 def _folders(paths: RunPaths) -> list[CheckpointPaths]:
     """Newest first; other spellings of the same step with more zeros are excluded."""
     folders = paths.checkpoint_folders()[::-1]
-    return [found for found in folders if found == paths.checkpoint(found.step)]
+    return [folder for folder in folders if folder == paths.checkpoint(folder.step)]
 
 
 def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
@@ -261,9 +250,9 @@ def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
 
     Call it before that record is written. ``attempt`` is the number of the new one; optional.
     """
-    earlier = [found for found in paths.attempt_folders() if attempt is None or found.number < attempt]
-    began = [found for found in earlier if found.record.is_file()]
-    before = max((found.number for found in began or earlier), default=0)
+    earlier = [folder for folder in paths.attempt_folders() if attempt is None or folder.number < attempt]
+    began = [folder for folder in earlier if folder.record.is_file()]
+    before = max((folder.number for folder in began or earlier), default=0)
     return [checkpoint.folder.name for checkpoint in committed(paths, before)]
 
 
@@ -337,11 +326,11 @@ def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
 
 def all_set_aside(paths: RunPaths) -> dict[str, str]:
     """Return the folders that ``set_aside`` renamed in this attempt and before, and why."""
-    found = {}
+    reasons = {}
     for folder in sorted(paths.checkpoints.glob("step-*.bad*")):
         why = folder / _WHY
-        found[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
-    return found
+        reasons[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
+    return reasons
 
 
 def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
@@ -351,11 +340,13 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a later
     attempt exists, which may have listed checkpoints that this one does not need.
     """
-    found = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
-    kept = found[: max(keep, MIN_KEEP)]
+    checkpoints = [
+        checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
+    ]
+    newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
-    best_steps = {best.step for each in kept if (best := _best_at(each)) is not None}
-    surplus = [each for each in found[len(kept) :] if each.step not in best_steps]
+    best_steps = {best.step for checkpoint in newest if (best := _best_at(checkpoint)) is not None}
+    surplus = [checkpoint for checkpoint in checkpoints[len(newest) :] if checkpoint.step not in best_steps]
     removed = []
     for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
         if newest_attempt(paths) > attempt:
@@ -366,12 +357,12 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
 
 
 def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
-    found = []
+    folders = []
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)
         if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
-            found.append(path)
-    return found
+            folders.append(path)
+    return folders
 
 
 def is_left_over(folder: Path) -> bool:

@@ -137,8 +137,8 @@ def noted_changes(paths: RunPaths, attempt: int) -> list[str]:
 def refused_changes(paths: RunPaths) -> list[str]:
     """Return the changes of the newest attempt that the next one excludes."""
     newest = newest_number(paths)
-    kept = noted_changes(paths, newest + 1)
-    return [override for override in noted_changes(paths, newest) if override not in kept]
+    remaining = noted_changes(paths, newest + 1)
+    return [override for override in noted_changes(paths, newest) if override not in remaining]
 
 
 def _were_refused(paths: RunPaths, number: int, before: int) -> bool:

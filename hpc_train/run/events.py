@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hpc_train.paths import AttemptPaths
-from hpc_train.run.attempts import EVENTS, now_ms
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.attempts import EVENTS, now_ms, read_events
+from hpc_train.run.files import write_json
 
 
 @dataclass
@@ -56,5 +56,4 @@ class EventLog:
 
 def noted_signal(attempt: AttemptPaths) -> str | None:
     """Return the name of the signal that stopped rank 0, or None."""
-    name = (read_json(attempt.events) or {}).get("signal")
-    return name if isinstance(name, str) else None
+    return read_events(attempt).signal

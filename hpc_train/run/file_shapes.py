@@ -1,26 +1,58 @@
-"""The expected content of a run folder's small JSON files, by file name.
+"""The content of a run folder's small JSON files: its check and its decoding.
 
-The files may be damaged, or written by someone else. ``files.read_json`` checks a file once, on reading, and
-treats one that does not fit as unreadable, so that its readers can rely on the types. Keys may be missing;
-unlisted keys (of a later version) are not checked.
+The files may be damaged, or written by someone else. ``files.read_json`` checks a file of ``SHAPES`` once, on
+reading, and treats one that does not fit as unreadable, so that its readers can rely on the types.
+``decoded`` makes a dataclass from JSON by its annotations. Keys may be missing; unknown keys (of a later
+version) are not checked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, NewType, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-#: A decimal number as a key of a JSON object.
-Number = NewType("Number", str)
-#: ISO 8601.
-Time = NewType("Time", str)
-
+T = TypeVar("T")
+#: Returns True if a value is of some kind.
+_Check = Callable[[object], bool]
 #: More than any step, size or process id; arithmetic on larger numbers overflows a float.
 _MAX_INT = 2**63
+#: Types without subtypes in JSON.
+_EXACT = {str, bool, NoneType}
+#: The key in a field's metadata of its key in JSON, if that is not its name.
+JSON_KEY = "json key"
+_WRONG = object()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
+
+
+def _is_time(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        datetime.fromisoformat(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_not_negative(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+#: A decimal number as a key of a JSON object.
+Number = Annotated[str, _is_number]
+#: ISO 8601.
+Time = Annotated[str, _is_time]
+#: A number from 0 on.
+Count = Annotated[int, _is_not_negative]
+
 _CODE = {
     "commit": str | None,
     "dirty": bool | None,
@@ -45,40 +77,6 @@ _RUN = {
     "inputs": dict[str, dict[str, str]] | None,
     "changes": dict[Number, list[str]] | None,
 }
-_ATTEMPT = {
-    "attempt": int,
-    "start": Time,
-    "checkpoints": list[str],
-    "launcher_process": dict[str, Any] | None,
-    "launcher": str | None,
-    "hosts": list[str],
-    "ranks": int | None,
-    "devices": int | None,
-    "rank_processes": list[dict[str, Any]],
-    "end": Time | None,
-    "exit_codes": list[int] | None,
-    "reason": str | None,
-    "slurm_job": str | None,
-    "restart": int | None,
-    "cluster": str | None,
-    "time_limit_s": float | None,
-    "requested_limit_s": float | None,
-    "lead_s": float | None,
-    "cause": str | None,
-    "events": dict[str, str],
-    "save_s": float | None,
-    "checkpoint_stall_s": float | None,
-    "first_step": dict[str, float],
-    "bad_nodes": dict[str, str],
-    "saved_step": int | None,
-}
-_EVENTS = {
-    "events": dict[str, str],
-    "save_s": float | None,
-    "signal": str | None,
-    "checkpoint_stall_s": float | None,
-    "first_step": dict[str, float],
-}
 _SUBMISSION = {
     "token": str,
     "created": str,
@@ -102,18 +100,10 @@ _SNAPSHOT = {
 #: File name → key → type.
 SHAPES: dict[str, Mapping[str, Any]] = {
     "run.json": _RUN,
-    "attempt.json": _ATTEMPT,
-    "events.json": _EVENTS,
     "submission.json": _SUBMISSION,
     "snapshot.json": _SNAPSHOT,
     "sync.json": {"targets": dict[str, dict[str, Any]]},
 }
-
-
-#: Types without subtypes in JSON.
-_EXACT = {str, bool, NoneType}
-#: Returns True if a value is of some kind.
-_Check = Callable[[object], bool]
 
 
 def fits(data: Mapping[str, Any], name: str) -> bool:
@@ -138,8 +128,80 @@ def _checks(name: str) -> dict[str, _Check]:
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Return True if a value from JSON is of ``kind``: a type, a union, ``list[…]`` or ``dict[…, …]``."""
+    """Return True if a value from JSON is of ``kind``.
+
+    That is a type, a union, ``list[…]``, ``dict[…, …]``, ``Literal[…]``, or ``Annotated[…]`` with a check.
+    """
     return _check_of(kind)(value)
+
+
+def decoded(kind: type[T], data: object) -> T | None:
+    """Return the dataclass of this kind that ``encoded`` wrote; None if ``data`` is not one.
+
+    A missing key has the field's default, or None if the field allows it. A nested dataclass that is not one
+    is None, or missing from its list.
+    """
+    if not isinstance(data, dict):
+        return None
+    record: Any = kind
+    values: dict[str, Any] = {}
+    for name, key, default, read in _readers(record):
+        value = read(data[key]) if key in data else default
+        if value is _WRONG:
+            return None
+        if value is not MISSING:
+            values[name] = value
+    return kind(**values)
+
+
+def encoded(record: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON."""
+    return {_key(part): _plain(getattr(record, part.name)) for part in fields(record)}
+
+
+def _key(part: Field[Any]) -> str:
+    return str(part.metadata.get(JSON_KEY, part.name))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return encoded(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+@cache
+def _readers(kind: type[Any]) -> list[tuple[str, str, Any, Callable[[object], Any]]]:
+    """Return the name, the key, the default and the reader of each field. Made once, like ``_check_of``."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        (part.name, _key(part), _default(part, hints[part.name]), _reader(hints[part.name]))
+        for part in fields(kind)
+    ]
+
+
+def _default(part: Field[Any], hint: Any) -> Any:
+    if part.default is not MISSING or part.default_factory is not MISSING:
+        return MISSING
+    return None if NoneType in get_args(hint) else _WRONG
+
+
+def _reader(hint: Any) -> Callable[[object], Any]:
+    """Return a function of a JSON value that returns the field's value, or ``_WRONG``."""
+    nested = next((member for member in get_args(hint) if is_dataclass(member)), None)
+    if nested is None:
+        check = _check_of(hint)
+        return lambda value: value if check(value) else _WRONG
+    record: type[Any] = nested  # type: ignore[assignment]
+    if get_origin(hint) is not list:
+        return lambda value: decoded(record, value)
+    is_list = _check_of(list[dict[str, Any]])
+    return lambda value: (
+        [item for data in value if (item := decoded(record, data)) is not None]  # type: ignore[attr-defined]
+        if is_list(value)
+        else _WRONG
+    )
 
 
 @cache
@@ -152,11 +214,15 @@ def _check_of(kind: Any) -> _Check:
         return lambda value: isinstance(value, list) and (not value or all(map(is_item, value)))
     if get_origin(kind) is dict:
         return _check_of_dict(*get_args(kind))
+    if get_origin(kind) is Annotated:
+        base, *checks = get_args(kind)
+        is_base = _check_of(base)
+        return lambda value: is_base(value) and all(check(value) for check in checks)
+    if get_origin(kind) is Literal:
+        return lambda value: type(value) is str and value in get_args(kind)
     plain: dict[Any, _Check] = {
         Any: lambda value: True,
         NoneType: lambda value: value is None,
-        Number: _is_number,
-        Time: _is_time,
         float: _is_float,
         int: _is_int,
     }
@@ -185,23 +251,9 @@ def _check_of_dict(key: Any, item: Any) -> _Check:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
-
-
 def _is_float(value: object) -> bool:
     return (type(value) is float and math.isfinite(value)) or _is_int(value)
 
 
 def _is_int(value: object) -> bool:
     return type(value) is int and -_MAX_INT < value < _MAX_INT
-
-
-def _is_time(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        datetime.fromisoformat(value)
-    except ValueError:
-        return False
-    return True

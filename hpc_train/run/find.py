@@ -35,44 +35,44 @@ class _Known:
 
     @classmethod
     def below(cls, root: Path) -> _Known:
-        known = cls({}, [])
+        folders = cls({}, [])
         for experiment in _folders(root):
             if not _may(experiment, os.R_OK | os.X_OK):
-                known.hidden.append(experiment)
-            runs = known.runs.setdefault(experiment.name, {})
+                folders.hidden.append(experiment)
+            runs = folders.runs.setdefault(experiment.name, {})
             for paths in map(RunPaths, _folders(experiment)):
                 if not is_readable(paths):
-                    known.hidden.append(paths.folder)
+                    folders.hidden.append(paths.folder)
                 elif _has_files(paths):
                     runs[paths.folder.name] = paths
-        return known
+        return folders
 
-    def find(self, words: Sequence[str]) -> list[RunPaths]:
-        if not words:
+    def find(self, names: Sequence[str]) -> list[RunPaths]:
+        if not names:
             return [paths for runs in self.runs.values() for paths in runs.values()]
-        found = [paths for word in words for paths in _meant(word, self)]
-        return list(dict.fromkeys(found))
+        matches = [paths for word in names for paths in _meant(word, self)]
+        return list(dict.fromkeys(matches))
 
-    def unreadable(self, words: Sequence[str]) -> list[Path]:
-        wanted = set(words)
+    def unreadable(self, names: Sequence[str]) -> list[Path]:
+        wanted = set(names)
         return [path for path in self.hidden if not wanted or _names_of(path) & wanted]
 
 
-def find_runs(words: Sequence[str]) -> list[RunPaths]:
+def find_runs(names: Sequence[str]) -> list[RunPaths]:
     """Return the runs that the words name, without duplicates; without words all below the runs folder.
 
     Raises UsageError if a word names no run, or several experiments have a run of that id.
     """
-    return _Known.below(runs_root()).find(words)
+    return _Known.below(runs_root()).find(names)
 
 
-def find_and_skip(words: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
+def find_and_skip(names: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
     """Return ``find_runs`` of the words, and the experiments and runs that this user may not read.
 
-    The latter are those that ``words`` mean, or all without words.
+    The latter are those that ``names`` mean, or all without names.
     """
-    known = _Known.below(runs_root())
-    return known.find(words), known.unreadable(words)
+    folders = _Known.below(runs_root())
+    return folders.find(names), folders.unreadable(names)
 
 
 def run_name(paths: RunPaths) -> str:
@@ -83,7 +83,7 @@ def run_name(paths: RunPaths) -> str:
     root, run_id = runs_root(), paths.folder.name
     if paths.siblings.folder.parent != root:
         return str(paths.folder)
-    others = (each for each in _folders(root) if each.name != paths.siblings.folder.name)
+    others = (experiment for experiment in _folders(root) if experiment.name != paths.siblings.folder.name)
     is_ambiguous = any(is_run(RunPaths(other / run_id)) for other in others)
     return _with_experiment(paths) if is_ambiguous else run_id
 
@@ -114,7 +114,7 @@ def _names(parent: Path) -> list[str]:
     """Return the sorted names of the folders in ``parent``; hidden ones are runs that are being created."""
     try:
         with os.scandir(parent) as entries:
-            return sorted(each.name for each in entries if each.name[0] != "." and each.is_dir())
+            return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
 
@@ -155,43 +155,43 @@ def _may(path: Path | str, mode: int) -> bool:
     return False
 
 
-def _meant(word: str, known: _Known) -> list[RunPaths]:
+def _meant(word: str, folders: _Known) -> list[RunPaths]:
     name, _, run_id = word.partition("/")
-    if run_id in known.runs.get(name, {}):
-        return [known.runs[name][run_id]]
+    if run_id in folders.runs.get(name, {}):
+        return [folders.runs[name][run_id]]
     if os.sep in word or word in {".", ".."}:
-        return _in_folder(word, known)
-    ids = [runs[word] for runs in known.runs.values() if word in runs]
+        return _in_folder(word, folders)
+    ids = [runs[word] for runs in folders.runs.values() if word in runs]
     if len(ids) > 1:
         listed = "\n".join(f"  {run_name(paths)}" for paths in ids)
         raise UsageError(f"{word}: several experiments have a run of this id; write one of:\n{listed}")
     if ids:
         return ids
-    if known.runs.get(word):
-        return list(known.runs[word].values())
+    if folders.runs.get(word):
+        return list(folders.runs[word].values())
     if Path(word).is_dir():
-        return _in_folder(word, known)
-    raise UsageError(f"{word}: no run or experiment of this name below {runs_root()}; {_hint(word, known)}")
+        return _in_folder(word, folders)
+    raise UsageError(f"{word}: no run or experiment of this name below {runs_root()}; {_hint(word, folders)}")
 
 
-def _in_folder(word: str, known: _Known) -> list[RunPaths]:
+def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
     """Return the run of the folder, or the runs in it."""
     folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]
-    found = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]
-    if not found:
-        hidden = known.unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
+    matches = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]
+    if not matches:
+        hidden = folders.unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
         if hidden:
             raise UsageError(f"{word}: {_hidden(hidden[0])}")
         what = "contains no run" if folder.is_dir() else "is not a folder"
         raise UsageError(f"{folder}: {what}; give a run id, a run's folder, or an experiment's name")
-    return found
+    return matches
 
 
-def _hint(word: str, known: _Known) -> str:
-    names = [*known.runs, *(run_id for runs in known.runs.values() for run_id in runs)]
-    if hidden := known.unreadable([word]):
+def _hint(word: str, folders: _Known) -> str:
+    names = [*folders.runs, *(run_id for runs in folders.runs.values() for run_id in runs)]
+    if hidden := folders.unreadable([word]):
         return _hidden(hidden[0])
     if close := nearest(word, names):
         return f"did you mean {close}?"

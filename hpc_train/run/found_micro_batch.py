@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
+from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import hidden_beside, is_unsupported, read_json, sync_folder, write_json
+
+_Positive = Annotated[int, lambda number: number > 0]
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,12 @@ class Found:
     """The content of ``micro_batch.json`` without its version."""
 
     #: m.
-    size: int
+    size: _Positive
     #: The next larger size, which did not fit; None if there is none.
     too_large: int | None
     #: The attempt that found it.
-    ranks: int
-    attempt: int
+    ranks: _Positive
+    attempt: _Positive
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``micro_batch.json``."""
@@ -37,22 +40,20 @@ def kept(paths: RunPaths) -> Found | None:
     """Return the size that was found; None before that. Raises StorageError if the file can't be read."""
     if not paths.micro_batch.exists():
         return None
-    data = read_json(paths.micro_batch) or {}
-    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Found)}
-    numbers = [values["size"], values["ranks"], values["attempt"]]
-    if not all(isinstance(number, int) and number > 0 for number in numbers):
+    result = decoded(Found, read_json(paths.micro_batch))
+    if result is None:
         raise StorageError(
             f"{paths.micro_batch}: can't be read, and another micro_batch_size would be another run; put it "
             "back, or start again with hpc-train submit --new"
         )
-    return Found(**values)
+    return result
 
 
 def kept_size(paths: RunPaths) -> int | None:
     """Return the size alone, for messages about a run; also None if the file can't be read."""
     with suppress(OSError, StorageError):
-        found = kept(paths)
-        return None if found is None else found.size
+        result = kept(paths)
+        return None if result is None else result.size
     return None
 
 
@@ -70,14 +71,14 @@ def _replace_first(temporary: Path, target: Path) -> None:
     temporary.replace(target)
 
 
-def keep(paths: RunPaths, found: Found) -> Found:
-    """Write ``found``, on disk when this returns; return the first result.
+def keep(paths: RunPaths, result: Found) -> Found:
+    """Write ``result``, on disk when this returns; return the first result.
 
     An attempt that was presumed dead may still be searching: both use the result written first.
     """
     temporary = hidden_beside(paths.micro_batch)
     try:
-        write_json(temporary, found.to_json(), sync=True)
+        write_json(temporary, result.to_json(), sync=True)
         try:
             os.link(temporary, paths.micro_batch)  # fails if a rename would replace the target
         except FileExistsError:

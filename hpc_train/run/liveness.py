@@ -30,10 +30,10 @@ def lives(paths: RunPaths, record: AttemptRecord) -> bool | None:
     attempt owns the run, so later commits of an older one do not count. An attempt of a launcher plug-in, or
     on Slurm, may wait in a queue, during which silence means nothing.
     """
-    found = living(record)
-    if found is None and record.launcher in {None, "local"} and silent_s(paths, record) > SILENT_LIMIT_S:
+    is_living = living(record)
+    if is_living is None and record.launcher in {None, "local"} and silent_s(paths, record) > SILENT_LIMIT_S:
         return False
-    return found
+    return is_living
 
 
 def silent_s(paths: RunPaths, record: AttemptRecord) -> float:
@@ -83,8 +83,8 @@ def end_living(paths: RunPaths, *, take_over: bool = False) -> AttemptRecord | N
     record = newest_record(paths)
     if record is None:
         return None
-    found = lives(paths, record)
-    if found or (found is None and not take_over):
+    is_living = lives(paths, record)
+    if is_living or (is_living is None and not take_over):
         return record
     number = newest_number(paths)
     sent = {rank: rank.send(signal.SIGKILL, paths.folder, number) for rank in record.rank_processes}

@@ -14,17 +14,19 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_train.errors import ExitCode, TryAgainError, UserError
+from hpc_train.run.file_shapes import decoded, encoded
 
 #: The attempt that a rank belongs to, and its run folder; set by the launcher.
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
 _POLL_S = 0.02
+_Pid = Annotated[int, lambda pid: 0 < pid < 2**31]
 
 
 def keep_exit_statuses() -> None:
@@ -68,7 +70,7 @@ class Process:
     boot_id: str
     #: The namespace of ``pid``; differs in a container.
     pid_namespace: str
-    pid: int
+    pid: _Pid
     start_ticks: int
 
     @classmethod
@@ -92,16 +94,11 @@ class Process:
     @classmethod
     def from_json(cls, data: object) -> Process | None:
         """Parse the result of ``to_json``; None for anything else."""
-        types = {"host": str, "boot_id": str, "pid_namespace": str, "pid": int, "start_ticks": int}
-        if not isinstance(data, dict) or any(type(data.get(key)) is not kind for key, kind in types.items()):
-            return None
-        if not 0 < data["pid"] < 2**31:
-            return None
-        return cls(**{key: data[key] for key in types})
+        return decoded(cls, data)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that ``from_json`` reads."""
-        return asdict(self)
+        return encoded(self)
 
     def is_alive(self) -> bool | None:
         """Return True if it is alive; None if that can't be determined: another machine or container."""
@@ -179,7 +176,7 @@ def _environment(pid: int) -> dict[bytes, bytes]:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return {}
-    return dict(each.partition(b"=")[::2] for each in entries)
+    return dict(entry.partition(b"=")[::2] for entry in entries)
 
 
 @cache

@@ -37,12 +37,12 @@ def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
 
 def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
     """Return the exit code and node by rank; a rank killed by a signal has none."""
-    found = {}
+    ends = {}
     for rank, path in attempt.files_of_ranks(".exit").items():
         code, _, node = _read(path).partition(" ")
         if code.isdecimal() and len(code) <= 3:
-            found[rank] = RankEnd(int(code), node.strip() or None)
-    return found
+            ends[rank] = RankEnd(int(code), node.strip() or None)
+    return ends
 
 
 def exit_codes(attempt: AttemptPaths) -> dict[int, int]:

@@ -18,9 +18,9 @@ _READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_",
 
 def refusal(error: BaseException) -> str | None:
     """Return ``error`` in one line that names its cause in this environment; None if it is elsewhere."""
-    found, limits = reached(error)
-    if limits and found is not None:
-        return f"{_line(found)}{limits}; raised at {place_of(found)}"
+    resource, limits = reached(error)
+    if limits and resource is not None:
+        return f"{_line(resource)}{limits}; raised at {place_of(resource)}"
     if name := _variable(error):
         return f"{name}={os.environ[name]}: {_line(error)}; correct the variable, or unset it"
     return None

@@ -50,14 +50,14 @@ _REMEDY = "raise it with `ulimit` where the ranks are started, or ask the admini
 
 def current() -> dict[str, str]:
     """Return this process's limits as text, by ulimit's option; unlimited ones are omitted."""
-    found = {}
+    limits = {}
     for option, (kind, name, unit) in _LIMITS.items():
         size, _ = of_process(kind)
         is_exempt = option == "-u" and os.geteuid() == 0
         if size != resource.RLIM_INFINITY and not is_exempt:
             value = _in_mib(size) if unit == "MiB" else f"{size} {unit}".rstrip()
-            found[option] = f"{name} is limited to {value} (`ulimit {option}`)"
-    return found
+            limits[option] = f"{name} is limited to {value} (`ulimit {option}`)"
+    return limits
 
 
 def _in_mib(size: int) -> str:
@@ -117,8 +117,8 @@ def reached(error: BaseException | None) -> tuple[BaseException | None, str]:
     """
     while error is not None:
         if options := _options(error):
-            words = _named(options, current()) + ("".join(_cgroup_words()) if "-u" in options else "")
-            return error, _refused_calls() or words
+            text = _named(options, current()) + ("".join(_cgroup_words()) if "-u" in options else "")
+            return error, _refused_calls() or text
         error = error.__cause__ or error.__context__
     return None, ""
 
@@ -212,6 +212,6 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
         number, controllers, path = line.split(":", 2)
         if number == "0" or controllers == controller:
             root = _CGROUPS if number == "0" else _CGROUPS / controller
-            own = PurePosixPath(path.lstrip("/"))
+            own_group = PurePosixPath(path.lstrip("/"))
             # In a container the path may be the host's; then only the root exists.
-            yield from {root / own, *(root / parent for parent in own.parents), root}
+            yield from {root / own_group, *(root / parent for parent in own_group.parents), root}

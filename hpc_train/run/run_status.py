@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import now
+from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.storage_errors import retried
 
@@ -20,29 +21,20 @@ INTERRUPTED = "interrupted"
 STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
 CANCELLED = "cancelled"
 CANCELLED_BY = "hpc-train cancel"
-#: Key of the file, besides its state → types.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "total_steps": (int, type(None)),
-    "epoch": (int, float),
-    "attempt": (int,),
-    "reason": (str, type(None)),
-}
+#: Keys that the file always has.
+_REQUIRED = {"state", "step", "epoch", "attempt"}
+#: Keys that the file omits while they are empty.
+_OPTIONAL = {"compiling", "slow_ranks"}
 #: Why ranks are slow, with the number; and the maximum number of named ranks.
 _SLOW = {"forward": "forward {:.2f} × the median", "data_wait": "waits {:.0%} of a step longer for data"}
 _MAX_SLOW = 4
-#: Keys that the file omits while they are empty.
-_OPTIONAL: dict[str, tuple[type, ...]] = {
-    "compiling": (dict, type(None)),
-    "slow_ranks": (dict, type(None)),
-}
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """The content of ``status.json`` without its version."""
 
-    state: str = "pending"
+    state: Annotated[str, STATES.__contains__] = "pending"
     #: Optimizer steps done.
     step: int = 0
     #: None until the size of the data is known.
@@ -56,14 +48,14 @@ class RunStatus:
     compiling: dict[str, Any] | None = None
     #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
-    slow_ranks: dict[str, dict[str, float]] | None = None
+    slow_ranks: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         assert self.state in STATES, self.state
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``status.json``."""
-        data = {"version": 1} | asdict(self)
+        data = {"version": 1} | encoded(self)
         return {key: value for key, value in data.items() if key not in _OPTIONAL or value}
 
     @property
@@ -72,35 +64,28 @@ class RunStatus:
         if self.state != "running" or not self.compiling:
             return ""
         graph = self.compiling.get("graph")
-        words = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
+        text = f"compiling graph {graph}" if isinstance(graph, int) else "compiling"
         with suppress(ValueError, TypeError, OverflowError):
             since = datetime.fromisoformat(str(self.compiling.get("since")))
-            words += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
-        return words
+            text += f", {max(0.0, (datetime.now(UTC) - since).total_seconds()):.0f} s so far"
+        return text
 
     @property
     def slow_words(self) -> str:
         """The ranks that are slower than the others, such as ``rank 3: forward 1.24 x the median``."""
-        found = []
+        slow = []
         for rank, ratios in (self.slow_ranks or {}).items():
-            for name, words in _SLOW.items():
+            for name, template in _SLOW.items():
                 if rank.isdecimal() and isinstance(ratios, dict) and isinstance(ratios.get(name), float):
-                    found.append(f"rank {rank}: {words.format(ratios[name])}")
-        return "; ".join([*found[:_MAX_SLOW], *(["…"] if len(found) > _MAX_SLOW else [])])
+                    slow.append(f"rank {rank}: {template.format(ratios[name])}")
+        return "; ".join([*slow[:_MAX_SLOW], *(["…"] if len(slow) > _MAX_SLOW else [])])
 
 
 def read_status(paths: RunPaths) -> RunStatus:
     """Return the content of ``status.json``; state ``unknown`` if it is missing or invalid."""
     data = read_json(paths.status) or {}
-    status: dict[str, Any] = {key: data.get(key) for key in ("state", *_KINDS, *_OPTIONAL)}
-    if not _is_valid(status):
-        return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
-    return RunStatus(**status)
-
-
-def _is_valid(status: dict[str, Any]) -> bool:
-    kinds_by_key = (_KINDS | _OPTIONAL).items()
-    return status["state"] in STATES and all(type(status[key]) in kinds for key, kinds in kinds_by_key)
+    status = decoded(RunStatus, data) if data.keys() >= _REQUIRED else None
+    return status or RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
 
 
 def write_status(paths: RunPaths, status: RunStatus) -> None:

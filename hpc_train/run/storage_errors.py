@@ -105,10 +105,10 @@ def error_words(error: OSError, path: Path | None = None) -> str:
     """
     named = path or _path_of(error)
     if named is None:
-        said = f"input/output: {error.strerror or error} ({place_of(error)}){_unnamed_remedy(error)}"
+        text = f"input/output: {error.strerror or error} ({place_of(error)}){_unnamed_remedy(error)}"
     else:
-        said = f"{named}: {_reason(error)}{_remedy(error, named)}"
-    return f"{said}{reached_limits(error)}"
+        text = f"{named}: {_reason(error)}{_remedy(error, named)}"
+    return f"{text}{reached_limits(error)}"
 
 
 def error_clauses(error: BaseException | None) -> str:
@@ -129,9 +129,9 @@ def _path_of(error: OSError) -> Path | None:
 
 
 def _reason(error: OSError) -> str:
-    said = error.strerror or str(error)
-    reason = _REASONS.get(error.errno or 0, said)
-    return reason if said.lower() in reason.lower() else f"{reason} ({said})"
+    text = error.strerror or str(error)
+    reason = _REASONS.get(error.errno or 0, text)
+    return reason if text.lower() in reason.lower() else f"{reason} ({text})"
 
 
 def place_of(error: BaseException) -> str:
@@ -157,8 +157,8 @@ def _remedy(error: OSError, path: Path) -> str:
 def _used_up(path: Path) -> str:
     """Return a clause if the file system of ``path`` has space, as ``df`` shows, but no inodes left."""
     with suppress(OSError):
-        found = os.statvfs(_existing(path))
-        if found.f_bavail > 0 and found.f_files and found.f_favail == 0:
+        usage = os.statvfs(_existing(path))
+        if usage.f_bavail > 0 and usage.f_files and usage.f_favail == 0:
             return "it has space but no inodes left (`df -i`): remove files, or "
     return ""
 
@@ -167,13 +167,13 @@ def _owner_words(path: Path) -> str:
     """Return the file or folder that refuses this user, with its owner and mode."""
     there, is_forbidden = _refusing(path)
     try:
-        found = there.stat()
+        status = there.stat()
     except OSError as error:
         return f"{there} can't be examined: {error.strerror}"
     what = "it" if there == path else f"its folder {there}"
-    owner, me = _user_name(found.st_uid), _user_name(os.geteuid())
+    owner, me = _user_name(status.st_uid), _user_name(os.geteuid())
     facts = (
-        f"{what} belongs to {owner} and has mode {S_IMODE(found.st_mode):04o}, and this process runs as {me}"
+        f"{what} belongs to {owner} and has mode {S_IMODE(status.st_mode):04o}, and this process runs as {me}"
     )
     if is_forbidden:
         return f"{facts}: use a folder of your own, or have the owner permit it"
@@ -210,11 +210,11 @@ def _user_name(number: int) -> str:
 
 def _unnamed_remedy(error: OSError) -> str:
     """Return the place that is full or read-only among those that every process writes; empty if none is."""
-    found = [str(place) for place in _usual_places() if _is_cause(error, place)]
-    if not found:
+    places = [str(place) for place in _usual_places() if _is_cause(error, place)]
+    if not places:
         return ""
     full = error.errno == errno.ENOSPC
-    return f"; {', '.join(found)}: {'full, free some space there' if full else 'read-only'}"
+    return f"; {', '.join(places)}: {'full, free some space there' if full else 'read-only'}"
 
 
 def _usual_places() -> list[Path]:
@@ -225,9 +225,9 @@ def _usual_places() -> list[Path]:
 
 def _is_cause(error: OSError, place: Path) -> bool:
     with suppress(OSError):
-        found = os.statvfs(place)
+        usage = os.statvfs(place)
         if error.errno == errno.ENOSPC:
-            return found.f_bavail == 0
+            return usage.f_bavail == 0
         if error.errno == errno.EROFS:
-            return bool(found.f_flag & os.ST_RDONLY)
+            return bool(usage.f_flag & os.ST_RDONLY)
     return False

@@ -44,9 +44,11 @@ def shortened_traceback(text: str, log: Path | None = None) -> str:
         return "\n".join([*lines[: MAX_LINES - 1], *see_log])
     if not parts[-1].frames:
         return "\n".join([*lines[1 - MAX_LINES :], *see_log])
-    own = next((frames for part in reversed(parts) if (frames := list(filter(_is_own, part.frames)))), None)
-    head = "Traceback of your code (most recent call last):" if own else _BEGIN
-    frames = (own or parts[-1].frames)[-_MAX_FRAMES:]
+    user_frames = next(
+        (frames for part in reversed(parts) if (frames := list(filter(_is_own, part.frames)))), None
+    )
+    head = "Traceback of your code (most recent call last):" if user_frames else _BEGIN
+    frames = (user_frames or parts[-1].frames)[-_MAX_FRAMES:]
     shown = [_SNAPSHOT_TREE.sub('"', line) for frame in frames for line in frame[:2]]
     message = parts[-1].message
     cut = message[:_MAX_MESSAGE] + (["…"] if len(message) > _MAX_MESSAGE else [])
@@ -66,8 +68,12 @@ def users_traceback(error: BaseException) -> str | None:
 def users_frame(error: BaseException) -> str | None:
     """Return the line of the user's code that raised it: ``model.py:12 in forward``; None without one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_foreign(frame.filename)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else None
+    user_frames = [frame for frame in frames if not _is_foreign(frame.filename)]
+    return (
+        f"{Path(user_frames[-1].filename).name}:{user_frames[-1].lineno} in {user_frames[-1].name}"
+        if user_frames
+        else None
+    )
 
 
 def _parts(lines: list[str]) -> list[_Part]:

@@ -22,13 +22,13 @@ Differences = dict[str, tuple[str | None, str | None]]
 
 def versions() -> dict[str, str]:
     """Return the versions in this interpreter's environment; packages that are not installed are omitted."""
-    found = {"hpc-train": __version__, "python": platform.python_version()}
+    installed = {"hpc-train": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = _version(package)
+            installed[package] = _version(package)
         except metadata.PackageNotFoundError:
             continue  # the cluster's environment may differ from the login node's
-    return found
+    return installed
 
 
 def _version(package: str) -> str:

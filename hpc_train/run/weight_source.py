@@ -87,11 +87,11 @@ def with_source(experiment: Experiment, source: str | None) -> Experiment:
 
 def _only_run(text: str) -> RunPaths:
     try:
-        found = find_runs([text])
+        runs = find_runs([text])
     except UsageError as error:
         extensions = ", ".join(FILE_EXTENSIONS)
         raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
-    if len(found) > 1:
-        names = ", ".join(run_name(paths) for paths in found[:5])
-        raise BadFileError(f"{KEY}: {shortened(text)} has {len(found)} runs; write one of {names}")
-    return found[0]
+    if len(runs) > 1:
+        names = ", ".join(run_name(paths) for paths in runs[:5])
+        raise BadFileError(f"{KEY}: {shortened(text)} has {len(runs)} runs; write one of {names}")
+    return runs[0]

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
-from hpc_train.datasets.geometry import fitted_back
+from hpc_train.datasets.joint import fitted_back
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing

@@ -22,6 +22,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
 from hpc_train.run.checkpoints import committed
+from hpc_train.run.file_shapes import encoded
 from hpc_train.run.metric_rows import Row, evaluation_rows
 
 #: Bits of rank 0's decision.
@@ -113,7 +114,7 @@ class ModelSelection:
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""
         best = None if self.best is None else self.best.best
-        return {} if best is None else {BEST: best.to_json()}
+        return {} if best is None else {BEST: encoded(best)}
 
     def _stops(self, step: int) -> bool:
         """Return True if the run ends after the evaluation of ``step``. Only rank 0's result is used."""

@@ -84,6 +84,7 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
 @rule(
     "data.not-for-text",
     "data.name",
+    "data.transform",
     "data.augment",
     "data.image_size",
     "data.eval_crop",
@@ -100,6 +101,7 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
         return
     data = experiment.data
     is_set: dict[KeyPath, bool] = {
+        ("data", "transform"): data.transform is not None,
         ("data", "augment"): data.augment != AugmentConfig(),
         ("data", "image_size"): data.image_size is not None,
         ("data", "eval_crop"): data.eval_crop != 1.0,

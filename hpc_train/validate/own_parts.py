@@ -42,6 +42,7 @@ def missing_parts(
             (("model", "name"), experiment.model.name),
             (("data", "name"), experiment.data.name),
             (("task",), experiment.task),
+            (("data", "transform"), experiment.data.transform.name if experiment.data.transform else ""),
         )
         if is_factory(name)
     }

@@ -57,9 +57,9 @@ _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
     },
     ("data", "args"): {
         "root": "data.root",
-        "transform": "data.augment",
-        "target_transform": "data.augment",
-        "transforms": "data.augment",
+        "transform": "data.transform",
+        "target_transform": "data.transform",
+        "transforms": "data.transform",
     },
 }
 

@@ -40,6 +40,7 @@ def _problems(value: object, hint: Any, place: str) -> list[str]:
         return wrong + [found for at in known for found in _problems(value[at], fields[at], f"{place}.{at}")]
     if hint is Any or (hint is NoneType and value is None):
         return []
+    hint = str if isinstance(hint, type) and issubclass(hint, str) else hint
     kinds = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}.get(hint, ())
     fits = isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
     return [] if fits else [f"{place}: {value!r} is not {hint}"]

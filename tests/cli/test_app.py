@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from PIL import Image
 
 from hpc_train import __version__
 from hpc_train.cli import status as status_module
-from hpc_train.cli.command_line import exit_code_of
+from hpc_train.cli.app import app
+from hpc_train.cli.command_line import FUNCTIONS, exit_code_of
 from hpc_train.paths import runs_root
 from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.launchers.slurm.programs import put_programs_first
@@ -67,6 +69,14 @@ def test_status_imports_no_schema_and_no_rules(tmp_path: Path, monkeypatch: pyte
     assert "hpc_train.launchers.slurm.queue_status" in ours, "the listing works"
     starting = {"config.schema", "plan", "validate", "data_facts", "run.create", "launchers.slurm.job_arrays"}
     assert not ours & {f"hpc_train.{name}" for name in starting}
+
+
+def test_each_command_has_a_function_that_takes_its_options() -> None:
+    assert len(FUNCTIONS) == len(app.registered_commands)
+    for options, function in FUNCTIONS.items():
+        parameters = list(inspect.signature(function(), eval_str=True).parameters.values())
+        assert parameters[0].annotation is options
+        assert all(other.default is not inspect.Parameter.empty for other in parameters[1:])
 
 
 def test_the_version_is_printed() -> None:
@@ -212,7 +222,7 @@ def test_submit_names_the_owner_of_an_experiment_that_it_may_not_enter(
     (runs / name).mkdir(mode=0o700, parents=True)
     os.chown(runs / name, 12345, -1)
     loads = Mock(side_effect=AssertionError("a file in it was opened"))
-    monkeypatch.setattr("hpc_train.cli.creating.is_run", loads)
+    monkeypatch.setattr("hpc_train.cli.submit.is_run", loads)
     done = hpc_train("submit", file, "--local")
     assert done.code != 0
     assert f"{runs / name}: belongs to another user (uid 12345)" in done.err

@@ -134,13 +134,13 @@ def test_a_run_that_was_resumed_before_the_answer_is_left_alone(
 ) -> None:
     """Another attempt may need a checkpoint that was surplus when the question was asked."""
 
-    def resume() -> bool:
+    def resume(command: str, question: str) -> bool:
         begin_attempt(run, 2)
         write_status(run, RunStatus(state=state, step=15, attempt=2))
         return True
 
     before = _names(run)
-    monkeypatch.setattr(clean_module, "_agreed", resume)
+    monkeypatch.setattr(clean_module, "_confirmed", resume)
     done = hpc_train("clean", "abc")
     assert (done.code, message in done.err) == (1, True), done.err
     assert _names(run) == before

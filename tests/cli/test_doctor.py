@@ -124,6 +124,16 @@ def test_the_file_is_checked_and_its_place_is_shown(file: Path, programs: Progra
     assert hpc_train("doctor", file, "data.nme=x").code == 65
 
 
+def test_what_submit_would_refuse_is_an_error_of_the_file(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "val").mkdir(parents=True)
+    root = f"data={{name: imagefolder, root: {tmp_path / 'data'}, image_size: 32}}"
+    done = hpc_train("doctor", "--local", file, root, "model.name=timm/resnet18", "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["counts"]["error"]) == (1, 1)
+    assert told["findings"][0]["check"] == "file.start"
+    assert f"data.root: {tmp_path / 'data'} has no folder train" in told["findings"][0]["what"]
+
+
 def test_no_hostile_name_reaches_the_terminal_or_the_file(programs: Programs, tmp_path: Path) -> None:
     """Of a partition, a node's state, its GPUs and features; in messages, JSON, and a new file's comments."""
     name = "\x1b]0;owned\x07\u202egpu\x9b31m"

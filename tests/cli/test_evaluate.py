@@ -58,14 +58,3 @@ def test_a_checkpoint_that_is_not_there_is_named(run: RunPaths, options: list[st
         write_checkpoint(run, step, attempt=1)
     done = hpc_train("evaluate", "abc", *options)
     assert done.code == 2 and said in done.err
-
-
-def test_code_of_a_version_without_evaluate_is_refused(run: RunPaths, tmp_path: Path) -> None:
-    """Its ranks would train."""
-    write_checkpoint(run, 5, attempt=1)
-    snapshot = tmp_path / "runs" / ".code" / "0123"
-    (snapshot / "package" / "hpc_train").mkdir(parents=True)
-    (snapshot / "snapshot.json").write_text('{"version": 1, "content": "0123", "files": {}}')
-    run.code.symlink_to(snapshot)
-    done = hpc_train("evaluate", "abc")
-    assert done.code == 2 and "is of a version without evaluate; add --code new" in done.err

@@ -74,15 +74,6 @@ def test_options_that_exclude_each_other_are_refused(run: RunPaths) -> None:
     assert done.code == 2 and "does not depend on code; omit it" in done.err
 
 
-def test_code_of_a_version_without_programs_is_refused(run: RunPaths, tmp_path: Path) -> None:
-    snapshot = tmp_path / "runs" / ".code" / "0123"
-    (snapshot / "package" / "hpc_train").mkdir(parents=True)
-    (snapshot / "snapshot.json").write_text('{"version": 1, "content": "0123", "files": {}}')
-    run.code.symlink_to(snapshot)
-    done = hpc_train("export", "abc", "-o", "w.onnx")
-    assert done.code == 2 and "a version that exports weights alone; add --code new" in done.err
-
-
 def test_what_another_user_could_have_written_is_not_run(run: RunPaths) -> None:
     run.folder.chmod(0o777)
     done = hpc_train("export", "abc", "-o", "w.onnx")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import experiment_file
+from hpc_train.cli import validate as validate_module
 from tests.cli.commands import hpc_train
 from tests.end_to_end import runs
 
@@ -84,7 +84,7 @@ def test_prepare_passes_its_option_to_the_child(file: Path, monkeypatch: pytest.
         started.append(command)
         return 0
 
-    monkeypatch.setattr(experiment_file, "run_child", run_child)
+    monkeypatch.setattr(validate_module, "run_child", run_child)
     assert hpc_train("prepare", file, "seed=3").code == 0
     assert hpc_train("prepare", file, "--no-forward", "seed=3").code == 0
     module = "hpc_train.training.prepare"

@@ -11,9 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from hpc_train.cli import first_file
-from hpc_train.cli.first_file import quoted
-from hpc_train.cli.init import EXAMPLES
+from hpc_train.cli.init import EXAMPLES, quoted, with_job_section
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import UsageError
@@ -164,9 +162,9 @@ def test_a_recipe_gets_the_data_and_the_section_of_the_cluster() -> None:
         yaml.safe_load(written("--from", "cifar10-images", "--root", "/data/c"))["data"]["root"] == "/data/c"
     )
     job = JobSection({"partition": "gpu", "nodes": 1}, notes=["partition gpu: 2 nodes"])
-    text = first_file.with_job_section(written("--from", "digits", name="digits.yaml"), job)
+    text = with_job_section(written("--from", "digits", name="digits.yaml"), job)
     assert yaml.safe_load(text)["slurm"] == job.values and "# partition gpu: 2 nodes" in text
-    assert first_file.with_job_section(text, job) == text, "its own section is kept"
+    assert with_job_section(text, job) == text, "its own section is kept"
 
 
 def test_recipes_are_listed() -> None:

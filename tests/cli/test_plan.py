@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.plan import missing_data
+from hpc_train.cli.preflight import missing_data
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan.input_files import pack_files
 from hpc_train.validate.loading import load

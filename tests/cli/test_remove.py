@@ -116,6 +116,6 @@ def test_a_run_that_somebody_starts_meanwhile_stays(run: RunPaths, monkeypatch: 
         write_record(run.attempt(number), replace(record, ranks=1))
         return True
 
-    monkeypatch.setattr("hpc_train.cli.remove._agreed", start_and_agree)
+    monkeypatch.setattr("hpc_train.cli.clean._agreed", start_and_agree)
     _refused(hpc_train("rm", "abc"), run, "another command has just started it")
     assert [each.number for each in run.attempt_folders()] == [1]

@@ -447,6 +447,34 @@ def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:
     assert _resume(paths.folder, f"data.root={copy}", "--launcher", COMPLETING) == 0
 
 
+def _with_images(file: Path, tmp_path: Path, launcher: str) -> tuple[RunPaths, Path]:
+    """Return a run of a folder of images, and the folder."""
+    root = write_images(tmp_path / "images")
+    overrides = [f"data={{name: imagefolder, root: {root}, image_size: 32}}", "model.name=timm/resnet18"]
+    done = hpc_train("submit", file, "--launcher", launcher, *overrides)
+    assert find_runs([]), done.err
+    return find_runs([])[0], root
+
+
+def test_a_run_whose_data_are_gone_from_this_machine_is_not_resumed(file: Path, tmp_path: Path) -> None:
+    run, root = _with_images(file, tmp_path, FAILING)
+    shutil.rmtree(root)
+    done = hpc_train("resume", run.folder)
+    assert done.code == 65 and f"data.root: {root} does not exist on this machine" in done.err
+    assert newest_number(run) == 1
+
+
+def test_a_run_whose_data_have_another_layout_is_not_resumed(file: Path, tmp_path: Path) -> None:
+    run, root = _with_images(file, tmp_path, QUEUE)
+    write_status(run, RunStatus("cancelled"))
+    shutil.rmtree(root / "train")
+    done = hpc_train("resume", run.folder)
+    assert done.code == 65 and f"data.root: {root} has no folder train" in done.err
+    shutil.rmtree(root)
+    root.mkdir()  # only the nodes mount it
+    assert hpc_train("resume", run.folder).code == 0
+
+
 def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: Path) -> None:
     """Its folder was wrong, say: submitted again, it is the run of the data that it was trained on."""
     one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.version_changes import other_python
+from hpc_train.cli.changes import other_python
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.find import find_runs

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
-from hpc_train.datasets.reading import _restored_generators, seed_generators
+from hpc_train.datasets.random_numbers import restored_generators, seed_generators
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import (
@@ -216,7 +216,7 @@ def test_pil_images_of_unequal_size_need_image_size() -> None:
 
 def test_a_seed_gives_data_sets_the_same_numbers_in_all_versions() -> None:
     """A run that is resumed after an upgrade draws what it would have drawn."""
-    with _restored_generators():
+    with restored_generators():
         seed_generators(2**40 + 3)
         drawn = random.random(), float(np.random.random()), torch.initial_seed()
         seed_generators(2**64 - 1)

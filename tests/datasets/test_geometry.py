@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.decoding import EncodedImage, read_image
-from hpc_train.datasets.geometry import Geometry, Rectangle, fitted, fitted_back, random_geometries
 from hpc_train.datasets.images import resize
+from hpc_train.datasets.joint import Geometry, Rectangle, fitted, fitted_back, random_geometries
 from hpc_train.datasets.random_numbers import Keys
 
 SIDES = (40, 60)

@@ -14,7 +14,7 @@ from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.sources.in_memory import in_memory
+from hpc_train.datasets.sources.torchvision import in_memory
 from hpc_train.datasets.types import TargetSpec
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import CPU, experiment, random_images, source

@@ -14,7 +14,7 @@ _MODULES = {
     "launchers/machine_checks.py": "machine",
     "cli/doctor.py": "",
 }
-_NAME = re.compile(r'"((?:slurm|machine|wandb|notify|launcher)\.[a-z-]+)"')
+_NAME = re.compile(r'"((?:slurm|machine|wandb|notify|launcher|file)\.[a-z-]+)"')
 #: The helpers that put the module's own prefix before a name.
 _SHORT_NAME = re.compile(r'(?:fine\(|configuration\(\s*|finding\(\s*Level\.\w+,\s*)"([a-z-]+)"')
 

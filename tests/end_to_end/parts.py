@@ -1,17 +1,22 @@
-"""Models of the end-to-end tests, named in their files as ``tests.end_to_end.parts:…``."""
+"""Models and a transform of the end-to-end tests, named in their files as ``tests.end_to_end.parts:…``."""
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.sources import digits
-from hpc_train.datasets.sources.in_memory import TensorSplit
 
 #: The digit that ``Poisoned`` can't bear.
 POISON = 1000
@@ -199,3 +204,15 @@ class Layered(Net):
 
 def layered(num_classes: int, pause_s: float = 0.0) -> nn.Module:
     return Layered(num_classes, norm=True, dropout=0.2, pause_s=pause_s)
+
+
+def noise() -> Callable[[Image.Image], np.ndarray[Any, Any]]:
+    """Return a transform that adds one number of each generator to a PIL image, and returns an array."""
+
+    def transform(image: Image.Image) -> np.ndarray[Any, Any]:
+        assert isinstance(image, Image.Image)
+        added = 1 + random.randrange(20) + np.random.randint(20) + torch.randint(20, ()).item()
+        changed: np.ndarray[Any, Any] = np.asarray(image) // 2 + added
+        return changed.astype(np.uint8)
+
+    return transform

@@ -36,7 +36,12 @@ name: rectangles
 seed: 5
 task: detection
 model: {{name: "tests.tasks.detectors:tiny"}}
-data: {{name: coco, root: ROOT, image_size: [32, 64], augment: {{hflip: 0.5, random_scale: [0.8, 1.2]}}}}
+data:
+  name: coco
+  root: ROOT
+  image_size: [32, 64]
+  transform: torchvision.transforms.v2:RandomPhotometricDistort
+  augment: {{hflip: 0.5, random_scale: [0.8, 1.2]}}
 optimization:
   steps: {STEPS}
   global_batch_size: 6

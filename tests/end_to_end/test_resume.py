@@ -83,9 +83,12 @@ def test_a_run_killed_on_three_ranks_is_bitwise_identical(quiet_runs: QuietRuns,
     assert_equal_to_the_bit(quiet, killed)
 
 
-def test_a_run_with_mixup_and_cutmix_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_a_run_with_an_own_transform_and_mixup_is_bitwise_identical(
+    quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
     mixed = ("optimization.mixup=0.8", "optimization.cutmix=1.0", "optimization.label_smoothing=0.1")
-    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20", *mixed)
+    transform = "data.transform=tests.end_to_end.parts:noise"
+    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20", transform, *mixed)
     killed = submit_with_kills(tmp_path, [9], *overrides)
     assert_equal_to_the_bit(quiet_runs.of(*overrides), killed)
     assert all(0 <= row["accuracy"] <= 1 for row in rows(killed)), "of train and val"

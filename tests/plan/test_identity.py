@@ -53,6 +53,7 @@ def test_how_images_are_read_keeps_the_id(tmp_path: Path) -> None:
         "parallel.strategy=fsdp",
         "optimization.optimizer.lr=0.2",
         "data.args.num_samples=101",
+        "data.transform=my_transforms:train",
         "evaluation.every_epochs=2",
         "compile=true",
     ],

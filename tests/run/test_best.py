@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from hpc_train.run.best import Best, BestSoFar
+from hpc_train.run.file_shapes import decoded, encoded
 
 VALUES = [0.5, 0.7, 0.7, None, 0.75, 0.6]
 
@@ -54,10 +55,10 @@ def test_rows_without_the_metric_change_nothing() -> None:
      {"metric": "a", "value": 0.5, "step": -1}, {"metric": "a", "value": 0.5, "step": True}],
 )  # fmt: skip
 def test_a_manifest_that_somebody_else_wrote_names_none(data: object) -> None:
-    assert Best.from_json(data) is None
+    assert decoded(Best, data) is None
 
 
 def test_the_best_comes_back_as_it_was_written() -> None:
     best = Best("ema_accuracy", 1 / 3, 40)
-    assert Best.from_json(best.to_json()) == best
+    assert decoded(Best, encoded(best)) == best
     assert str(best) == "ema_accuracy 0.333333 at step 40"

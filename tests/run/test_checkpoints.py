@@ -32,6 +32,7 @@ from hpc_train.run.checkpoints import (
     set_aside,
     verify,
 )
+from hpc_train.run.file_shapes import encoded
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_verify_finds_json_that_is_none_though_its_hash_is_right(run: RunPaths) 
     checkpoint = write_checkpoint(run, 100, attempt=1)
     checkpoint.state.write_text("not json")
     files = json.loads(checkpoint.manifest.read_text())["files"]
-    files["state.json"] = FileEntry(8, hash_file(checkpoint.state)).to_json()
+    files["state.json"] = encoded(FileEntry(8, hash_file(checkpoint.state)))
     change_manifest(checkpoint, files=files)
     assert verify(checkpoint) == [f"{checkpoint.state} is not a JSON object"]
 

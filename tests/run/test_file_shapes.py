@@ -10,8 +10,9 @@ import pytest
 
 from hpc_train.launchers.slurm.submission import Submission
 from hpc_train.run import file_shapes
-from hpc_train.run.attempts import AttemptRecord, claim_attempt, read_record
+from hpc_train.run.attempts import claim_attempt, read_record
 from hpc_train.run.files import read_json, write_json
+from hpc_train.run.processes import Process
 from tests.run.runs import small_run
 
 _MALFORMED: dict[str, dict[str, list[Any]]] = {
@@ -25,23 +26,23 @@ _MALFORMED: dict[str, dict[str, list[Any]]] = {
         "source": [[], {"file": {}}],
         "launcher": [1, []],
     },
-    "attempt.json": {
-        "events": [[], {"begin": 1}],
-        "cause": [[], {}],
-        "launcher": [[], 1],
-        "hosts": ["n1", [1]],
-        "start": ["yesterday", 1],
-        "end": ["", 1],
-        "checkpoints": ["step", [[]]],
-        "rank_processes": [{}, [1]],
-        "saved_step": ["1", 1.5, 10**400],
-        "save_s": ["1", 10**400],
-        "bad_nodes": [[], {"n1": []}],
-        "exit_codes": [1, ["1"]],
-    },
     "submission.json": {"runs": ["abc", [1]], "batch": [[]], "token": [1]},
     "snapshot.json": {"cwd": [1], "search_path": ["a"], "files": [[], {"a": 1}], "links": [[]]},
     "sync.json": {"targets": [[], {"a": 1}]},
+}
+_MALFORMED_RECORD: dict[str, list[Any]] = {
+    "events": [[], {"begin": 1}],
+    "cause": [[], {}],
+    "launcher": [[], 1],
+    "hosts": ["n1", [1]],
+    "start": ["yesterday", 1],
+    "end": ["", 1],
+    "checkpoints": ["step", [[]]],
+    "rank_processes": [{}, [1]],
+    "saved_step": ["1", 1.5, 10**400],
+    "save_s": ["1", 10**400],
+    "bad_nodes": [[], {"n1": []}],
+    "exit_codes": [1, ["1"]],
 }
 _CASES = [
     (name, key, value)
@@ -62,11 +63,44 @@ def test_a_value_of_a_wrong_type_makes_the_file_unreadable(
 
 
 @pytest.mark.parametrize(
-    ("name", "record"), [("attempt.json", AttemptRecord), ("submission.json", Submission)]
+    ("key", "value"), [(key, value) for key, values in _MALFORMED_RECORD.items() for value in values]
 )
-def test_every_field_of_a_record_is_checked(name: str, record: type) -> None:
-    names = {"slurm_job" if field.name == "job" else field.name for field in fields(record)}
-    assert names <= set(file_shapes.SHAPES[name])
+def test_an_attempt_with_a_value_of_a_wrong_type_has_no_record(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    paths = small_run(tmp_path)
+    attempt = paths.attempt(claim_attempt(paths, job="9"))
+    whole = read_json(attempt.record) or {}
+    write_json(attempt.record, whole | {"later": [1]})
+    assert read_record(attempt) is not None
+    write_json(attempt.record, whole | {key: value})
+    assert read_record(attempt) is None
+
+
+def test_an_attempt_without_a_required_key_has_no_record(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    attempt = paths.attempt(claim_attempt(paths))
+    whole = read_json(attempt.record) or {}
+    del whole["start"]
+    write_json(attempt.record, whole)
+    assert read_record(attempt) is None
+
+
+def test_a_process_that_is_not_one_is_missing_from_its_record(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    ours = Process.current()
+    attempt = paths.attempt(claim_attempt(paths, rank_processes=[ours]))
+    whole = read_json(attempt.record) or {}
+    foreign = ours.to_json() | {"pid": -1}
+    write_json(
+        attempt.record, whole | {"rank_processes": [foreign, ours.to_json()], "launcher_process": foreign}
+    )
+    record = read_record(attempt)
+    assert record is not None and (record.rank_processes, record.launcher_process) == ([ours], None)
+
+
+def test_every_field_of_a_submission_is_checked() -> None:
+    assert {field.name for field in fields(Submission)} <= set(file_shapes.SHAPES["submission.json"])
 
 
 def test_what_a_run_writes_fits(tmp_path: Path) -> None:

@@ -173,8 +173,8 @@ def test_twenty_submits_at_once_make_one_array(place: Place, counted: Path) -> N
 
 
 _STEPS = [
-    ("hpc_train.cli.creating:create_run", 1),
-    ("hpc_train.cli.creating:create_run", 2),
+    ("hpc_train.cli.submit:create_run", 1),
+    ("hpc_train.cli.submit:create_run", 2),
     ("hpc_train.launchers.slurm.submission:write", 1),
     ("hpc_train.launchers.slurm.sbatch:sbatch", 1),
     ("hpc_train.launchers.slurm.submission:place_pickle", 2),

@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from hpc_train.cli import command_line
-from hpc_train.cli.experiment_file import validate
+from hpc_train.cli.command_options import ValidateOptions
+from hpc_train.cli.validate import validate
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
@@ -134,7 +135,9 @@ class Reader:
     def _check_printed(self, overrides: list[str]) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = command_line.exit_code_of(lambda: validate(self.file, overrides))
+            code = command_line.exit_code_of(
+                lambda: validate(ValidateOptions(file=self.file, overrides=list(overrides)))
+            )
         assert code in {0, 65}, err.getvalue()
         assert _is_printable(out.getvalue() + err.getvalue())
 

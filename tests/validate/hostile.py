@@ -23,6 +23,7 @@ FULL: dict[str, object] = {
         "root": "data/x",
         "args": {"num_samples": 100},
         "image_size": 8,
+        "transform": {"name": "canary:transform", "args": {"width": 8}},
         "augment": {
             "hflip": 0.5,
             "random_resized_crop": {"scale": [0.1, 1.0]},

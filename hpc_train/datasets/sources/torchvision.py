@@ -1,28 +1,37 @@
 """``torchvision/<class>``: the data sets of ``torchvision.datasets``, by their class's name.
 
 A class whose constructor takes ``train=`` provides its training and test split; one that takes ``split=`` its
-``train`` and its ``val``, ``valid`` or ``test``.
+``train`` and its ``val``, ``valid`` or ``test``. Data sets with all images in one array (CIFAR, MNIST, SVHN,
+…) are read as whole batches. The files of ``Cityscapes`` and ``VOCSegmentation``, with a class per pixel, are
+read like those of ``segmentation_folder``.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import PIL
 import torch
 import torchvision.datasets
 from PIL import EpsImagePlugin, Image
+from torch import Tensor
+from torchvision.datasets import Cityscapes
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.images import PixelRules, open_lazily
-from hpc_train.datasets.sources.in_memory import in_memory
-from hpc_train.datasets.sources.infer import infer_info
-from hpc_train.datasets.sources.torchvision_masks import MASKED_SETS
+from hpc_train.datasets.base import AnySplit, DataSource, TensorSplit
+from hpc_train.datasets.images import PixelRules, as_tensor, image_content, open_lazily
+from hpc_train.datasets.sources.infer import all_targets, infer_info, mean_and_std
+from hpc_train.datasets.sources.segmentation_folder import read_mask
+from hpc_train.datasets.targets import as_target
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.validate.part_rules import unlisted
@@ -131,7 +140,7 @@ def _construct(name: str, cls: Any, root: Path, args: dict[str, Any]) -> Any:
     if args.get("download"):
         root.mkdir(parents=True, exist_ok=True)
     try:
-        return call(f"torchvision/{name}", cls, str(root), **args)
+        return call("data.args", f"torchvision/{name}", cls, str(root), **args)
     except (RuntimeError, FileNotFoundError, NotADirectoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = (
@@ -140,3 +149,153 @@ def _construct(name: str, cls: Any, root: Path, args: dict[str, Any]) -> Any:
             else "put it there manually"
         )
         raise BadFileError(f"data.root: torchvision/{name} is not in {root} ({reason}); {fix}") from error
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def in_memory(split: Any) -> AnySplit:
+    """Return a TensorSplit of the same samples if ``split`` has them in ``data``; else ``split`` itself.
+
+    The array is compared with the results of ``__getitem__`` for the first and the last sample, in each
+    layout that the shape allows.
+    """
+    images, targets = _bytes(getattr(split, "data", None), len(split)), all_targets(split)
+    if images is None or targets is None:
+        return split
+    for candidate in _layouts(images):
+        if all(_agrees(split, candidate, targets, index) for index in {0, len(split) - 1}):
+            return TensorSplit(candidate.contiguous(), targets)
+    return split
+
+
+def _bytes(data: Any, count: int) -> Tensor | None:
+    if isinstance(data, np.ndarray):
+        data = torch.from_numpy(data) if data.dtype == np.uint8 else None
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or count == 0 or len(data) != count:
+        return None
+    return data
+
+
+def _layouts(images: Tensor) -> list[Tensor]:
+    """Return the array as (N, C, H, W) in each way that its shape allows."""
+    if images.dim() == 3:
+        return [images[:, None]]
+    if images.dim() != 4:
+        return []
+    return [images.permute(0, 3, 1, 2), images]
+
+
+def _agrees(split: Any, images: Tensor, targets: Tensor, index: int) -> bool:
+    image, target = split[index]
+    return torch.equal(as_tensor(image), images[index]) and _is_class(target, int(targets[index]))
+
+
+def _is_class(target: Any, number: int) -> bool:
+    """Return True if ``__getitem__`` returns that class; with a ``target_transform`` it may not."""
+    try:
+        value = as_target(target)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return value.shape == () and value.dtype in _INTEGERS and int(value) == number
+
+
+_IGNORED = 255
+_VOC_CLASSES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
+    "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
+    "tvmonitor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MaskedSet:
+    """The names that a class of torchvision has for its splits and files."""
+
+    #: The argument that selects ``train`` or ``val``.
+    split_argument: str
+    class_names: tuple[str, ...]
+    #: torchvision's split → the masks' files, in the order of ``images``.
+    masks: Callable[[Any], Iterable[str]]
+    #: Arguments that the user can't set.
+    fixed: dict[str, Any] = field(default_factory=dict)
+    #: Number in a mask → class, (256,) uint8; None: they are the same.
+    classes: Tensor | None = None
+
+    def source(self, train: Any, val: Any, rules: PixelRules) -> DataSource:
+        """Return the data of torchvision's two splits."""
+        mean, std = mean_and_std(MaskedFiles.channels)
+        info = DataInfo(
+            len(self.class_names),
+            MaskedFiles.channels,
+            mean,
+            std,
+            self.class_names,
+            ignore_index=_IGNORED,
+        )
+        return DataSource(self._files(train, rules), self._files(val, rules), info)
+
+    def _files(self, split: Any, rules: PixelRules) -> MaskedFiles:
+        return MaskedFiles(split.images, self.masks(split), self.classes, rules)
+
+
+class MaskedFiles:
+    """Image files and their masks."""
+
+    channels = 3
+
+    def __init__(
+        self, images: Iterable[str], masks: Iterable[str], classes: Tensor | None, rules: PixelRules
+    ) -> None:
+        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
+        self._images, self._masks = (
+            np.array([os.fsencode(file) for file in files]) for files in (images, masks)
+        )
+        self._classes = classes
+        self._rules = rules
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
+        """Return the content of the image file, and its mask of classes (H, W), uint8."""
+        mask = read_mask(self.mask_path(index), self._rules)
+        return image_content(self._image(index)), mask if self._classes is None else self._classes[
+            mask.long()
+        ]
+
+    def path(self, index: int) -> Path:
+        """Return the image file of a sample."""
+        return Path(self._image(index))
+
+    def mask_path(self, index: int) -> str:
+        """Return the mask file of a sample."""
+        return os.fsdecode(self._masks[index])
+
+    def _image(self, index: int) -> str:
+        return os.fsdecode(self._images[index])
+
+
+def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of Cityscapes' 19 evaluated classes, and the number in a file → class."""
+    evaluated = sorted(
+        (entry for entry in Cityscapes.classes if not entry.ignore_in_eval), key=lambda c: c.train_id
+    )
+    classes = torch.full((256,), _IGNORED, dtype=torch.uint8)
+    for entry in evaluated:
+        classes[entry.id] = entry.train_id
+    return tuple(entry.name for entry in evaluated), classes
+
+
+_CITYSCAPES_CLASSES, _CITYSCAPES_CLASS_OF = _evaluated_cityscapes()
+#: torchvision's class → its splits and files.
+MASKED_SETS = {
+    "Cityscapes": MaskedSet(
+        "split",
+        _CITYSCAPES_CLASSES,
+        lambda split: [targets[0] for targets in split.targets],
+        {"target_type": "semantic"},
+        _CITYSCAPES_CLASS_OF,
+    ),
+    "VOCSegmentation": MaskedSet("image_set", _VOC_CLASSES, lambda split: split.masks),
+}

@@ -86,18 +86,18 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
     root = Path(os.path.realpath(folder)) if tree is None else tree.root
     selection = Selection(root, "" if tree is None else tree.folder)
     outside = _below(root, root / selection.cwd, excluded)
-    found = _walked(root, outside) if tree is None else listed_files(root, outside)
-    kept = [path for path in found if not _is_below(path, outside)]
-    kept = _without_environments(kept)
-    if len(kept) > MAX_FILES:
-        raise _too_much(root, Counter(map(_top, kept)), len(kept), None)
-    _look_at(selection, kept)
+    files = _walked(root, outside) if tree is None else listed_files(root, outside)
+    selected = [path for path in files if not _is_below(path, outside)]
+    selected = _without_environments(selected)
+    if len(selected) > MAX_FILES:
+        raise _too_much(root, Counter(map(_top, selected)), len(selected), None)
+    _look_at(selection, selected)
     total = sum(seen.st_size for seen in selection.files.values())
     if total > MAX_TOTAL_MB * _MB:
         sizes = Counter[str]()
         for path, seen in selection.files.items():
             sizes[path] += seen.st_size
-        raise _too_much(root, sizes, len(kept), total)
+        raise _too_much(root, sizes, len(selected), total)
     return selection
 
 
@@ -109,15 +109,15 @@ def package_files() -> dict[str, Path]:
     package = str(Path(hpc_train.__file__).parent)
     above = len(package) - len("hpc_train")
     recipes = f"{package}/cli/examples"
-    found = {}
+    files = {}
     for folder, subfolders, names in walk(package):
         subfolders[:] = [
             name for name in subfolders if name != "__pycache__" and f"{folder}/{name}" != recipes
         ]
         for path in (f"{folder}/{name}" for name in names if not name.startswith(".")):
             if os.path.isfile(path):  # noqa: PTH113
-                found[path[above:]] = Path(path)
-    return found
+                files[path[above:]] = Path(path)
+    return files
 
 
 def walk(folder: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -141,8 +141,8 @@ def import_folders(selection: Selection) -> list[str]:
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):  # setuptools' finder; its mapping: a package's name → its folder
             places += [Path(path).parent for path in getattr(module, "MAPPING", {}).values()]
-    found = [_relative(Path(os.path.realpath(place)), selection.root) for place in places]
-    names = [name for name in dict.fromkeys(found) if name and name != selection.cwd]
+    folders = [_relative(Path(os.path.realpath(place)), selection.root) for place in places]
+    names = [name for name in dict.fromkeys(folders) if name and name != selection.cwd]
     return [name for name in names if any(path.startswith(f"{name}/") for path in selection.files)]
 
 
@@ -161,9 +161,9 @@ def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
 def _below(root: Path, cwd: Path, folders: Iterable[Path]) -> list[str]:
     """Return the folders within the tree, relative to its root, unless they contain the current folder."""
     absolute = [cwd / folder for folder in folders]
-    found = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
-    kept = {_relative(folder, root) for folder in found if not cwd.is_relative_to(folder)}
-    return sorted(name for name in kept if name)
+    spellings = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
+    inside = {_relative(folder, root) for folder in spellings if not cwd.is_relative_to(folder)}
+    return sorted(name for name in inside if name)
 
 
 def _relative(path: Path, root: Path) -> str | None:
@@ -253,8 +253,8 @@ def _names_secret(path: PurePosixPath) -> bool:
     """Return True if the words of a file's name, in lower case, suggest a secret."""
     if path.suffix in _SOURCE_SUFFIXES:
         return False
-    words = _WORD.findall(path.name)
-    if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(pairwise(words)):
+    parts = _WORD.findall(path.name)
+    if _SECRET_WORDS & set(parts) or _SECRET_PAIRS & set(pairwise(parts)):
         return True
     last = _WORD.findall(path.stem)[-1:]
     return path.suffix in _SETTINGS_SUFFIXES and bool(_SECRET_LAST_WORDS & set(last))

@@ -114,9 +114,11 @@ class Differences:
         """Return ``3 files differ: a.py, b.py (new), c.py (gone)``, with ``than`` after the verb."""
         marks = [(path, "") for path in self.changed]
         marks += [(path, " (new)") for path in self.added] + [(path, " (gone)") for path in self.removed]
-        own = [path.removeprefix(f"{TREE}/") + mark for path, mark in marks if path.startswith(f"{TREE}/")]
-        named = [*own[:_NAMED], *(["…"] if len(own) > _NAMED else [])]
-        if num_others := len(marks) - len(own):
+        users_files = [
+            path.removeprefix(f"{TREE}/") + mark for path, mark in marks if path.startswith(f"{TREE}/")
+        ]
+        named = [*users_files[:_NAMED], *(["…"] if len(users_files) > _NAMED else [])]
+        if num_others := len(marks) - len(users_files):
             named.append(f"hpc-train itself ({num_others} files)" if num_others > 1 else "hpc-train itself")
         count = "1 file differs" if len(marks) == 1 else f"{len(marks)} files differ"
         return f"{count}{than}: {', '.join(named)}" if marks else f"nothing differs{than}"
@@ -192,9 +194,9 @@ def place(root: Path, code: Code) -> Path:
 
 def _write(folder: Path, code: Code) -> None:
     """Write the snapshot: its folders closed to other users, every file synced to survive a power failure."""
-    made = {folder}
+    folders = {folder}
     for path in [f"{TREE}/.", *code.files, *code.links]:
-        _make_parents((folder / path).parent, made)
+        _make_parents((folder / path).parent, folders)
     (folder / TREE).mkdir(mode=0o700, exist_ok=True)
     for path, content in code.files.items():
         mode = 0o500 if path in code.executables else 0o400
@@ -211,7 +213,7 @@ def _write(folder: Path, code: Code) -> None:
                 f"{folder.parent}: this file system has no symbolic links, and {path} is one in your code; "
                 "replace it by a file, or set HPC_TRAIN_RUNS to a folder on another file system"
             ) from error
-    _sync([folder / path for path in code.files] + sorted(made))
+    _sync([folder / path for path in code.files] + sorted(folders))
     write_json(folder / _MANIFEST, code.manifest(), sync=True)
     try:
         (folder / _MANIFEST).chmod(0o400)
@@ -221,11 +223,11 @@ def _write(folder: Path, code: Code) -> None:
         report_unsupported("chmod", "files keep the permissions that the mount gives them")
 
 
-def _make_parents(folder: Path, made: set[Path]) -> None:
-    if folder not in made:
-        _make_parents(folder.parent, made)
+def _make_parents(folder: Path, folders: set[Path]) -> None:
+    if folder not in folders:
+        _make_parents(folder.parent, folders)
         folder.mkdir(mode=0o700)
-        made.add(folder)
+        folders.add(folder)
 
 
 def _sync(paths: Sequence[Path]) -> None:
@@ -238,10 +240,10 @@ def check_whole(folder: Path) -> None:
     for path, expected in _manifest(folder)["files"].items():
         try:
             with open_regular(folder / path) as file:
-                found = hashlib.sha256(file.read()).hexdigest()
+                digest = hashlib.sha256(file.read()).hexdigest()
         except (FileNotFoundError, UnreadableFileError):
-            found = None
-        if found != expected:
+            digest = None
+        if digest != expected:
             raise StorageError(
                 f"{folder / path}: differs from what was written there; move {folder} away and submit again; "
                 "runs that use it continue with `hpc-train resume RUN --code new`"
@@ -293,11 +295,6 @@ def content_of(folder: Path) -> str:
     return str(_manifest(folder)["content"])
 
 
-def module_in(snapshot: Path, module: str) -> Path:
-    """Return the file of a module of this package in a snapshot; it may not exist."""
-    return (snapshot / _PACKAGE / Path(*module.split("."))).with_suffix(".py")
-
-
 def search_path(paths: RunPaths) -> list[str]:
     """Return the entries to put first on the ranks' PYTHONPATH; empty if the run has no snapshot."""
     folder = linked(paths)
@@ -305,12 +302,12 @@ def search_path(paths: RunPaths) -> list[str]:
         return []
     manifest = _manifest(folder)
     tree = [folder / TREE / inner for inner in (manifest["cwd"], "", *manifest["search_path"])]
-    found = list(dict.fromkeys(str(each) for each in [folder / _PACKAGE, *tree]))
-    if bad := [each for each in found if os.pathsep in each]:
+    entries = list(dict.fromkeys(str(entry) for entry in [folder / _PACKAGE, *tree]))
+    if bad := [entry for entry in entries if os.pathsep in entry]:
         raise UserError(
             f"{bad[0]}: Python can't import modules from it because of the {os.pathsep!r}; rename it"
         )
-    return found
+    return entries
 
 
 def check_owner(folder: Path) -> None:

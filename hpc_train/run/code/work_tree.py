@@ -34,10 +34,10 @@ class WorkTree:
 
 def work_tree_around(folder: Path) -> WorkTree | None:
     """Return None if there is no work tree, git is missing, or git does not trust the owner."""
-    said = _git(folder, "rev-parse", "--is-inside-work-tree", "--show-prefix")
-    if said is None or not said.startswith(b"true\n"):
+    output = _git(folder, "rev-parse", "--is-inside-work-tree", "--show-prefix")
+    if output is None or not output.startswith(b"true\n"):
         return None
-    prefix = os.fsdecode(said.removeprefix(b"true\n").removesuffix(b"\n")).strip("/")
+    prefix = os.fsdecode(output.removeprefix(b"true\n").removesuffix(b"\n")).strip("/")
     root = Path(os.path.realpath(folder))
     for _ in filter(None, prefix.split("/")):
         root = root.parent
@@ -52,16 +52,16 @@ def listed_files(root: Path, excluded: Sequence[str]) -> Iterator[str]:
     """
     patterns = [*(f"{name}/" for name in NO_CODE), *(f"/{_escaped(folder)}/" for folder in excluded)]
     arguments = [argument for pattern in patterns for argument in ("-x", pattern)]
-    said = _git(root, "ls-files", "-co", "--exclude-standard", "-z", *arguments, limit_s=_LIST_LIMIT_S)
-    if said is None:
+    output = _git(root, "ls-files", "-co", "--exclude-standard", "-z", *arguments, limit_s=_LIST_LIMIT_S)
+    if output is None:
         raise UsageError(
             f"{root}: git did not list the files of this work tree, or not within {_LIST_LIMIT_S:g} s; see "
             "what `git status` says there, and add what is not code to .gitignore"
         )
-    for path in dict.fromkeys(os.fsdecode(name) for name in said.split(b"\0") if name):
+    for path in dict.fromkeys(os.fsdecode(name) for name in output.split(b"\0") if name):
         if (root / path / ".git").exists():  # a submodule, or a clone inside
             nested = path.rstrip("/")
-            within = [each.removeprefix(f"{nested}/") for each in excluded if each.startswith(f"{nested}/")]
+            within = [path.removeprefix(f"{nested}/") for path in excluded if path.startswith(f"{nested}/")]
             yield from (f"{nested}/{file}" for file in listed_files(root / nested, within))
         elif not path.endswith("/"):
             yield path
@@ -78,8 +78,8 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
 
 def _without_filters(folder: Path) -> list[str]:
     """Return the options that keep ``status`` from running the programs that a repository's filters name."""
-    said = _git(folder, "config", "-z", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
-    names = [name for name in os.fsdecode(said or b"").split("\0") if name]
+    output = _git(folder, "config", "-z", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
+    names = [name for name in os.fsdecode(output or b"").split("\0") if name]
     filters = {name.rpartition(".")[0] for name in names}
     off = [*(f"{name}=" for name in names), *(f"{name}.required=false" for name in filters)]
     return [argument for setting in off for argument in ("-c", setting)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.cli.plan import missing_data
+from hpc_train.cli.preflight import missing_data
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import missing_index, training_samples
 from hpc_train.data_facts.listed_data import index_path, webdataset_files
