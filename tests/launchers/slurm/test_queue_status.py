@@ -57,7 +57,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
         (
             "PENDING",
             "QOSMaxNodePerJobLimit",
-            "never starts: QOSMaxNodePerJobLimit; cancel it, then resume it with another slurm.*",
+            "never starts: QOSMaxNodePerJobLimit; cancel it, then resume it with another slurm.nodes",
         ),
         ("PENDING", "QOSMaxJobsPerUserLimit", "waits: QOSMaxJobsPerUserLimit"),
         ("PENDING", "AssocGrpGRES", "waits: AssocGrpGRES"),
