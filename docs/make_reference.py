@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.config.accepted_values import wanted
+from hpc_train.config.explanations import wanted
 from hpc_train.config.json_schema import Node, json_schema
 from hpc_train.config.keys import as_mapping, members
 

@@ -13,7 +13,7 @@ from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.data_facts.loader_memory import prefetched_bytes
+from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level

@@ -31,8 +31,8 @@ from hpc_train.run.weight_source import KEY, source_facts
 from hpc_train.topology.degrees import Ranks
 from hpc_train.validate.loading import Loaded
 from hpc_train.validate.own_parts import missing_parts
-from hpc_train.validate.remarks import remarks
 from hpc_train.validate.rules import check_start
+from hpc_train.validate.task_rules import remarks
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Preflight:
     ) -> list[str]:
         is_usable = not lacking or self._needs_launcher
         lines = [
-            loaded.problem(problem.path, problem.message, problem.remedy)
+            loaded.source.render(problem)
             for experiment, ranks, size in runs
             for problem in check_start(experiment, ranks.most, ranks.per_node, ranks.fewest, size)
         ]
@@ -202,7 +202,7 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
         message = f"{data.root} does not exist on this machine"
-        return [loaded.problem("data.root", message, remedy or _root_remedy(data))]
+        return [loaded.problem("data.root", message, remedy or _root_remedy(data), "data.root-absent")]
     return missing_pack_lines(loaded)
 
 
@@ -228,7 +228,7 @@ def missing_pack_lines(loaded: Loaded) -> list[str]:
         return error.problems
     if files is None or any(file.is_file() for file in files):
         return []
-    return [loaded.problem("data.cache", *missing_pack(data))]
+    return [loaded.problem("data.cache", *missing_pack(data), "data.pack-absent")]
 
 
 def possible_packs(data: DataConfig) -> list[Path] | None:
@@ -249,7 +249,7 @@ def _missing_weights(loaded: Loaded, plan: Plan) -> list[str]:
             source_facts(text)
         except BadFileError as error:
             message, _, remedy = str(error).removeprefix(f"{KEY}: ").rpartition("; ")
-            lines.append(loaded.problem(KEY, message, remedy))
+            lines.append(loaded.problem(KEY, message, remedy, "weights.absent"))
     return lines
 
 

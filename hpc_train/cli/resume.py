@@ -325,7 +325,7 @@ def _prepare(
 
     def spent() -> list[str]:
         problem = spent_budget(loaded.experiment, records(paths)) if launcher.is_queue else None
-        return [] if problem is None else [loaded.problem(problem.path, problem.message, problem.remedy)]
+        return [] if problem is None else [loaded.source.render(problem)]
 
     run = Candidate(loaded.experiment, ranks, kept_size(paths))
     if problems := checks.of_resumed(loaded, run, budget=spent):

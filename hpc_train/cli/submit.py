@@ -114,7 +114,11 @@ def _say_no_key(loaded: Loaded) -> None:
         else "wandb gets nothing of the runs"
     )
     remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
-    say(loaded.problem("logging.wandb.mode", f"there is no API key, so {outcome}", remedy))
+    say(
+        loaded.problem(
+            "logging.wandb.mode", f"there is no API key, so {outcome}", remedy, "logging.wandb-key"
+        )
+    )
 
 
 class _Submission:

@@ -28,6 +28,8 @@ class Validation(TypedDict):
     runs: int | None
     #: As printed without ``--json``: position, key, rule and remedy.
     problems: list[str]
+    #: The code of each problem, like ``batch.undivided``: it stays if the wording changes. ``other``: none.
+    codes: list[str]
 
 
 class PreparedData(TypedDict):
@@ -76,11 +78,12 @@ def validate(options: ValidateOptions) -> ExitCode:
         say_layouts(plan.runs)
         say_remarks(loaded)
         return ExitCode.DONE
-    answer = Validation(version=JSON_VERSION, file=str(file), name=None, runs=None, problems=[])
+    answer = Validation(version=JSON_VERSION, file=str(file), name=None, runs=None, problems=[], codes=[])
     try:
         loaded, plan, count = _checked(file, overrides)
     except BadFileError as error:
-        put_json(answer | {"problems": error.problems})
+        codes = [getattr(line, "code", "other") for line in error.problems]
+        put_json(answer | {"problems": error.problems, "codes": codes})
         return error.exit_code
     put_json(answer | {"name": plan.name, "runs": count})
     say_remarks(loaded)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
-from hpc_train.config.accepted_values import wanted
-from hpc_train.config.fields import Section
+from hpc_train.config.fields import Arguments, Section
 from hpc_train.config.json_schema import Node, cached_schema, section_schema
 from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, unknown_argument
@@ -24,41 +24,46 @@ _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
-    found: dict[KeyPath, Problem] = {}
-    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
-        problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
-        found.setdefault(problem.path, problem)
-    meant = {meant_path(path) for path, problem in found.items() if _is_unknown(problem)}
-    # A misspelt key is not reported as missing as well.
-    return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
+    return _explained(error, data, cached_schema(), unknown_key, meant_path)
 
 
-def explain_arguments(
-    error: ValidationError, section: type[Section], path: KeyPath, args: dict[str, Any], owner: str
+def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
+    """Return one problem per invalid key of ``args``, the arguments under ``path`` of the part ``owner``."""
+    keys = sorted(section.model_fields)
+
+    def unknown(below: KeyPath) -> Problem:
+        return replace(unknown_argument(below, owner, str(below[-1]), keys), on_key=True, code="key.unknown")
+
+    try:
+        section.model_validate(args)
+    except ValidationError as error:
+        schema = section_schema(section)
+        problems = _explained(error, args, schema, unknown, lambda below: (nearest(str(below[-1]), keys),))
+        return [replace(problem, path=(*path, *problem.path)) for problem in problems]
+    return []
+
+
+def _explained(
+    error: ValidationError,
+    data: dict[str, Any],
+    schema: Node,
+    unknown: Callable[[KeyPath], Problem],
+    meant: Callable[[KeyPath], Sequence[object] | None],
 ) -> list[Problem]:
-    """Return one problem per key of ``args``, the validated mapping at ``path``, that ``error`` is about.
+    """Return one problem per key of ``data``, which ``schema`` describes.
 
-    ``section``: what the part called ``owner`` takes; the file's schema says nothing about it.
+    ``unknown``: returns the problem with an unknown key. ``meant``: returns the key that it probably means.
     """
-    found: dict[KeyPath, Problem] = {}
-    meant = set()
+    problems: dict[KeyPath, Problem] = {}
     for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
-        below = _key_path(entry["loc"], section_schema(section))
-        node: Node = section_schema(section)
-        for segment in below:
-            node = child(node, segment) or {}
-        whole = (*path, *below)
         if entry["type"] == "extra_forbidden":
-            name, known = str(below[-1]), sorted(section.model_fields)
-            meant.add((*path, nearest(name, known)))
-            found[whole] = replace(unknown_argument(whole, owner, name, known), on_key=True)
-        elif entry["type"] == "missing":
-            found.setdefault(whole, _missing(whole, _example_of(node)))
-        elif entry["type"] == "value_error":
-            found.setdefault(whole, _of_validator(whole, entry["ctx"]))
+            problem = unknown(_key_path(entry["loc"], schema))
         else:
-            found.setdefault(whole, _wrong_value(whole, node, _given_at(args, below)))
-    return [problem for key, problem in found.items() if key not in meant or not _is_missing(problem)]
+            problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data, schema)
+        problems.setdefault(problem.path, problem)
+    misspelt = {meant(path) for path, problem in problems.items() if _is_unknown(problem)}
+    # A misspelt key is not reported as missing as well.
+    return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
 
 
 def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
@@ -84,36 +89,34 @@ def _is_free(path: KeyPath) -> bool:
 
 
 def _is_unknown(problem: Problem) -> bool:
-    return problem.on_key and problem.message == "unknown key"
+    return problem.code == "key.unknown"
 
 
 def _is_missing(problem: Problem) -> bool:
-    return problem.message == "is missing"
+    return problem.code == "key.missing"
 
 
-def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
-    path = _key_path(loc, cached_schema())
-    if kind == "extra_forbidden":
-        return unknown_key(path)
+def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any], schema: Node) -> Problem:
+    path = _key_path(loc, schema)
     if kind == "missing" and isinstance(path[-1], str):
-        return _missing(path, _mode(path, data) if path[-1] == "mode" else _example_of(node_at(path) or {}))
+        example = _mode(path, data) if path[-1] == "mode" else _example_of(_node(path, schema))
+        return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
     if loc[-1] == "[key]":
-        rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
-        return Problem(path, f"needs {rule}", "fix the name", on_key=True)
+        rule = _node(path[:-1], schema).get("propertyNames", {}).get("patternErrorMessage", "a name")
+        return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
-        return _of_validator(path, context)
-    return _wrong_value(path, node_at(path) or {}, _given_at(data, path))
+        message, _, remedy = str(context["error"]).partition("; ")
+        return Problem(path, message, remedy, code="value.invalid")
+    return _wrong_value(path, _node(path, schema), _given_at(data, path))
 
 
-def _of_validator(path: KeyPath, context: dict[str, Any]) -> Problem:
-    message, _, remedy = str(context["error"]).partition("; ")
-    return Problem(path, message, remedy)
-
-
-def _missing(path: KeyPath, example: str) -> Problem:
-    return Problem(path, "is missing", f"write {path[-1]}: {example}")
+def _node(path: KeyPath, schema: Node) -> Node:
+    node: Node | None = schema
+    for segment in path:
+        node = child(node, segment) if node else None
+    return node or {}
 
 
 def _given_at(data: Any, path: KeyPath) -> Any:
@@ -177,4 +180,68 @@ def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
     message = f"needs {wanted(node)}, got {shown(value)}"
     if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
         message = f"needs {wanted(node)}, got a list of {len(value)}"
-    return Problem(path, message, remedy(path, node, value))
+    return Problem(path, message, remedy(path, node, value), code="value.invalid")
+
+
+def wanted(node: Node) -> str:
+    """Describe the values that a schema node accepts: ``a whole number of 0 to 64``."""
+    return " or ".join(dict.fromkeys(_wanted(member) for member in members(node)))
+
+
+def _wanted(node: Node) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    match node.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "array":
+            return _wanted_list(node)
+        case "object":
+            keys = ", ".join(node.get("required", []))
+            return f"a mapping with {keys}" if keys else "a mapping"
+        case "string":
+            return _wanted_text(node)
+    return "a value"
+
+
+def _wanted_text(node: Node) -> str:
+    if "examples" in node and "pattern" not in node:
+        return f"text like {', '.join(node['examples'])}"
+    if "maxLength" in node:
+        return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    unexplained = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+    rule: str = node.get("patternErrorMessage", unexplained)
+    return rule
+
+
+def _wanted_list(node: Node) -> str:
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
+    least, most = node.get("minItems"), node.get("maxItems")
+    if most is not None:
+        return f"a list of {least} to {most:,} values" if least else f"a list of at most {most:,} values"
+    return "a list of at least one value" if least else "a list"
+
+
+def _bounds(node: Node) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    below = "2**63" if below == 2**63 else below
+    if low is not None and high is not None:
+        return f" of {low} to {high}"
+    lower = f"of at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    upper = (
+        f"{'' if lower else 'of '}at most {high}"
+        if high is not None
+        else f"below {below}"
+        if below is not None
+        else ""
+    )
+    both = " and ".join(part for part in (lower, upper) if part)
+    return f" {both}" if both else ""

@@ -127,7 +127,7 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
 
     ``rest``: the keys below it, where a dotted path names it.
     """
-    return Problem(path, "unknown key", _remedy(path, rest), on_key=True)
+    return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
@@ -167,7 +167,9 @@ def split_key(text: str) -> KeyPath:
     """
     segments = text.split(".")
     if not all(segments) or len(segments) > MAX_DEPTH:
-        raise BadKeyError(Problem((text,), "is not a key path", "write one like optimization.optimizer.lr"))
+        raise BadKeyError(
+            Problem((text,), "is not a key path", "write one like optimization.optimizer.lr", code="key.path")
+        )
     path: KeyPath = ()
     node: Node | None = cached_schema()
     for place, segment in enumerate(segments):
@@ -187,7 +189,9 @@ def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | N
     if mapping is None:
         remedy = f"write {dotted(path)} alone"
         raise BadKeyError(
-            Problem((*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True)
+            Problem(
+                (*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True, code="key.path"
+            )
         )
     if "properties" in mapping and segment not in mapping["properties"]:
         raise BadKeyError(unknown_key((*path, segment), segments[1:]))

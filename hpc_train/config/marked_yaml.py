@@ -52,8 +52,9 @@ MAX_VALUES = 50_000
 #: Python refuses to print or read integers of more than 4300 digits.
 MAX_NUMBER_LENGTH = 100
 
-#: How the message on a repeated key begins.
-GIVEN_TWICE = "is given twice"
+#: Codes that other modules compare.
+EMPTY = "yaml.empty"
+GIVEN_TWICE = "yaml.given-twice"
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -92,12 +93,15 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
 
+_START = Place(1, 1)
+
+
 class _UnreadableError(Exception):
     """Parsing can't continue."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
+    def __init__(self, code: str, message: str, remedy: str, place: Place | None = _START) -> None:
+        super().__init__(message)
+        self.problem = Problem((), message, remedy, place=place, code=code)
 
 
 class _EventParser(Reader, Scanner, Parser):
@@ -115,15 +119,14 @@ def read_document(content: bytes) -> Document:
     try:
         if len(content) > MAX_BYTES:
             message = f"the file is larger than {MAX_BYTES // 2**20} MiB"
-            raise _UnreadableError(Problem((), message, "give an experiment file", place=Place(1, 1)))
+            raise _UnreadableError("yaml.size", message, "give an experiment file")
         data = _Reading(_decoded(content), document).top()
         if data is None:
             remedy = "write an experiment; README.md has one to copy, and `hpc-train schema` prints all keys"
-            raise _UnreadableError(Problem((), "the file is empty", remedy, place=Place(1, 1)))
+            raise _UnreadableError(EMPTY, "the file is empty", remedy)
         if not isinstance(data, dict):
-            raise _UnreadableError(
-                Problem((), f"the file holds {shown(data)}", "write a mapping, key: value", place=Place(1, 1))
-            )
+            message = f"the file holds {shown(data)}"
+            raise _UnreadableError("yaml.not-a-mapping", message, "write a mapping, key: value")
         document.data = data
     except _UnreadableError as error:
         document.problems.append(error.problem)
@@ -135,7 +138,9 @@ def read_value(text: str) -> tuple[Any, list[Problem]]:
     document = Document()
     try:
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise _UnreadableError(Problem((), "the value is larger than 1 MiB", "write it in the file"))
+            raise _UnreadableError(
+                "yaml.size", "the value is larger than 1 MiB", "write it in the file", None
+            )
         return _Reading(_checked(text), document).top(), document.problems
     except _UnreadableError as error:
         return None, [*document.problems, error.problem]
@@ -168,10 +173,8 @@ def _decoded(content: bytes) -> str:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         place = _place_after(content[: error.start].decode("utf-8"))
-        problem = Problem(
-            (), f"byte {content[error.start]:#04x} is not UTF-8", "save it as UTF-8", place=place
-        )
-        raise _UnreadableError(problem) from error
+        message = f"byte {content[error.start]:#04x} is not UTF-8"
+        raise _UnreadableError("yaml.encoding", message, "save it as UTF-8", place) from error
     return _checked(text.removeprefix("\ufeff"))
 
 
@@ -179,7 +182,7 @@ def _checked(text: str) -> str:
     if found := FORBIDDEN.search(text):
         message = f"character U+{ord(found[0]):04X} is not allowed in the file"
         remedy = 'take it out, or write it as an escape in double quotes ("\\x1b")'
-        raise _UnreadableError(Problem((), message, remedy, place=_place_after(text[: found.start()])))
+        raise _UnreadableError("yaml.character", message, remedy, _place_after(text[: found.start()]))
     return text
 
 
@@ -189,7 +192,7 @@ def _place_after(text: str) -> Place:
 
 
 def _place(mark: Any) -> Place:
-    return Place(1, 1) if mark is None else Place(mark.line + 1, mark.column + 1)
+    return _START if mark is None else Place(mark.line + 1, mark.column + 1)
 
 
 class _Reading:
@@ -213,7 +216,13 @@ class _Reading:
         next(self.events)
         more = next(self.events)
         if isinstance(more, DocumentStartEvent):
-            self._refuse((), more, "a second document begins here", "write one experiment per file")
+            self._refuse(
+                "yaml.two-documents",
+                (),
+                more,
+                "a second document begins here",
+                "write one experiment per file",
+            )
         return data
 
     def _events(self) -> Iterator[Event]:
@@ -221,21 +230,17 @@ class _Reading:
             while self.parser.check_event():
                 yield self.parser.get_event()  # type: ignore[no-untyped-call]
         except yaml.MarkedYAMLError as error:
-            raise _UnreadableError(_syntax_problem(error, self.text)) from error
+            raise _syntax_error(error, self.text) from error
         except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape out of range
-            place = _place(self.parser.get_mark())
-            raise _UnreadableError(
-                Problem((), "is not valid YAML", "fix the escape or directive here", place=place)
-            ) from error
+            remedy, place = "fix the escape or directive here", _place(self.parser.get_mark())
+            raise _UnreadableError("yaml.syntax", "is not valid YAML", remedy, place) from error
 
-    def _refuse(self, path: KeyPath, event: Event, message: str, remedy: str) -> None:
-        self.problems.append(Problem(path, message, remedy, place=_place(event.start_mark)))
+    def _refuse(self, code: str, path: KeyPath, event: Event, message: str, remedy: str) -> None:
+        place = _place(event.start_mark)
+        self.problems.append(Problem(path, message, remedy, place=place, code=code))
         if len(self.problems) > MAX_PROBLEMS:
-            raise _UnreadableError(
-                Problem(
-                    (), "the rest was not read", "fix the errors above first", place=_place(event.start_mark)
-                )
-            )
+            remedy = "fix the errors above first"
+            raise _UnreadableError("problems.more", "the rest was not read", remedy, place)
 
     def _value(self, event: Event, path: KeyPath, depth: int) -> Any:
         self._check_node(event, path)
@@ -245,8 +250,8 @@ class _Reading:
         if isinstance(event, AliasEvent):
             return None
         if depth > MAX_DEPTH:
-            message, place = f"is nested more than {MAX_DEPTH} levels deep", _place(event.start_mark)
-            raise _UnreadableError(Problem((), message, "use fewer levels", place=place))
+            message = f"is nested more than {MAX_DEPTH} levels deep"
+            raise _UnreadableError("yaml.depth", message, "use fewer levels", _place(event.start_mark))
         if isinstance(event, SequenceStartEvent):
             return self._sequence(path, depth)
         assert isinstance(event, MappingStartEvent)
@@ -254,36 +259,35 @@ class _Reading:
 
     def _check_node(self, event: Event, path: KeyPath) -> None:
         if isinstance(event, AliasEvent):
-            self._refuse(path, event, f"is the alias *{shortened(str(event.anchor))}", "write the value out")
+            message = f"is the alias *{shortened(str(event.anchor))}"
+            self._refuse("yaml.alias", path, event, message, "write the value out")
             return
         assert isinstance(event, NodeEvent)
         if event.anchor is not None:
-            self._refuse(path, event, f"has the anchor &{shortened(event.anchor)}", "take the anchor out")
+            message = f"has the anchor &{shortened(event.anchor)}"
+            self._refuse("yaml.anchor", path, event, message, "take the anchor out")
         tag = getattr(event, "tag", None)
         if tag is not None:
             tag = tag.replace("tag:yaml.org,2002:", "!!")
-            self._refuse(
-                path, event, f"has the tag {shortened(tag)}", "take the tag out; write a plain value"
-            )
+            remedy = "take the tag out; write a plain value"
+            self._refuse("yaml.tag", path, event, f"has the tag {shortened(tag)}", remedy)
 
     def _count(self, event: Event) -> None:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            message, place = f"has more than {MAX_VALUES:,} values", _place(event.start_mark)
-            raise _UnreadableError(
-                Problem((), message, "write only the values of an experiment", place=place)
-            )
+            message, remedy = f"has more than {MAX_VALUES:,} values", "write only the values of an experiment"
+            raise _UnreadableError("yaml.size", message, remedy, _place(event.start_mark))
 
     def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
         if _SURROGATE.search(event.value):
-            self._refuse(path, event, "has a lone surrogate", "write the whole character")
+            self._refuse("yaml.surrogate", path, event, "has a lone surrogate", "write the whole character")
             return None
         if not event.implicit[0]:
             return event.value
         try:
             return resolve_scalar(event.value)
         except ValueError as error:
-            self._refuse(path, event, str(error), "write a shorter one, or put it in quotes")
+            self._refuse("yaml.number", path, event, str(error), "write a shorter one, or put it in quotes")
             return None
 
     def _sequence(self, path: KeyPath, depth: int) -> list[Any]:
@@ -308,8 +312,8 @@ class _Reading:
             marks = Marks(_place(event.start_mark), _place(value_event.start_mark))
             if key is not None and key in values:
                 first_line = self.marks[key_path].key.line
-                message = f"{GIVEN_TWICE}, on lines {first_line} and {marks.key.line}"
-                self._refuse(key_path, event, message, "keep one of them")
+                message = f"is given twice, on lines {first_line} and {marks.key.line}"
+                self._refuse(GIVEN_TWICE, key_path, event, message, "keep one of them")
             elif key is not None:
                 self.marks[key_path] = marks
             value = self._value(value_event, key_path, depth + 1)
@@ -320,26 +324,26 @@ class _Reading:
     def _key(self, event: Event, path: KeyPath, depth: int) -> str | None:
         """Return the key; None, with its problem recorded, if it is invalid."""
         if isinstance(event, ScalarEvent) and event.implicit[0] and event.value == "<<":
-            self._refuse((*path, "<<"), event, "merge keys are not supported", "write the keys out")
+            self._refuse(
+                "yaml.merge-key", (*path, "<<"), event, "merge keys are not supported", "write the keys out"
+            )
             return None
         key = self._value(event, path, depth + 1)
         if isinstance(key, str):
             return key
         if not isinstance(event, AliasEvent):
-            self._refuse(
-                path, event, f"the key is {shown(key)}, not text", "write a name, or put it in quotes"
-            )
+            message = f"the key is {shown(key)}, not text"
+            self._refuse("yaml.key", path, event, message, "write a name, or put it in quotes")
         return None
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    said = ", ".join(part for part in (error.context, error.problem) if part)
+def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:
+    reason = ", ".join(part for part in (error.context, error.problem) if part)
     remedy = _blank_remedy(error, text) or next(
-        (words for part, words in _REMEDIES if part in said), "correct the indentation or quotes here"
+        (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
     )
-    return Problem(
-        (), f"is not valid YAML: {said}", remedy, place=_place(error.problem_mark or error.context_mark)
-    )
+    place = _place(error.problem_mark or error.context_mark)
+    return _UnreadableError("yaml.syntax", f"is not valid YAML: {reason}", remedy, place)
 
 
 def _blank_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:

@@ -51,6 +51,8 @@ class Problem:
     place: Place | None = None
     #: The keys that a rule checked together.
     reads: tuple[KeyPath, ...] = ()
+    #: Identifies the kind of problem, like ``batch.undivided``; stable. Default: its rule's.
+    code: str = ""
 
     def __str__(self) -> str:
         """Return it without its place: ``key.path: what is wrong; remedy``."""
@@ -59,6 +61,19 @@ class Problem:
     def as_error(self) -> BadFileError:
         """Return the error of a rank, or of a command without places."""
         return BadFileError(str(self))
+
+
+class ProblemLine(str):
+    """The line that reports a problem, with the code and the dotted key, which the JSON shows."""
+
+    code: str
+    key: str
+
+    def __new__(cls, text: str, code: str, key: str) -> ProblemLine:
+        """Return ``text`` with the code and the key."""
+        line = super().__new__(cls, text)
+        line.code, line.key = code, key
+        return line
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,8 @@ class Source:
         where = f"{self.name}:{place.line}:{place.column}" if self.name else ""
         where = "command line" if place == COMMAND_LINE else where
         parts = [where, dotted(problem.path), f"{problem.message}; {problem.remedy}"]
-        return one_line(": ".join(part for part in parts if part))
+        text = one_line(": ".join(part for part in parts if part))
+        return ProblemLine(text, problem.code, dotted(problem.path))
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
         """Return the lines in file order without duplicates; after ``MAX_PROBLEMS``, a line that says there
@@ -103,7 +119,13 @@ class Source:
         lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
         if len(lines) <= MAX_PROBLEMS:
             return lines
-        more = Problem((), "there are more problems", "fix those above first", place=self.place(ordered[-1]))
+        more = Problem(
+            (),
+            "there are more problems",
+            "fix those above first",
+            place=self.place(ordered[-1]),
+            code="problems.more",
+        )
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
@@ -112,7 +134,7 @@ def unknown_argument(section: KeyPath, owner: str, name: str, known: Sequence[st
     hint = nearest(name, known)
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     remedy = f"did you mean {hint!r}?" if hint else takes
-    return Problem(section, f"{owner} takes no argument {name!r}", remedy)
+    return Problem(section, f"{owner} takes no argument {name!r}", remedy, code="arguments.unknown")
 
 
 def split_at_colon(text: str, keys: Collection[str] | None = None) -> tuple[str, str] | None:

@@ -7,19 +7,24 @@ import math
 import re
 from typing import Any, cast
 
+from hpc_train.config.durations import seconds_in
 from hpc_train.config.fields import OWN_PART_PATTERN
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import GRID, PARAMETERS, as_mapping, child, members, node_at
 from hpc_train.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.config.problems import KeyPath, shown, split_at_colon, with_blank
 from hpc_train.config.synonyms import value_for
-from hpc_train.config.units import in_unit_of
 from hpc_train.errors import shortened
 from hpc_train.registry import as_factory, nearest, parts
 
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
 _NUMBERS = {"integer", "number"}
+_GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
+_MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+#: Suffix of a key → its unit, and its seconds if it is of time.
+_UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1), "_h": ("hours", 3600), "_gb": ("GB", None)}
 #: Integers that a float represents exactly; above it the intended value is unknown.
 _LARGE = 2**53
 
@@ -175,3 +180,27 @@ def in_flow(value: Any) -> str:
     if isinstance(value, str):
         return value if read_value(f"[{value}]") == ([value], []) else json.dumps(value, ensure_ascii=False)
     return shown(value) if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
+    """Return what to write for ``10min`` or ``64G`` where the key takes a number with a fixed unit; else
+    None.
+    """
+    number = next((each for each in members(node) if each.get("type") in {"integer", "number"}), None)
+    if number is None:
+        return None
+    unit = next((unit for ending, unit in _UNITS.items() if str(path[-1]).endswith(ending)), None)
+    if unit is None:
+        percent = _PERCENT.fullmatch(text.strip()) if number.get("maximum") == 1 else None
+        return f"write {float(percent[1]) / 100:g}" if percent else None
+    name, seconds = unit
+    amount = _in_gb(text) if seconds is None else (seconds_in(text) or 0) / seconds
+    if not amount:
+        return None
+    amount = math.ceil(amount) if number["type"] == "integer" else amount
+    return f"write {amount:.10g} ({path[-1]} is in {name})"
+
+
+def _in_gb(text: str) -> float | None:
+    match = _MEMORY.fullmatch(text.strip().lower())
+    return float(match[1]) * _GB[match[2]] if match else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import image_args, losses, root_layout, torchvision_sizes
+from hpc_train.data_facts import facts, image_facts, root_layout
 from hpc_train.data_facts.data_size import (
     TextArgs,
     count_annotated_images,
@@ -27,6 +27,7 @@ from hpc_train.data_facts.listed_data import (
 )
 from hpc_train.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
 from hpc_train.paths import expanded
+from hpc_train.registry import split_name
 
 #: scikit-learn's 1,797 digits without every fifth, which is validation.
 _DIGITS = 1438
@@ -55,6 +56,64 @@ def _image_folder_samples(data: DataConfig) -> int | None:
     return count_images(expanded(data.root) / "train") if data.root else None
 
 
+#: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
+_TRAINING_SAMPLES = {
+    "CIFAR10": 50_000,
+    "CIFAR100": 50_000,
+    "Cityscapes": 2_975,
+    "Country211": 31_650,
+    "DTD": 1_880,
+    "FGVCAircraft": 3_334,
+    "FashionMNIST": 60_000,
+    "Flowers102": 1_020,
+    "Food101": 75_750,
+    "GTSRB": 26_640,
+    "ImageNet": 1_281_167,
+    "KMNIST": 60_000,
+    "MNIST": 60_000,
+    "OxfordIIITPet": 3_680,
+    "PCAM": 262_144,
+    "QMNIST": 60_000,
+    "RenderedSST2": 6_920,
+    "STL10": 5_000,
+    "SVHN": 73_257,
+    "StanfordCars": 8_144,
+    "USPS": 7_291,
+    "VOCSegmentation": 1_464,
+}
+#: Channels and side of torchvision's images, if they are square and of equal size.
+TORCHVISION_IMAGES = {
+    "CIFAR10": (3, 32),
+    "CIFAR100": (3, 32),
+    "EMNIST": (1, 28),
+    "FER2013": (1, 48),
+    "FashionMNIST": (1, 28),
+    "KMNIST": (1, 28),
+    "MNIST": (1, 28),
+    "PCAM": (3, 96),
+    "QMNIST": (1, 28),
+    "STL10": (3, 96),
+    "SVHN": (3, 32),
+    "USPS": (1, 16),
+}
+
+
+def _torchvision_channels(data: DataConfig) -> int | None:
+    """Return the number of channels of an image; None if it varies."""
+    return TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0]
+
+
+def _torchvision_size(data: DataConfig) -> int | None:
+    """Return the side of an image in pixels; None if it varies."""
+    return TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1]
+
+
+def _torchvision_samples(data: DataConfig) -> int | None:
+    """Return the number of training samples; None if it is unknown."""
+    # An argument may select another part of the data.
+    return None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1])
+
+
 #: The built-in data sets, one row each.
 DATA_SETS = {
     "digits": DataFacts(
@@ -64,7 +123,7 @@ DATA_SETS = {
         image_size=lambda data: _DIGITS_SIZE,
         channels=_argument("channels", 1),
         num_samples=lambda data: _DIGITS,
-        args=image_args.DigitsArgs,
+        args=image_facts.DigitsArgs,
         implementation="hpc_train.datasets.sources.digits:build",
     ),
     "synthetic": DataFacts(
@@ -75,7 +134,7 @@ DATA_SETS = {
         image_size=lambda data: _SYNTHETIC_SIZE,
         channels=_argument("channels", 3),
         num_samples=_synthetic_samples,
-        args=image_args.SyntheticArgs,
+        args=image_facts.SyntheticArgs,
         implementation="hpc_train.datasets.sources.synthetic:build",
     ),
     "imagefolder": DataFacts(
@@ -89,7 +148,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=_image_folder_samples,
-        args=image_args.ImageFolderArgs,
+        args=image_facts.ImageFolderArgs,
         implementation="hpc_train.datasets.sources.imagefolder:build",
     ),
     "image_list": DataFacts(
@@ -131,7 +190,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
-        args=image_args.SegmentationFolderArgs,
+        args=image_facts.SegmentationFolderArgs,
         implementation="hpc_train.datasets.sources.segmentation_folder:build",
     ),
     "huggingface": DataFacts(
@@ -153,9 +212,9 @@ DATA_SETS = {
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
         is_listed=True,
-        image_size=torchvision_sizes.size,
-        channels=torchvision_sizes.channels,
-        num_samples=torchvision_sizes.samples,
+        image_size=_torchvision_size,
+        channels=_torchvision_channels,
+        num_samples=_torchvision_samples,
         implementation="hpc_train.datasets.sources.torchvision:build",
     ),
     "coco": DataFacts(
@@ -169,7 +228,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=count_annotated_images,
-        args=image_args.CocoArgs,
+        args=image_facts.CocoArgs,
         implementation="hpc_train.datasets.sources.coco:build",
     ),
     "text": DataFacts(
@@ -206,7 +265,7 @@ TASKS = {
         ("images", "features"),
         ("class", "classes"),
         "hpc_train.tasks.classification:Classification",
-        losses=losses.CLASSIFICATION,
+        losses=facts.CLASSIFICATION_LOSSES,
         smooths_labels=True,
         mixes_targets=True,
         metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
@@ -217,7 +276,7 @@ TASKS = {
         ("images", "features"),
         ("number",),
         "hpc_train.tasks.regression:Regression",
-        losses=losses.REGRESSION,
+        losses=facts.REGRESSION_LOSSES,
         smooths_labels=False,
         mixes_targets=False,
         metrics=("loss", "mae", "rmse", "r2"),
@@ -227,7 +286,7 @@ TASKS = {
         ("tokens",),
         ("next tokens",),
         "hpc_train.tasks.causal_lm:CausalLM",
-        losses=losses.CAUSAL_LM,
+        losses=facts.CAUSAL_LM_LOSSES,
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "perplexity", "accuracy"),
@@ -237,7 +296,7 @@ TASKS = {
         ("images",),
         ("mask",),
         "hpc_train.tasks.segmentation:Segmentation",
-        losses=losses.SEGMENTATION,
+        losses=facts.SEGMENTATION_LOSSES,
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "accuracy", "miou", "iou_*"),

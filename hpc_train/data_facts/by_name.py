@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar, get_args
@@ -95,7 +96,12 @@ def missing_root(data: DataConfig) -> Problem | None:
     is_no_name = facts.example == "" and "/" in name
     if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
         return None
-    return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
+    return Problem(
+        ("data", "root"),
+        f"is missing, and {shortened(name)} needs it",
+        f"write {facts.root}",
+        code="data.root-missing",
+    )
 
 
 def misplaced(data: DataConfig) -> Problem | None:
@@ -111,7 +117,11 @@ def missing_index(data: DataConfig) -> Problem | None:
         is_missing = bool(files) and not has_index(data, files)
     except OSError:  # the ranks may be able to read them
         return None
-    return Problem(("data", "root"), *without_index(data, files)) if is_missing else None
+    return (
+        Problem(("data", "root"), *without_index(data, files), code="data.index-missing")
+        if is_missing
+        else None
+    )
 
 
 def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
@@ -137,3 +147,22 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
 
 def _content_text(modalities: Sequence[str], targets: Sequence[str]) -> str:
     return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")
+
+
+#: Batches that each loader process reads ahead.
+PREFETCHED_BATCHES = 2
+
+
+def prefetched_bytes(experiment: Experiment, ranks: int = 1) -> int | None:
+    """Return the bytes of the images that the training loaders of ``ranks`` ranks read ahead.
+
+    None if the file does not determine it: a key is ``auto``, or the images' size is unknown or varies.
+    """
+    data, facts = experiment.data, data_facts(experiment.data.name)
+    side = data.args.get(facts.image_size_argument or "", facts.image_size(data))
+    height, width = data.height_and_width or (side, side)
+    batch, channels = experiment.optimization.micro_batch_size, facts.channels(data)
+    numbers = [height, width, channels, batch, data.workers]
+    if facts.modality != "images" or not all(type(number) is int for number in numbers):
+        return None
+    return math.prod(int(number or 0) for number in numbers) * ranks * PREFETCHED_BATCHES

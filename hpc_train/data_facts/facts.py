@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from hpc_train.config.fields import Section
+from pydantic import Field
+
+from hpc_train.config.fields import NotNegativeFloat, PositiveFloat, Section
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.losses import Losses
 
 #: The model's input.
 Modality = Literal["images", "tokens", "features"]
@@ -109,3 +110,68 @@ class TaskFacts:
         """Return True if the data have what the task needs, as far as the facts are known."""
         reads = data.modality is None or not self.modalities or data.modality in self.modalities
         return reads and (data.target is None or not self.targets or data.target in self.targets)
+
+
+ClassValues = Annotated[list[NotNegativeFloat], Field(min_length=1)]
+
+
+class NoArgs(Section):
+    """A loss without arguments."""
+
+
+class CrossEntropyArgs(Section):
+    """Cross entropy over the classes."""
+
+    class_weights: ClassValues | None = None
+    """A weight per class, by whose sum over the targets of the step the loss is divided. Default: 1."""
+
+
+class BceArgs(Section):
+    """Binary cross entropy of each class, averaged over the classes."""
+
+    class_weights: ClassValues | None = None
+    """A factor per class. Default: 1."""
+    pos_weight: ClassValues | None = None
+    """A factor per class of the samples that have it, as in torch's BCEWithLogitsLoss. Default: 1."""
+
+
+class FocalArgs(Section):
+    """Focal loss (arXiv:1708.02002): cross entropy times (1 - p)^gamma, p the true class's probability."""
+
+    gamma: NotNegativeFloat = 2.0
+    """The exponent; 0: cross entropy."""
+    class_weights: ClassValues | None = None
+    """A factor per class. Default: 1."""
+
+
+class HuberArgs(Section):
+    """Huber loss: quadratic for small errors, linear for large ones."""
+
+    delta: PositiveFloat = 1.0
+    """The error from which the loss is linear."""
+
+
+class DiceArgs(Section):
+    """1 - the Dice coefficient of an image, averaged over the classes that occur in it."""
+
+    smooth: NotNegativeFloat = 1.0
+    """Added to numerator and denominator, in pixels."""
+    cross_entropy: NotNegativeFloat = 0.0
+    """The factor of the cross entropy that is added. 0: none."""
+
+
+class OhemArgs(Section):
+    """Cross entropy of the hard pixels of an image alone (online hard example mining)."""
+
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    """A pixel is hard if the probability of its class is below this."""
+    min_kept: Annotated[float, Field(gt=0, le=1)] = 0.0625
+    """Minimum share of an image's labelled pixels that counts as hard, the hardest ones."""
+
+
+#: Name of a loss → its arguments. The first one is the default.
+Losses = Mapping[str, type[Section]]
+CLASSIFICATION_LOSSES: Losses = {"cross_entropy": CrossEntropyArgs, "bce": BceArgs, "focal": FocalArgs}
+REGRESSION_LOSSES: Losses = {"mse": NoArgs, "mae": NoArgs, "huber": HuberArgs}
+CAUSAL_LM_LOSSES: Losses = {"cross_entropy": NoArgs}
+SEGMENTATION_LOSSES: Losses = {"cross_entropy": CrossEntropyArgs, "dice": DiceArgs, "ohem": OhemArgs}

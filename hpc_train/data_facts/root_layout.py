@@ -132,7 +132,7 @@ def text(root: Path) -> Problem | None:
 
 
 def _problem(message: str, remedy: str) -> Problem:
-    return Problem(("data", "root"), message, remedy)
+    return Problem(("data", "root"), message, remedy, code="data.layout")
 
 
 def _listed(names: list[str]) -> str:

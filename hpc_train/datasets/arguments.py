@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpc_train.config.explanations import args_problems
 from hpc_train.config.fields import Section
-from hpc_train.config.section_args import args_problems
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
-from hpc_train.data_facts.joint_keys import only_for_masks
+from hpc_train.data_facts.image_facts import only_for_masks
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.base import AnySplit, DataSource, RawInput
 from hpc_train.datasets.decoding import decode, decoded

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import misplaced, missing_root
-from hpc_train.data_facts.channels import keys_of_image_files
+from hpc_train.data_facts.image_facts import keys_of_image_files
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit
 from hpc_train.datasets.images import ImageSplit

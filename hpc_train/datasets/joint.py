@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
-from hpc_train.data_facts.joint_keys import not_for_masks
+from hpc_train.data_facts.image_facts import not_for_masks
 from hpc_train.datasets.augment import Photometric, crop_interpolations, resized_crops
 from hpc_train.datasets.decoding import EncodedImage, reduction_for
 from hpc_train.datasets.images import resize, stack

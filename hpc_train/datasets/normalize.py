@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.channels import normalize_problem
+from hpc_train.data_facts.image_facts import normalize_problem
 from hpc_train.datasets.structures import Tensors, is_structured, map_tensors
 from hpc_train.datasets.types import DataInfo
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from hpc_train.data_facts.loader_memory import PREFETCHED_BATCHES
+from hpc_train.data_facts.by_name import PREFETCHED_BATCHES
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.structures import tensors_of

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.loader_memory import prefetched_bytes
+from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.distributed import affinity, shared_memory
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import (

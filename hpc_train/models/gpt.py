@@ -24,7 +24,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.weights import load_weights
 from hpc_train.validate.data_rules import needs_tokens
-from hpc_train.validate.gpt_args import GPTArgs, args_problems, default_hidden_dim
+from hpc_train.validate.model_rules import GPTArgs, default_hidden_dim, gpt_args_problems
 from hpc_train.validate.part_rules import rest_not_taken
 
 _STD = 0.02
@@ -258,7 +258,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         raise needs_tokens(config.name, "this data set").as_error()
     if config.pretrained is True:
         raise BadFileError("model.pretrained: gpt has no weights on a hub; write false, or a path")
-    if problems := args_problems(config.args):
+    if problems := gpt_args_problems(config.args):
         raise BadFileError([str(problem) for problem in problems])
     args = GPTArgs.model_validate(config.args)
     if args.num_classes is not None and args.num_classes < info.num_classes:

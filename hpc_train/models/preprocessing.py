@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import NormalizeConfig
-from hpc_train.data_facts.detectors import is_detector
+from hpc_train.data_facts.image_facts import is_detector
 from hpc_train.errors import BadFileError
 from hpc_train.registry import split_name
 

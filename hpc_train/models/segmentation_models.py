@@ -24,8 +24,8 @@ from hpc_train.models.arguments import parameter_names, unknown_argument, wrong_
 from hpc_train.models.timm import hub_access, refuse_uncached_url
 from hpc_train.models.weights import hub_report, keep_report, load_weights
 from hpc_train.registry import importing
+from hpc_train.validate.model_rules import OF_TIMM, OWNED, encoder_problem, owned_arguments
 from hpc_train.validate.part_rules import unlisted
-from hpc_train.validate.smp_rules import OF_TIMM, OWNED, encoder_problem, owned_arguments
 
 #: The weights of encoders that ``model.pretrained: true`` loads; timm's have a tag in their names instead.
 _WEIGHTS = "imagenet"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.data_facts.channels import model_problem
-from hpc_train.data_facts.detectors import is_detector
+from hpc_train.data_facts.image_facts import is_detector, model_problem
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models import torchvision_detection as detection

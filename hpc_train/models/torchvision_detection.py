@@ -17,7 +17,7 @@ from torchvision.models.detection import FCOS
 from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from hpc_train.data_facts.detectors import is_detector
+from hpc_train.data_facts.image_facts import is_detector
 
 #: The layers that depend on the classes, by the beginning of the model's name.
 _HEADS = {"fasterrcnn_": "roi_heads.box_predictor"}

@@ -146,7 +146,8 @@ def make_plan(
         _refuse_scaling(loaded)
     # The runs of a sweep mostly share their data, and counting a folder of images is slow.
     sizes: dict[str, int | None] = {}
-    runs, problems = [], []
+    runs: list[PlannedRun] = []
+    problems: list[str] = []
     variants = expand(loaded, trials)
     count = planned_runs(loaded.experiment, len(variants))
     for expanded in variants:
@@ -157,10 +158,7 @@ def make_plan(
             sizes[key] = training_samples(data)
         num_samples = sizes[key]
         if num_samples is not None:
-            problems += [
-                loaded.problem(problem.path, problem.message, problem.remedy)
-                for problem in _misfits(variant, num_samples)
-            ]
+            problems += map(loaded.source.render, _misfits(variant, num_samples))
         runs.append(_planned(variant, num_samples, ranks_of(variant.experiment)))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
@@ -172,7 +170,7 @@ def _refuse_scaling(loaded: Loaded) -> None:
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
     problems = [
-        loaded.problem(swept.place, message, remedy)
+        loaded.problem(swept.place, message, remedy, "sweep.scaling")
         for swept, path in swept_paths(loaded.experiment)
         if path in SCALING
     ]
@@ -185,10 +183,12 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
     optimization = variant.experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
-        yield Problem(("data", "args", "num_samples"), message, f"write at most {MAX_SAMPLES}")
+        yield Problem(
+            ("data", "args", "num_samples"), message, f"write at most {MAX_SAMPLES}", code="data.too-many"
+        )
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
-        yield Problem(("data", "root"), "contains no training images", remedy)
+        yield Problem(("data", "root"), "contains no training images", remedy, code="data.empty")
     elif too_few := too_few_samples(
         optimization.global_batch_size, optimization.micro_batch_size, num_samples
     ):

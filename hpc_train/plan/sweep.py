@@ -99,7 +99,9 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
     """Yield the problems of valid runs: there are none, or two of a grid or a list are the same."""
     sweep = loaded.experiment.sweep
     if not variants and sweep.exclude and sweep.search is None:
-        yield loaded.problem("sweep.exclude", "excludes all runs", "take one of its entries out")
+        yield loaded.problem(
+            "sweep.exclude", "excludes all runs", "take one of its entries out", "sweep.excludes-all"
+        )
     if sweep.random is not None or sweep.search is not None:
         return
     place = "sweep.grid" if not sweep.list else "sweep.list" if not sweep.grid else "sweep"
@@ -108,7 +110,8 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
         other = first.setdefault(variant.id, variant)
         if other is not variant:
             message = f"{describe(other.values)} and {describe(variant.values)} are the same run {variant.id}"
-            yield loaded.problem(place, message, "remove one of the two: a run trains only once")
+            remedy = "remove one of the two: a run trains only once"
+            yield loaded.problem(place, message, remedy, "sweep.same-run")
 
 
 def describe(values: Mapping[str, Any]) -> str:

@@ -162,7 +162,7 @@ def spent_budget(experiment: Experiment, records: Sequence[AttemptRecord]) -> Pr
     if used < slurm.max_gpu_hours:
         return None
     message = f"{slurm.max_gpu_hours:g} GPU-hours are used up: the run's attempts took {rounded(used)}"
-    return Problem(("slurm", "max_gpu_hours"), message, "raise it to continue")
+    return Problem(("slurm", "max_gpu_hours"), message, "raise it to continue", code="budget.spent")
 
 
 def _hours(record: AttemptRecord) -> float:

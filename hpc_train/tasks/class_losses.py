@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.losses import CLASSIFICATION, BceArgs, CrossEntropyArgs, FocalArgs
+from hpc_train.data_facts.facts import CLASSIFICATION_LOSSES, BceArgs, CrossEntropyArgs, FocalArgs
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.base import divided
 
@@ -160,7 +160,7 @@ def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several:
     Raises BadFileError if the arguments do not fit this number of classes.
     """
     config = config or LossConfig(name="bce" if has_several else "cross_entropy")
-    args = CLASSIFICATION[config.name].model_validate(config.args)
+    args = CLASSIFICATION_LOSSES[config.name].model_validate(config.args)
     check_weights(args, num_classes)
     match args:
         case BceArgs():

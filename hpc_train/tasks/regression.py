@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.losses import REGRESSION, HuberArgs
+from hpc_train.data_facts.facts import REGRESSION_LOSSES, HuberArgs
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.base import at_least_float32
@@ -92,7 +92,7 @@ class Regression:
 def _make_loss(config: LossConfig | None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of outputs and targets (B, K) that returns the losses (B, K)."""
     config = config or LossConfig(name="mse")
-    args = REGRESSION[config.name].model_validate(config.args)
+    args = REGRESSION_LOSSES[config.name].model_validate(config.args)
     if isinstance(args, HuberArgs):
         return partial(functional.huber_loss, delta=args.delta, reduction="none")
     plain = functional.mse_loss if config.name == "mse" else functional.l1_loss

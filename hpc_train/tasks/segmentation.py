@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs, OhemArgs
+from hpc_train.data_facts.facts import SEGMENTATION_LOSSES, CrossEntropyArgs, DiceArgs, OhemArgs
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks import drawing
 from hpc_train.tasks.base import checked_logits, class_table, divided
@@ -264,7 +264,7 @@ def make_pixel_loss(config: LossConfig | None, num_classes: int, smoothing: floa
     Raises BadFileError if the arguments do not fit this number of classes.
     """
     config = config or LossConfig(name="cross_entropy")
-    args = SEGMENTATION[config.name].model_validate(config.args)
+    args = SEGMENTATION_LOSSES[config.name].model_validate(config.args)
     match args:
         case DiceArgs():
             return _Dice(smoothing, args)

@@ -148,7 +148,7 @@ def too_few_micro_batches(
         message, instead = f"auto {message}", "write a larger global_batch_size"
     fit = micro_batches * ranks_per_copy
     remedy = f"start {counted(fit, 'rank')}{' or fewer' if fit > 1 else ''}, or {instead}"
-    return Problem(("optimization", "micro_batch_size"), message, remedy)
+    return Problem(("optimization", "micro_batch_size"), message, remedy, code="batch.too-few")
 
 
 def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | None:
@@ -161,6 +161,7 @@ def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | 
         ("optimization", "global_batch_size"),
         f"{global_batch_size} is not a multiple of micro_batch_size {micro_batch_size}",
         f"write {fitting}, or a micro_batch_size that divides {global_batch_size}",
+        code="batch.undivided",
     )
 
 
@@ -173,6 +174,7 @@ def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
         ("data", "augment", "repeats"),
         f"{repeats} does not divide optimization.global_batch_size {global_batch_size}",
         f"write {fitting}, or a global_batch_size that is a multiple of {repeats}",
+        code="batch.undivided-repeats",
     )
 
 
@@ -187,10 +189,13 @@ def too_few_samples(
     micro = 1 if micro_batch_size == "auto" else micro_batch_size
     if num_samples < micro:
         return Problem(
-            path, message, f"write {num_samples} or less, in it and in optimization.micro_batch_size"
+            path,
+            message,
+            f"write {num_samples} or less, in it and in optimization.micro_batch_size",
+            code="data.too-few",
         )
     remedy = f"write {num_samples // micro * micro} or less, so that an epoch is at least one step"
-    return Problem(path, message, remedy)
+    return Problem(path, message, remedy, code="data.too-few")
 
 
 def count_warmup_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:
@@ -209,4 +214,9 @@ def too_long_warmup(
     key = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"
     shown = unit.removesuffix("s") if warmup == 1 else unit
     message = f"a warm-up of {warmup:g} {shown} is not shorter than the run, which has {length}"
-    return Problem(("optimization", "schedule", key), message, "write a shorter one, or train longer")
+    return Problem(
+        ("optimization", "schedule", key),
+        message,
+        "write a shorter one, or train longer",
+        code="schedule.long-warmup",
+    )

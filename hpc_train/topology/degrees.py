@@ -127,7 +127,7 @@ def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_no
         key, remedy = _nearest_fit(parallel, degrees, ranks, ranks_per_node)
     elif traits.replicated_by and ranks % degrees.shard == 0:
         remedy = f"write strategy: {traits.replicated_by}, which replicates what it shards, or take it out"
-    return Problem(("parallel", key), message, remedy)
+    return Problem(("parallel", key), message, remedy, code="parallel.degree-ranks")
 
 
 def _nearest_fit(

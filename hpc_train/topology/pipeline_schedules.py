@@ -52,6 +52,7 @@ def problem_of_schedule(parallel: ParallelConfig, ranks: int, slots: int) -> Pro
         f"interleaved runs micro-batches of {ranks} ranks in {rounds} equal rounds, and {slots} per step are "
         f"not a multiple of {rounds}",
         f"write 1f1b, or a global_batch_size or micro_batch_size that makes {fitting} or {fitting + ranks}",
+        code="parallel.schedule-slots",
     )
 
 
@@ -64,12 +65,17 @@ def problem_of_stages(parallel: ParallelConfig) -> Problem | None:
     path = ("parallel", "stages_per_rank")
     if not traits.has_schedule:
         message = f"{parallel.strategy} has one stage per rank"
-        return Problem(path, message, "take it out") if stages > 1 else None
+        return Problem(path, message, "take it out", code="parallel.schedule") if stages > 1 else None
     if is_interleaved and stages < 2:
-        return Problem(path, "interleaved needs at least 2 stages per rank", "write 2, or schedule: 1f1b")
+        return Problem(
+            path,
+            "interleaved needs at least 2 stages per rank",
+            "write 2, or schedule: 1f1b",
+            code="parallel.schedule",
+        )
     if not is_interleaved and stages > 1:
         remedy = "take it out, or write schedule: interleaved"
-        return Problem(path, f"{parallel.schedule} has one stage per rank", remedy)
+        return Problem(path, f"{parallel.schedule} has one stage per rank", remedy, code="parallel.schedule")
     return None
 
 

@@ -49,7 +49,7 @@ def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: 
     )
     enough = rounded(math.ceil(most * num_runs))
     remedy = f"raise it to {enough}, or submit runs of different length from files of their own"
-    return Problem(_KEY, message, remedy)
+    return Problem(_KEY, message, remedy, code="budget.share")
 
 
 def over_budget(
@@ -68,7 +68,9 @@ def over_budget(
             return None
         needed = f"{rounded(predicted_hours)} GPU-hours that the runs are predicted to need"
         message = f"{rounded(budget)} is less than the {needed}"
-        return Problem(_KEY, message, "raise it, train fewer steps or runs, or request fewer GPUs")
+        return Problem(
+            _KEY, message, "raise it, train fewer steps or runs, or request fewer GPUs", code="budget.runs"
+        )
     if one_attempt_hours is None or one_attempt_hours <= budget:
         return None
     needed = f"{rounded(one_attempt_hours)} GPU-hours that one attempt of each run may use"
@@ -77,4 +79,4 @@ def over_budget(
         "write a shorter slurm.time_limit (runs resume automatically), raise it, or train a short run first, "
         "from which the time is predicted"
     )
-    return Problem(_KEY, message, remedy)
+    return Problem(_KEY, message, remedy, code="budget.attempts")

@@ -1,21 +1,20 @@
 """Which settings do not work together: the single source for validation, tests and docs/parallelism.md.
 
-``FEATURES`` are settings that can be combined freely except for ``REFUSALS``. A refusal checks a whole
-experiment, so its message can name the key to change, and how.
+``FEATURES`` are settings that can be combined freely, except where a rule below refuses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_train.config.problems import KeyPath, Problem
+from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import shortened
 from hpc_train.topology.strategy_traits import StrategyTraits, traits_of
 from hpc_train.validate import model_facts
-from hpc_train.validate.base import Rule, rule
+from hpc_train.validate.base import rule
 
 #: Precisions whose compute dtype differs from the dtype of the parameters.
 _MIXED = ("bf16", "fp16", "fp8")
@@ -54,28 +53,6 @@ FEATURES = (
 )
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Settings that do not work together. ``reads``: the dotted keys that ``holds`` reads."""
-
-    reads: tuple[str, ...]
-    path: KeyPath
-    holds: Callable[[Experiment], bool]
-    message: Callable[[Experiment], str]
-    remedy: str
-    #: Whether ``holds`` may start a child process to inspect a model.
-    asks_model: bool = False
-
-    def as_rule(self) -> Rule:
-        """Return the rule that reports a problem at ``path`` if ``holds`` is true."""
-
-        def find(experiment: Experiment) -> Iterator[Problem]:
-            if self.holds(experiment):
-                yield Problem(self.path, self.message(experiment), self.remedy)
-
-        return rule(*self.reads)(find)
-
-
 #: Optimizers of torch and timm that need whole parameters instead of DTensors. Compared by a test.
 NEED_WHOLE_PARAMETERS = (
     "adafactor", "adamp", "adamuon", "cadafactor", "cadamp", "cmars", "csgdp", "mars", "nadamuon", "novograd",
@@ -87,45 +64,12 @@ NEED_WHOLE_PARAMETERS = (
 CLIP_BY_THEMSELVES = ("lamb", "lambc", "lambw")
 
 
-def _clips_a_part(experiment: Experiment) -> bool:
-    optimizer = experiment.optimization.optimizer
-    name = optimizer.name.lower().rpartition("/")[2]
-    is_off = optimizer.args.get("max_grad_norm", 1.0) is None
-    return _traits(experiment).is_model_parallel and name in CLIP_BY_THEMSELVES and not is_off
-
-
-def _needs_whole(experiment: Experiment) -> bool:
-    name = experiment.optimization.optimizer.name.lower().rpartition("/")[2]
-    return _traits(experiment).shards_optimizer and name in NEED_WHOLE_PARAMETERS
-
-
 def _traits(experiment: Experiment) -> StrategyTraits:
     return traits_of(experiment.parallel.strategy)
 
 
-def _needs_whole_model(experiment: Experiment) -> bool:
-    return task_facts(experiment.task).needs_whole_model
-
-
-def _ties_stages(experiment: Experiment) -> bool:
-    """Check gpt only; for any other model the ranks find out when they split it."""
-    model = experiment.model
-    is_tied = model.name == "gpt" and model.args.get("tie_embeddings", True) is True
-    return is_tied and _traits(experiment).has_stages and experiment.parallel.pipeline != 1
-
-
 def _has_batchnorm(experiment: Experiment) -> bool:
     return model_facts.has_batchnorm(experiment.model.name, experiment.model.args) or False
-
-
-def _adapts_shared_layers(experiment: Experiment) -> bool:
-    traits, tensor = _traits(experiment), experiment.parallel.tensor
-    is_shared = traits.is_model_parallel and not traits.has_stages and tensor != 1
-    return experiment.model.lora is not None and (is_shared or (tensor or 1) > 1)
-
-
-def _replays_graphs(experiment: Experiment) -> bool:
-    return experiment.compile.enabled and experiment.compile.mode in {"reduce-overhead", "max-autotune"}
 
 
 _FP32_OR_DDP = "write fp32, or parallel.strategy: ddp"
@@ -137,31 +81,38 @@ _NO_FLOAT8 = "write bf16, or use such a GPU"
 def sharded_batchnorm(precision: str, strategy: str, model: str) -> Problem:
     """Return the problem with BatchNorm in mixed precision if the strategy shards parameters."""
     message = f"{precision} does not work under {strategy} for {model}, which has BatchNorm"
-    return Problem(("precision",), message, _FP32_OR_DDP)
+    return Problem(("precision",), message, _FP32_OR_DDP, code="precision.batchnorm")
 
 
 def auto_batchnorm(model: str) -> Problem:
     """Return the problem with ``micro_batch_size: auto`` for a model with BatchNorm."""
     message = f"auto would make BatchNorm's statistics depend on memory, and {model} has BatchNorm"
-    return Problem(("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER)
+    return Problem(
+        ("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER, code="batch.auto-batchnorm"
+    )
 
 
 def auto_on_cpu() -> Problem:
     """Return what is wrong with ``micro_batch_size: auto`` for ranks without GPUs."""
     path = ("optimization", "micro_batch_size")
-    return Problem(path, "auto finds what fits into the memory of a GPU, and ranks use CPUs", _WRITE_A_NUMBER)
+    return Problem(
+        path,
+        "auto finds what fits into the memory of a GPU, and ranks use CPUs",
+        _WRITE_A_NUMBER,
+        code="batch.auto-cpu",
+    )
 
 
 def compiled_whole(strategy: str) -> Problem:
     """Return the problem with compiling the whole model if the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"
-    return Problem(("compile", "scope"), message, _WRITE_BLOCKS)
+    return Problem(("compile", "scope"), message, _WRITE_BLOCKS, code="compile.stages")
 
 
 def no_float8(found: str) -> Problem:
     """Return the problem with fp8 on a device without it; ``found``: the device or GPU that is used."""
     message = f"fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and {found}"
-    return Problem(("precision",), message, _NO_FLOAT8)
+    return Problem(("precision",), message, _NO_FLOAT8, code="precision.fp8-device")
 
 
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
@@ -170,154 +121,187 @@ def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
         return None
     message = f"needs a number of ranks that divides {micro_batches} micro-batches, got {ranks}"
     fitting = max(size for size in range(1, ranks) if micro_batches % size == 0)
-    return Problem(("parallel", "sync_batchnorm"), message, f"start {fitting}, or write false")
+    return Problem(
+        ("parallel", "sync_batchnorm"),
+        message,
+        f"start {fitting}, or write false",
+        code="parallel.sync-batchnorm-ranks",
+    )
 
 
-REFUSALS = (
-    Refusal(
-        reads=("optimization.optimizer", "parallel.strategy"),
-        path=("optimization", "optimizer", "name"),
-        holds=_clips_a_part,
-        message=lambda e: (
-            f"{shortened(e.optimization.optimizer.name)} clips by the norm of all its parameters, and under "
-            f"{e.parallel.strategy} a rank has only a part of the model"
-        ),
-        remedy="write args: {max_grad_norm: null} with it, and optimization.clip_grad_norm: 1.0",
-    ),
-    Refusal(
-        reads=("optimization.optimizer.name", "parallel.strategy"),
-        path=("optimization", "optimizer", "name"),
-        holds=_needs_whole,
-        message=lambda e: (
-            f"{shortened(e.optimization.optimizer.name)} needs whole parameters, and "
-            f"{e.parallel.strategy} gives it shards"
-        ),
-        remedy="write adamw, or parallel.strategy: ddp",
-    ),
-    Refusal(
-        reads=("model.channels_last", "parallel.strategy"),
-        path=("model", "channels_last"),
-        holds=lambda e: e.model.channels_last and _traits(e).shards_parameters,
-        message=lambda e: f"can't be true under {e.parallel.strategy}, which can't shard such weights",
-        remedy="write false, or parallel.strategy: ddp",
-    ),
-    Refusal(
-        reads=("model.name", "model.args", "precision", "parallel.strategy"),
-        path=("precision",),
-        holds=lambda e: e.precision in _MIXED and _traits(e).shards_parameters and _has_batchnorm(e),
-        message=lambda e: (
-            sharded_batchnorm(e.precision, e.parallel.strategy, shortened(e.model.name)).message
-        ),
-        remedy=_FP32_OR_DDP,
-        asks_model=True,
-    ),
-    Refusal(
-        reads=("optimization.micro_batch_size", "model.name", "model.args"),
-        path=("optimization", "micro_batch_size"),
-        holds=lambda e: e.optimization.micro_batch_size == "auto" and _has_batchnorm(e),
-        message=lambda e: auto_batchnorm(shortened(e.model.name)).message,
-        remedy=_WRITE_A_NUMBER,
-        asks_model=True,
-    ),
-    Refusal(
-        reads=("parallel.sync_batchnorm", "parallel.strategy"),
-        path=("parallel", "sync_batchnorm"),
-        holds=lambda e: e.parallel.sync_batchnorm and _traits(e).is_model_parallel,
-        message=lambda e: (
-            f"can't be true under {e.parallel.strategy}, whose ranks have only some of the layers"
-        ),
-        remedy="write false, or parallel.strategy: ddp",
-    ),
-    Refusal(
-        reads=("precision", "device"),
-        path=("precision",),
-        holds=lambda e: e.precision == "fp8" and e.device == "cpu",
-        message=lambda e: no_float8("device is cpu").message,
-        remedy=_NO_FLOAT8,
-    ),
-    Refusal(
-        reads=("precision", "parallel.strategy"),
-        path=("precision",),
-        holds=lambda e: e.precision == "fp8" and _traits(e).is_model_parallel,
-        message=lambda e: f"fp8 does not work under {e.parallel.strategy}, whose ranks share layers",
-        remedy="write bf16, or parallel.strategy: fsdp",
-    ),
-    Refusal(
-        reads=("model.lora", "parallel"),
-        path=("model", "lora"),
-        holds=_adapts_shared_layers,
-        message=lambda e: f"does not work under {e.parallel.strategy} where ranks share linear layers",
-        remedy="write parallel.strategy: fsdp",
-    ),
-    Refusal(
-        reads=("model.lora", "precision"),
-        path=("precision",),
-        holds=lambda e: e.model.lora is not None and e.precision == "fp8",
-        message=lambda e: "fp8 does not work with model.lora, whose layers have their own forward",
-        remedy="write bf16",
-    ),
-    Refusal(
-        reads=("compile", "parallel.strategy"),
-        path=("compile", "mode"),
-        # The inputs of a CUDA graph would have moved, or its results be overwritten before their backward.
-        holds=lambda e: _replays_graphs(e) and _traits(e).shards_parameters,
-        message=lambda e: (
-            f"{e.compile.mode} replays CUDA graphs, which does not work under {e.parallel.strategy}: "
-            "parameters or activations do not stay in one place from forward to backward"
-        ),
-        remedy="write default, or parallel.strategy: ddp",
-    ),
-    Refusal(
-        reads=("compile", "parallel.strategy"),
-        path=("compile", "scope"),
-        holds=lambda e: e.compile.enabled and e.compile.scope == "model" and _traits(e).has_stages,
-        message=lambda e: compiled_whole(e.parallel.strategy).message,
-        remedy=_WRITE_BLOCKS,
-    ),
-    Refusal(
-        reads=("model.name", "model.args", "parallel"),
-        path=("model", "args", "tie_embeddings"),
-        holds=_ties_stages,
-        message=lambda e: (
-            "true shares a weight between the first and the last stage, which "
-            f"{e.parallel.strategy} does not support"
-        ),
-        remedy="write false, or parallel.strategy: fsdp",
-    ),
-    Refusal(
-        reads=("task", "parallel.strategy"),
-        path=("parallel", "strategy"),
-        holds=lambda e: _needs_whole_model(e) and _traits(e).is_model_parallel,
-        message=lambda e: f"{e.parallel.strategy} splits the model, and {e.task} needs it whole",
-        remedy="write ddp, or fsdp",
-    ),
-    Refusal(
-        reads=("task", "precision", "parallel.strategy"),
-        path=("precision",),
-        holds=lambda e: _needs_whole_model(e) and e.precision in _MIXED and _traits(e).shards_parameters,
-        message=lambda e: (
-            f"{e.precision} under {e.parallel.strategy} rounds the boxes that the model of {e.task} takes"
-        ),
-        remedy=_FP32_OR_DDP,
-    ),
-    Refusal(
-        reads=("compile",),
-        path=("compile", "fallback"),
-        holds=lambda e: e.compile.enabled and e.compile.fallback and e.compile.fullgraph,
-        message=lambda e: (
-            "can't be combined with fullgraph: true, which ends the run where fallback would continue"
-        ),
-        remedy="take one of the two out",
-    ),
-    Refusal(
-        reads=("parallel.sync_batchnorm", "compile"),
-        path=("compile", "fullgraph"),
-        holds=lambda e: e.compile.enabled and e.compile.fullgraph and e.parallel.sync_batchnorm,
-        message=lambda e: "can't be true with parallel.sync_batchnorm, which breaks the graph",
-        remedy="write false",
-    ),
+@rule("optimizer.clips-itself", "optimization.optimizer", "parallel.strategy")
+def optimizers_that_clip_see_the_whole_model(experiment: Experiment) -> Iterator[Problem]:
+    """An optimizer that clips by the norm of all its parameters needs the whole model on each rank."""
+    optimizer, strategy = experiment.optimization.optimizer, experiment.parallel.strategy
+    name = optimizer.name.lower().rpartition("/")[2]
+    is_off = optimizer.args.get("max_grad_norm", 1.0) is None
+    if _traits(experiment).is_model_parallel and name in CLIP_BY_THEMSELVES and not is_off:
+        message = (
+            f"{shortened(optimizer.name)} clips by the norm of all its parameters, and under {strategy} "
+            "a rank has only a part of the model"
+        )
+        remedy = "write args: {max_grad_norm: null} with it, and optimization.clip_grad_norm: 1.0"
+        yield Problem(("optimization", "optimizer", "name"), message, remedy)
+
+
+@rule("optimizer.whole-parameters", "optimization.optimizer.name", "parallel.strategy")
+def optimizers_have_whole_parameters(experiment: Experiment) -> Iterator[Problem]:
+    """Some optimizers need whole parameters instead of shards."""
+    name, strategy = experiment.optimization.optimizer.name, experiment.parallel.strategy
+    needs_whole = name.lower().rpartition("/")[2] in NEED_WHOLE_PARAMETERS
+    if needs_whole and _traits(experiment).shards_optimizer:
+        message = f"{shortened(name)} needs whole parameters, and {strategy} gives it shards"
+        path = ("optimization", "optimizer", "name")
+        yield Problem(path, message, "write adamw, or parallel.strategy: ddp")
+
+
+@rule("channels-last.sharded", "model.channels_last", "parallel.strategy")
+def channels_last_is_not_sharded(experiment: Experiment) -> Iterator[Problem]:
+    """Weights in ``channels_last`` can't be sharded."""
+    if experiment.model.channels_last and _traits(experiment).shards_parameters:
+        message = f"can't be true under {experiment.parallel.strategy}, which can't shard such weights"
+        yield Problem(("model", "channels_last"), message, "write false, or parallel.strategy: ddp")
+
+
+@rule(
+    "precision.batchnorm",
+    "model.name",
+    "model.args",
+    "precision",
+    "parallel.strategy",
+    looks_up_names=True,
 )
+def sharded_batchnorm_is_fp32(experiment: Experiment) -> Iterator[Problem]:
+    """BatchNorm does not work in mixed precision if the strategy shards parameters."""
+    precision, strategy = experiment.precision, experiment.parallel.strategy
+    if precision in _MIXED and _traits(experiment).shards_parameters and _has_batchnorm(experiment):
+        yield sharded_batchnorm(precision, strategy, shortened(experiment.model.name))
 
-RULES = tuple(refusal.as_rule() for refusal in REFUSALS if not refusal.asks_model)
-#: Refusals that may start a child process.
-MODEL_RULES = tuple(refusal.as_rule() for refusal in REFUSALS if refusal.asks_model)
+
+@rule(
+    "batch.auto-batchnorm",
+    "optimization.micro_batch_size",
+    "model.name",
+    "model.args",
+    looks_up_names=True,
+)
+def batchnorm_has_a_fixed_batch(experiment: Experiment) -> Iterator[Problem]:
+    """``micro_batch_size: auto`` excludes BatchNorm."""
+    if experiment.optimization.micro_batch_size == "auto" and _has_batchnorm(experiment):
+        yield auto_batchnorm(shortened(experiment.model.name))
+
+
+@rule("parallel.sync-batchnorm", "parallel.sync_batchnorm", "parallel.strategy")
+def sync_batchnorm_has_the_whole_model(experiment: Experiment) -> Iterator[Problem]:
+    """SyncBN needs all layers on each rank."""
+    if experiment.parallel.sync_batchnorm and _traits(experiment).is_model_parallel:
+        message = (
+            f"can't be true under {experiment.parallel.strategy}, whose ranks have only some of the layers"
+        )
+        yield Problem(("parallel", "sync_batchnorm"), message, "write false, or parallel.strategy: ddp")
+
+
+@rule("precision.fp8-device", "precision", "device")
+def fp8_needs_a_gpu(experiment: Experiment) -> Iterator[Problem]:
+    """fp8 does not run on CPUs."""
+    if experiment.precision == "fp8" and experiment.device == "cpu":
+        yield no_float8("device is cpu")
+
+
+@rule("precision.fp8-strategy", "precision", "parallel.strategy")
+def fp8_needs_whole_layers(experiment: Experiment) -> Iterator[Problem]:
+    """fp8 does not work if ranks share layers."""
+    if experiment.precision == "fp8" and _traits(experiment).is_model_parallel:
+        message = f"fp8 does not work under {experiment.parallel.strategy}, whose ranks share layers"
+        yield Problem(("precision",), message, "write bf16, or parallel.strategy: fsdp")
+
+
+@rule("lora.strategy", "model.lora", "parallel")
+def lora_needs_whole_layers(experiment: Experiment) -> Iterator[Problem]:
+    """LoRA does not work if ranks share linear layers."""
+    traits, tensor = _traits(experiment), experiment.parallel.tensor
+    is_shared = traits.is_model_parallel and not traits.has_stages and tensor != 1
+    if experiment.model.lora is not None and (is_shared or (tensor or 1) > 1):
+        message = f"does not work under {experiment.parallel.strategy} where ranks share linear layers"
+        yield Problem(("model", "lora"), message, "write parallel.strategy: fsdp")
+
+
+@rule("lora.fp8", "model.lora", "precision")
+def lora_is_not_fp8(experiment: Experiment) -> Iterator[Problem]:
+    """fp8 does not work with LoRA."""
+    if experiment.model.lora is not None and experiment.precision == "fp8":
+        message = "fp8 does not work with model.lora, whose layers have their own forward"
+        yield Problem(("precision",), message, "write bf16")
+
+
+@rule("compile.graphs", "compile", "parallel.strategy")
+def graphs_have_fixed_addresses(experiment: Experiment) -> Iterator[Problem]:
+    """CUDA graphs exclude sharded parameters: their inputs would move, or their results be overwritten
+    before their backward.
+    """
+    mode, strategy = experiment.compile.mode, experiment.parallel.strategy
+    replays_graphs = experiment.compile.enabled and mode in {"reduce-overhead", "max-autotune"}
+    if replays_graphs and _traits(experiment).shards_parameters:
+        message = (
+            f"{mode} replays CUDA graphs, which does not work under {strategy}: "
+            "parameters or activations do not stay in one place from forward to backward"
+        )
+        yield Problem(("compile", "mode"), message, "write default, or parallel.strategy: ddp")
+
+
+@rule("compile.stages", "compile", "parallel.strategy")
+def stages_compile_blocks(experiment: Experiment) -> Iterator[Problem]:
+    """The whole model can't be compiled if no rank runs all of it."""
+    compiles_all = experiment.compile.enabled and experiment.compile.scope == "model"
+    if compiles_all and _traits(experiment).has_stages:
+        yield compiled_whole(experiment.parallel.strategy)
+
+
+@rule("parallel.tied-stages", "model.name", "model.args", "parallel")
+def stages_share_no_weight(experiment: Experiment) -> Iterator[Problem]:
+    """Stages can't share a weight. Only ``gpt`` is checked; for other models the ranks find out."""
+    model, parallel = experiment.model, experiment.parallel
+    is_tied = model.name == "gpt" and model.args.get("tie_embeddings", True) is True
+    if is_tied and _traits(experiment).has_stages and parallel.pipeline != 1:
+        message = (
+            "true shares a weight between the first and the last stage, which "
+            f"{parallel.strategy} does not support"
+        )
+        yield Problem(("model", "args", "tie_embeddings"), message, "write false, or parallel.strategy: fsdp")
+
+
+@rule("parallel.whole-model", "task", "parallel.strategy")
+def tasks_have_the_whole_model(experiment: Experiment) -> Iterator[Problem]:
+    """Some tasks need the whole model on each rank."""
+    if task_facts(experiment.task).needs_whole_model and _traits(experiment).is_model_parallel:
+        message = f"{experiment.parallel.strategy} splits the model, and {experiment.task} needs it whole"
+        yield Problem(("parallel", "strategy"), message, "write ddp, or fsdp")
+
+
+@rule("precision.boxes", "task", "precision", "parallel.strategy")
+def boxes_are_not_rounded(experiment: Experiment) -> Iterator[Problem]:
+    """Mixed precision rounds boxes if the strategy shards parameters."""
+    is_rounded = experiment.precision in _MIXED and _traits(experiment).shards_parameters
+    if is_rounded and task_facts(experiment.task).needs_whole_model:
+        message = (
+            f"{experiment.precision} under {experiment.parallel.strategy} rounds the boxes that the model of "
+            f"{experiment.task} takes"
+        )
+        yield Problem(("precision",), message, _FP32_OR_DDP)
+
+
+@rule("compile.fallback", "compile")
+def fallback_is_possible(experiment: Experiment) -> Iterator[Problem]:
+    """``fallback`` excludes ``fullgraph``."""
+    if experiment.compile.enabled and experiment.compile.fallback and experiment.compile.fullgraph:
+        message = "can't be combined with fullgraph: true, which ends the run where fallback would continue"
+        yield Problem(("compile", "fallback"), message, "take one of the two out")
+
+
+@rule("compile.fullgraph", "parallel.sync_batchnorm", "compile")
+def fullgraph_is_unbroken(experiment: Experiment) -> Iterator[Problem]:
+    """SyncBN breaks the graph."""
+    is_full = experiment.compile.enabled and experiment.compile.fullgraph
+    if is_full and experiment.parallel.sync_batchnorm:
+        message = "can't be true with parallel.sync_batchnorm, which breaks the graph"
+        yield Problem(("compile", "fullgraph"), message, "write false")

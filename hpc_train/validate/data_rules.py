@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpc_train.config.explanations import args_problems
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit
-from hpc_train.data_facts.channels import keys_of_image_files
-from hpc_train.data_facts.detectors import is_detector
 from hpc_train.data_facts.facts import Modality
+from hpc_train.data_facts.image_facts import is_detector, keys_of_image_files
 from hpc_train.errors import shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, split_name
-from hpc_train.validate.base import Rule, rule
-from hpc_train.validate.part_rules import rest_not_taken
+from hpc_train.validate.base import rule
+from hpc_train.validate.part_rules import own_arguments, rest_not_taken
 
 _TEXT_MODELS = ("gpt",)
 _IMAGE_MODELS = ("timm", "torchvision", "smp")
+_ARGS: KeyPath = ("data", "args")
 _REMEDY = "take it out; it is for images"
 
 
@@ -34,7 +35,7 @@ def _modality(experiment: Experiment) -> Modality | None:
     return data_facts(experiment.data.name).modality
 
 
-@rule("task", "data.name")
+@rule("task.data", "task", "data.name")
 def task_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
     """The task must be able to read the inputs and targets of the data set."""
     data = experiment.data.name
@@ -42,7 +43,7 @@ def task_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("task",), *misfit)
 
 
-@rule("model.name", "data.name")
+@rule("model.data", "model.name", "data.name")
 def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
     """``gpt`` needs text; models of timm, torchvision and smp need images."""
     model, data, path = experiment.model.name, experiment.data.name, ("model", "name")
@@ -52,7 +53,7 @@ def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
         yield needs_tokens(shortened(model), shortened(data))
 
 
-@rule("task", "model.name")
+@rule("task.detector", "task", "model.name")
 def detectors_are_for_detection(experiment: Experiment) -> Iterator[Problem]:
     """Detection needs a detector; other built-in tasks can't use a detector's outputs."""
     task, model = experiment.task, experiment.model.name
@@ -72,7 +73,7 @@ def needs_tokens(model: str, data: str) -> Problem:
     return Problem(("model", "name"), message, "write data.name: text, or another model, like timm/resnet50")
 
 
-@rule("model.name")
+@rule("model.gpt-suffix", "model.name")
 def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
     """``gpt`` and ``text`` take no name after a slash."""
     name = experiment.model.name
@@ -81,6 +82,7 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
+    "data.not-for-text",
     "data.name",
     "data.transform",
     "data.augment",
@@ -113,7 +115,7 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
 
 
-@rule("data.value_range")
+@rule("data.value-range", "data.value_range")
 def value_range_ascends(experiment: Experiment) -> Iterator[Problem]:
     """The value of black must be below that of white."""
     value_range = experiment.data.value_range
@@ -122,7 +124,7 @@ def value_range_ascends(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("data", "value_range"), message, "write [black, white], such as [0, 4095]")
 
 
-@rule("data.name", "data.cache")
+@rule("data.cache", "data.name", "data.cache")
 def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
     """``data.cache`` is for image folders, and is a folder itself."""
     data, path = experiment.data, ("data", "cache")
@@ -136,7 +138,7 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{shortened(data.cache)} is a file", "write a folder; prepare creates it")
 
 
-@rule("data.cache", "data.cache_pixels")
+@rule("data.cache-pixels", "data.cache", "data.cache_pixels")
 def only_packs_have_pixels(experiment: Experiment) -> Iterator[Problem]:
     """``data.cache_pixels`` is about the pack of ``data.cache``, and needs one."""
     data, is_packable = experiment.data, data_facts(experiment.data.name).is_packable
@@ -146,7 +148,7 @@ def only_packs_have_pixels(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("data", "cache_pixels"), message, remedy, on_key=True)
 
 
-@rule("data.cache", "data.stage")
+@rule("data.stage", "data.cache", "data.stage")
 def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
     """``data.stage`` copies the pack of ``data.cache``."""
     data = experiment.data
@@ -161,14 +163,11 @@ def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("data", "stage"), message, "write data.cache too, or take it out", on_key=True)
 
 
-RULES: tuple[Rule, ...] = (
-    only_image_folders_are_packed,
-    only_packs_are_staged,
-    only_packs_have_pixels,
-    task_fits_the_data,
-    model_fits_the_data,
-    detectors_are_for_detection,
-    gpt_stands_alone,
-    text_has_no_keys_of_images,
-    value_range_ascends,
-)
+@rule("data.arguments", "data.name", "data.args")
+def the_data_set_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """``data.args`` must be those of the data set."""
+    data = experiment.data
+    section = data_facts(data.name).args
+    if section is not None:
+        args = own_arguments(_ARGS, data.args)
+        yield from args_problems(_ARGS, data.name, section, args)

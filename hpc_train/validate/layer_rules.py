@@ -19,8 +19,8 @@ from hpc_train.topology.degrees import Degrees, divisors, find_degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
-from hpc_train.validate.base import Rule, rule
-from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
+from hpc_train.validate.base import rule
+from hpc_train.validate.model_rules import GPTArgs, default_hidden_dim
 
 
 class LayerFacts(BaseModel):
@@ -46,17 +46,17 @@ class _Misfit:
     def problem(self) -> Problem:
         """Return the problem if any number of ranks may be started."""
         remedy = f"write {_either(self.possible)}" if self.possible else self.otherwise
-        return Problem(self.path, self.message, remedy)
+        return Problem(self.path, self.message, remedy, code="parallel.layers")
 
 
-@rule("model.name", "model.args", "parallel")
+@rule("parallel.gpt-layers", "model.name", "model.args", "parallel")
 def gpt_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
     """The degrees must divide the heads, widths and blocks of ``gpt``."""
     if experiment.model.name == "gpt":
         yield from _problems_of_the_file(experiment)
 
 
-@rule("model.name", "model.args", "parallel")
+@rule("parallel.layers", "model.name", "model.args", "parallel", looks_up_names=True)
 def other_models_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
     """The degrees must fit the layers of timm's and torchvision's models."""
     if experiment.model.name != "gpt":
@@ -88,7 +88,7 @@ def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node:
             remedy = f"write {_either(fitting)}"
         elif misfit.possible:
             remedy = f"start a number of ranks that {_either(misfit.possible)} divides"
-        problems.append(Problem(misfit.path, misfit.message, remedy))
+        problems.append(Problem(misfit.path, misfit.message, remedy, code="parallel.layers"))
     return problems
 
 
@@ -175,8 +175,3 @@ def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
         dropout_key="model.args.dropout" if args.dropout else None,
         most_stages=args.num_layers,
     )
-
-
-RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)
-#: Rules that may start a child process.
-MODEL_RULES: tuple[Rule, ...] = (other_models_can_be_shared_out,)

@@ -49,7 +49,7 @@ def missing_parts(
     places = _places(code_root()) if named else []
     for path, name in named:
         if problem := _missing(name, places):
-            yield Problem(path, *problem)
+            yield Problem(path, *problem, code="part.missing")
 
 
 def _has_this_environment(experiment: Experiment) -> bool:

@@ -5,25 +5,21 @@ Checks that ranks repeat, for files that were never validated here, are function
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.config.cluster_sections import EnvironmentConfig
 from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import KeyPath, Problem, split_at_colon, with_blank
-from hpc_train.config.schema import Experiment, LoggingConfig
+from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import data_facts, missing_root
 from hpc_train.errors import shortened
-from hpc_train.registry import is_factory, nearest, parts, split_name, suggestion, unknown_name, unknown_part
+from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
 from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
 from hpc_train.topology.strategy_traits import problems_of_arguments, taking, traits_of
-from hpc_train.validate import model_facts, tracking_uris
-from hpc_train.validate.base import Rule, rule
+from hpc_train.validate import model_facts
+from hpc_train.validate.base import rule
 
 #: Providers whose names need a part after the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}
@@ -88,7 +84,7 @@ def not_an_argument(section: KeyPath, argument: str, key: str) -> Problem:
     return Problem((*section, argument), "is not allowed here", f"write {key}", on_key=True)
 
 
-@rule("task")
+@rule("task.unknown", "task")
 def task_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``task`` must name a task, or a class of the user's."""
     name = experiment.task
@@ -96,7 +92,7 @@ def task_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("task",), *unknown_part("tasks", name))
 
 
-@rule("parallel.strategy")
+@rule("parallel.unknown-strategy", "parallel.strategy")
 def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``parallel.strategy`` must name a strategy."""
     name = experiment.parallel.strategy
@@ -104,63 +100,7 @@ def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("parallel", "strategy"), *unknown_part("strategies", name))
 
 
-@rule("logging.loggers")
-def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
-    """The keys of ``logging.loggers`` must name loggers without a section of their own."""
-    with_section = parts("loggers").keys() & LoggingConfig.model_fields.keys()
-    for name in experiment.logging.loggers:
-        path = ("logging", "loggers", name)
-        if name in with_section:
-            is_switch = LoggingConfig.model_fields[name].annotation is bool
-            remedy = f"write logging.{name}: {'true' if is_switch else '{…}'}"
-            yield Problem(path, f"{name} has a key of its own", remedy, on_key=True)
-        elif name not in parts("loggers"):
-            known = parts("loggers").keys() - with_section
-            remedy = suggestion(name, known, "install its package, or take it out")
-            yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
-
-
-@rule("logging.tensorboard", "environment.python", "environment.container")
-def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``logging.tensorboard`` needs the package, if the ranks use this command's Python."""
-    is_on = experiment.logging.tensorboard
-    if is_on and (message := not_installed(experiment.environment, "tensorboard")):
-        remedy = "run pip install 'hpc-train[tensorboard]', or take the key out"
-        yield Problem(("logging", "tensorboard"), message, remedy)
-
-
-@rule("logging.mlflow", "environment.python", "environment.container")
-def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
-    """``logging.mlflow`` needs the package, and databases two more, if the ranks use this Python."""
-    config = experiment.logging.mlflow
-    if config is None:
-        return
-    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uris.is_database(uri) else [])]
-    if message := not_installed(experiment.environment, *needed):
-        remedy = "run pip install 'hpc-train[mlflow]', or take the section out"
-        yield Problem(("logging", "mlflow"), message, remedy)
-
-
-def not_installed(environment: EnvironmentConfig, *modules: str) -> str | None:
-    """Return the first module that this command's Python lacks; None also if the ranks use another Python."""
-    if environment.python is not None or environment.container is not None:
-        return None
-    missing = next((name for name in modules if find_spec(name) is None), None)
-    return missing and f"the package {missing.replace('_', '-')} is not installed for {sys.executable}"
-
-
-@rule("logging.mlflow.tracking_uri")
-def mlflow_has_a_store(experiment: Experiment) -> Iterator[Problem]:
-    """``logging.mlflow`` needs a tracking URI, in the file or in the environment."""
-    config = experiment.logging.mlflow
-    if config is not None and not config.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
-        message = "is not given, and MLFLOW_TRACKING_URI is not set"
-        remedy = "write the URI of a server, or of a folder like file:///scratch/mlruns"
-        yield Problem(("logging", "mlflow", "tracking_uri"), message, remedy)
-
-
-@rule("model.name")
+@rule("model.provider", "model.name")
 def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``model.name`` must start with a provider of models, or name a factory."""
     name = experiment.model.name
@@ -195,7 +135,7 @@ def _dotted_part(name: str) -> tuple[str, str] | None:
     return f"'{shortened(name)}' has no colon between module and name", f"write {written}"
 
 
-@rule("data.name")
+@rule("data.provider", "data.name")
 def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``data.name`` must be a data set or start with a provider, or name a factory."""
     name, path = experiment.data.name, ("data", "name")
@@ -215,14 +155,14 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield problem
 
 
-@rule("data.name", "data.root")
+@rule("data.root-missing", "data.name", "data.root")
 def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
     """Data sets that are read from disk need ``data.root``."""
     if problem := missing_root(experiment.data):
         yield problem
 
 
-@rule("model.args", "data.args", "optimization.optimizer.args")
+@rule("arguments.key", "model.args", "data.args", "optimization.optimizer.args")
 def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
     """``args`` must have valid names only, and none that is a key of its own."""
     all_arguments = {
@@ -246,13 +186,13 @@ def own_arguments(path: KeyPath, args: Arguments) -> Arguments:
     return {name: value for name, value in args.items() if name not in elsewhere and name.isidentifier()}
 
 
-@rule("parallel")
+@rule("parallel.arguments", "parallel")
 def strategy_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
     """The strategy must know the keys of ``parallel.args``."""
     yield from problems_of_arguments(experiment.parallel.strategy, experiment.parallel.args)
 
 
-@rule("parallel")
+@rule("parallel.degree", "parallel")
 def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
     """The strategy must take the degrees that are given."""
     parallel = experiment.parallel
@@ -269,7 +209,7 @@ def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("parallel", key), message, remedy)
 
 
-@rule("parallel")
+@rule("parallel.schedule", "parallel")
 def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
     """``parallel.schedule`` and ``stages_per_rank`` need a pipeline."""
     parallel = experiment.parallel
@@ -288,7 +228,7 @@ def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
         yield problem
 
 
-@rule("model.name")
+@rule("model.unknown", "model.name", looks_up_names=True)
 def model_is_known(experiment: Experiment) -> Iterator[Problem]:
     """timm, torchvision or smp must know the model."""
     provider, rest = split_name(experiment.model.name)
@@ -299,7 +239,7 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
             yield unlisted(("model", "name"), provider, "model", base, names)
 
 
-@rule("optimization.optimizer.name")
+@rule("optimizer.unknown", "optimization.optimizer.name", looks_up_names=True)
 def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
     """torch or timm must know the optimizer, and it must be supported."""
     name = experiment.optimization.optimizer.name
@@ -328,7 +268,7 @@ def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None
     return Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
 
 
-@rule("optimization.optimizer", "precision")
+@rule("optimizer.fused-sgd", "optimization.optimizer", "precision")
 def fused_sgd_fits_the_precision(experiment: Experiment) -> Iterator[Problem]:
     """Fused SGD must not run under fp16's scaler."""
     optimizer = experiment.optimization.optimizer
@@ -346,7 +286,7 @@ def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
     return Problem(("optimization", "optimizer", "args", "fused"), message, "omit it")
 
 
-@rule("optimization.schedule.name")
+@rule("schedule.unknown", "optimization.schedule.name", looks_up_names=True)
 def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
     """The learning rate schedule must be built in."""
     if problem := problem_of_schedule_name(experiment.optimization.schedule.name):
@@ -361,7 +301,7 @@ def problem_of_schedule_name(name: str) -> Problem | None:
     return Problem(("optimization", "schedule", "name"), *unknown_name("schedule", name, built_in))
 
 
-@rule("data.name")
+@rule("data.unknown", "data.name", looks_up_names=True)
 def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
     """torchvision must know the data set."""
     provider, rest = split_name(experiment.data.name)
@@ -369,28 +309,3 @@ def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
         names = model_facts.known_names("datasets")
         if names is not None and rest not in names:
             yield unlisted(("data", "name"), provider, "data set for this", rest, names)
-
-
-RULES: tuple[Rule, ...] = (
-    task_is_known,
-    strategy_is_known,
-    loggers_are_known,
-    model_provider_is_known,
-    dataset_provider_is_known,
-    data_on_disk_have_a_root,
-    arguments_say_nothing_twice,
-    strategy_takes_its_arguments,
-    degrees_belong_to_the_strategy,
-    schedules_belong_to_pipelines,
-    fused_sgd_fits_the_precision,
-)
-#: Rules on the packages that are installed here; some start a child process.
-NAME_RULES: tuple[Rule, ...] = (
-    tensorboard_is_installed,
-    mlflow_is_installed,
-    mlflow_has_a_store,
-    model_is_known,
-    dataset_is_known,
-    optimizer_is_known,
-    schedule_is_known,
-)

@@ -6,39 +6,37 @@ modules; ``check`` applies all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterator
 from functools import lru_cache
-from itertools import islice
+from operator import attrgetter
 
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, is_clean
+from hpc_train.config.problems import KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.built_in import TASKS
-from hpc_train.data_facts.by_name import target_of, task_facts
-from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
+from hpc_train.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
-from hpc_train.registry import suggestion
-from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch, undivided_repeats
-from hpc_train.validate import (
-    argument_rules,
+from hpc_train.topology.batch_arithmetic import (
+    too_few_micro_batches,
+    too_long_warmup,
+    undivided_batch,
+    undivided_repeats,
+)
+from hpc_train.topology.degrees import find_degrees
+from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.validate import (  # noqa: F401 (they register their rules)
     compatibility,
     data_rules,
-    image_rules,
     layer_rules,
-    loss_rules,
+    logging_rules,
+    model_rules,
     part_rules,
     slurm_rules,
-    smp_rules,
-    start_rules,
     sweep_rules,
-    tracking_uris,
+    task_rules,
 )
-from hpc_train.validate.base import Rule, rule
-
-check_start = start_rules.check_start
-#: The prefix of the averaged weights' metrics.
-_EMA = "ema_"
+from hpc_train.validate.base import RULES, Find, Rule, rule
+from hpc_train.validate.compatibility import auto_on_cpu, uneven_sync_batchnorm
+from hpc_train.validate.layer_rules import problems_of_layers
 
 
 def check(
@@ -46,46 +44,56 @@ def check(
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     return [
-        replace(problem, reads=applicable.reads)
+        problem
         for applicable in _applicable(frozenset(failed), check_names)
-        for problem in islice(applicable.find(experiment), MAX_PROBLEMS + 1)
+        for problem in applicable.problems(experiment)
     ]
 
 
 @lru_cache(maxsize=8)
 def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
-    """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
-    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
-    rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *smp_rules.RULES)
-    rules += (*compatibility.RULES, *tracking_uris.RULES, *argument_rules.RULES)
-    if check_names:
-        rules += (
-            *part_rules.NAME_RULES,
-            *smp_rules.NAME_RULES,
-            *argument_rules.MODEL_RULES,
-            *layer_rules.MODEL_RULES,
-            *compatibility.MODEL_RULES,
-            *image_rules.MODEL_RULES,
-        )
-    return [applicable for applicable in rules if applicable.can_judge(failed)]
+    """Return the rules that read no key of ``failed``, ordered by code; the same for all runs of a sweep."""
+    return [
+        RULES[code]
+        for code in sorted(RULES)
+        if RULES[code].can_judge(failed) and (check_names or not RULES[code].looks_up_names)
+    ]
 
 
-@rule("optimization.epochs", "optimization.steps")
+@rule("optimization.length", "optimization.epochs", "optimization.steps")
 def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
     """Exactly one of ``epochs`` and ``steps`` must be given."""
     optimization = experiment.optimization
     if optimization.epochs is None and optimization.steps is None:
         remedy = "write epochs: 30 or steps: 12000"
         yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
-    if optimization.epochs is not None and optimization.steps is not None:
-        yield _beside(("optimization", "steps"), "optimization.epochs")
+    yield from _beside("optimization.epochs", "optimization.steps")(experiment)
 
 
-def _beside(path: KeyPath, other: str) -> Problem:
-    return Problem(path, f"can't be combined with {other}", "keep one of the two")
+#: Code → two keys that exclude each other; the second one is reported.
+_EXCLUSIVE = {
+    "augment.two-policies": ("data.augment.randaugment", "data.augment.policy"),
+    "checkpoint.two-intervals": ("checkpoint.every_min", "checkpoint.every_steps"),
+    "evaluation.two-intervals": ("evaluation.every_epochs", "evaluation.every_steps"),
+    "schedule.two-warmups": ("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps"),
+}
 
 
-@rule("optimization.global_batch_size", "optimization.micro_batch_size")
+def _beside(one: str, other: str) -> Find:
+    """Return a rule's function that reports ``other`` if both keys are given."""
+
+    def find(experiment: Experiment) -> Iterator[Problem]:
+        if None not in attrgetter(one, other)(experiment):
+            yield Problem(tuple(other.split(".")), f"can't be combined with {one}", "keep one of the two")
+
+    return find
+
+
+for _code, _keys in _EXCLUSIVE.items():
+    rule(_code, *_keys)(_beside(*_keys))
+
+
+@rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
 def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
     """``micro_batch_size`` must divide ``global_batch_size``."""
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
@@ -93,7 +101,7 @@ def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
         yield problem
 
 
-@rule("data.augment.repeats", "optimization.global_batch_size")
+@rule("batch.undivided-repeats", "data.augment.repeats", "optimization.global_batch_size")
 def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
     """``data.augment.repeats`` must divide ``global_batch_size``."""
     if problem := undivided_repeats(
@@ -102,7 +110,7 @@ def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
         yield problem
 
 
-@rule("data.augment.randaugment")
+@rule("augment.magnitude", "data.augment.randaugment")
 def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
     """``data.augment.randaugment.magnitude`` must be at most 10 with timm's operations."""
     settings = experiment.data.augment.randaugment
@@ -111,29 +119,8 @@ def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{settings.magnitude} exceeds 10, the maximum of timm's operations", "write 9")
 
 
-@rule("checkpoint.every_min", "checkpoint.every_steps")
-def checkpoints_come_by_time_or_steps(experiment: Experiment) -> Iterator[Problem]:
-    """``checkpoint.every_min`` excludes ``every_steps``."""
-    if experiment.checkpoint.every_min is not None and experiment.checkpoint.every_steps is not None:
-        yield _beside(("checkpoint", "every_steps"), "checkpoint.every_min")
-
-
-@rule("evaluation.every_epochs", "evaluation.every_steps")
-def evaluations_come_by_epochs_or_steps(experiment: Experiment) -> Iterator[Problem]:
-    """``evaluation.every_epochs`` excludes ``every_steps``."""
-    if experiment.evaluation.every_epochs is not None and experiment.evaluation.every_steps is not None:
-        yield _beside(("evaluation", "every_steps"), "evaluation.every_epochs")
-
-
-@rule("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps")
-def warmup_is_given_once(experiment: Experiment) -> Iterator[Problem]:
-    """``warmup_epochs`` excludes ``warmup_steps``."""
-    schedule = experiment.optimization.schedule
-    if schedule.warmup_epochs is not None and schedule.warmup_steps is not None:
-        yield _beside(("optimization", "schedule", "warmup_steps"), "optimization.schedule.warmup_epochs")
-
-
 @rule(
+    "schedule.long-warmup",
     "optimization.epochs",
     "optimization.steps",
     "optimization.schedule.warmup_epochs",
@@ -150,16 +137,7 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
             yield problem
 
 
-@rule("data.augment.policy", "data.augment.randaugment")
-def one_policy_augments(experiment: Experiment) -> Iterator[Problem]:
-    """``policy`` and ``randaugment`` exclude each other."""
-    augment = experiment.data.augment
-    if augment.policy is not None and augment.randaugment is not None:
-        path = ("data", "augment", "policy")
-        yield Problem(path, "can't be combined with randaugment", "take one of the two out")
-
-
-@rule("data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
+@rule("augment.crop", "data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
 def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
     """A random resized crop needs ``image_size``, excludes padding, and has ordered bounds."""
     augment, path = experiment.data.augment, ("data", "augment")
@@ -176,7 +154,7 @@ def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
             yield _falling((*path, "random_resized_crop", key), low, high)
 
 
-@rule("data.augment.random_scale", "data.augment.random_resized_crop")
+@rule("augment.scale", "data.augment.random_scale", "data.augment.random_resized_crop")
 def scales_fit_together(experiment: Experiment) -> Iterator[Problem]:
     """``random_scale`` excludes a random resized crop and has ordered bounds."""
     augment, path = experiment.data.augment, ("data", "augment", "random_scale")
@@ -193,7 +171,7 @@ def _falling(path: KeyPath, low: float, high: float) -> Problem:
     return Problem(path, f"starts with the larger bound, {low:g}", f"write [{high:g}, {low:g}]")
 
 
-@rule("task", "data.augment", "data.image_size", "data.eval_size", "data.eval_crop")
+@rule("augment.target", "task", "data.augment", "data.image_size", "data.eval_size", "data.eval_crop")
 def image_keys_fit_the_target(experiment: Experiment) -> Iterator[Problem]:
     """Masks and boxes move along with the image; keys that move only the image are refused with them."""
     task, data = TASKS.get(experiment.task), experiment.data
@@ -210,7 +188,7 @@ def image_keys_fit_the_target(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("data", "eval_crop"), message, "take it out; whole images are evaluated")
 
 
-@rule("data.normalize")
+@rule("normalize.lengths", "data.normalize")
 def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]:
     """``mean`` and ``std`` must have one value per channel each."""
     normalize = experiment.data.normalize
@@ -226,7 +204,7 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 
 
-@rule("data.normalize", "model.name", "model.pretrained", "model.init_from")
+@rule("normalize.weights", "data.normalize", "model.name", "model.pretrained", "model.init_from")
 def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
     """``normalize: weights`` needs pretrained weights that define it."""
     normalize, path = experiment.data.normalize, ("data", "normalize")
@@ -244,6 +222,7 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
+    "text.unclean",
     "data.root",
     "data.cache",
     "data.stage",
@@ -273,63 +252,7 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, "is empty", "write a path, or take the key out")
 
 
-@rule("checkpoint.best", "early_stopping", "optimization.ema")
-def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
-    """Metrics with the prefix ``ema_`` need ``optimization.ema``."""
-    for path, metric in _followed_metrics(experiment):
-        if metric.startswith(_EMA) and experiment.optimization.ema is None:
-            message = f"{metric} is a metric of the EMA weights, and there is no optimization.ema"
-            yield Problem(path, message, f"write {metric.removeprefix(_EMA)}, or add optimization.ema")
-
-
-@rule("early_stopping")
-def early_stopping_has_a_limit(experiment: Experiment) -> Iterator[Problem]:
-    """``early_stopping`` needs ``patience`` or ``median_after``."""
-    stopping = experiment.early_stopping
-    if stopping is not None and stopping.patience is None and stopping.median_after is None:
-        yield Problem(("early_stopping", "patience"), "is missing", "write patience: 5, or median_after: 3")
-
-
-@rule("task", "data.name", "data.args", "checkpoint.best", "early_stopping")
-def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
-    """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
-    return _unknown_metrics(experiment, _followed_metrics(experiment))
-
-
-@rule("task", "data.name", "data.args", "sweep.search")
-def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
-    """``sweep.search.metric`` must be a metric of the task, if it is one of evaluations."""
-    search = experiment.sweep.search
-    metric = "train/" if search is None else search.metric.removeprefix("val/")
-    is_evaluated = not metric.startswith("train/")
-    return _unknown_metrics(experiment, [(("sweep", "search", "metric"), metric)] if is_evaluated else [])
-
-
-def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, str]]) -> Iterator[Problem]:
-    facts, target = task_facts(experiment.task), target_of(experiment.data)
-    loss = experiment.optimization.loss
-    if target == "classes" and loss is not None and loss.name == "cross_entropy":
-        target = "class"  # the targets are shares of the classes, and the class with the largest is predicted
-    metric_patterns = facts.metrics_with(target)
-    for path, metric in metrics:
-        name = metric.removeprefix(_EMA)
-        if metric_patterns and not any(fnmatchcase(name, pattern) for pattern in metric_patterns):
-            message = f"{shortened(metric)} is not a metric of {experiment.task}"
-            if name in facts.metrics:
-                message += f" (target: {target})"
-            whole = [pattern for pattern in metric_patterns if not pattern.endswith("*")]
-            names = ", ".join(pattern.replace("*", "<class>") for pattern in metric_patterns)
-            yield Problem(path, message, suggestion(name, whole, f"write one of {names}"))
-
-
-def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
-    if (best := experiment.checkpoint.best) is not None:
-        yield ("checkpoint", "best", "metric"), best.metric
-    if (stopping := experiment.early_stopping) is not None:
-        yield ("early_stopping", "metric"), stopping.metric
-
-
-@rule("model.pretrained")
+@rule("weights.not-a-file", "model.pretrained")
 def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     """``model.pretrained`` must be true, false, or a file of a known format."""
     weights = experiment.model.pretrained
@@ -339,14 +262,14 @@ def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("model", "pretrained"), message, remedy)
 
 
-@rule("model.pretrained", "model.init_from")
+@rule("weights.two-sources", "model.pretrained", "model.init_from")
 def weights_come_from_one_place(experiment: Experiment) -> Iterator[Problem]:
     """A model starts from one set of weights."""
     if experiment.model.init_from is not None and experiment.model.pretrained is not False:
         yield Problem(("model", "init_from"), "has no effect beside model.pretrained", "take one of them out")
 
 
-@rule("compile", "deterministic", "device")
+@rule("compile.nondeterministic", "compile", "deterministic", "device")
 def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator[Problem]:
     """Symbolic shapes chosen by torch exclude determinism."""
     on_cpu_by_default = experiment.deterministic is None and experiment.device == "cpu"
@@ -361,27 +284,50 @@ def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator
         )
 
 
-RULES: tuple[Rule, ...] = (
-    length_is_given_once,
-    micro_batches_divide_the_batch,
-    repeats_divide_the_batch,
-    timms_magnitudes_end_at_ten,
-    checkpoints_come_by_time_or_steps,
-    evaluations_come_by_epochs_or_steps,
-    warmup_is_given_once,
-    warmup_ends_before_the_run,
-    crops_fit_together,
-    scales_fit_together,
-    image_keys_fit_the_target,
-    one_policy_augments,
-    normalization_has_equal_lengths,
-    weights_say_how_to_normalize,
-    text_has_no_control_characters,
-    weights_are_a_file,
-    ema_metrics_need_an_average,
-    early_stopping_has_a_limit,
-    followed_metrics_are_the_tasks,
-    searched_metric_is_the_tasks,
-    weights_come_from_one_place,
-    compiled_code_is_the_same_after_a_resume,
-)
+def check_start(
+    experiment: Experiment,
+    ranks: int | None,
+    ranks_per_node: int | None = None,
+    fewest_ranks: int | None = None,
+    found: int | None = None,
+) -> list[Problem]:
+    """Return the problems that prevent a start on this number of ranks (None: not known yet).
+
+    ``ranks_per_node``: by default all ranks are on one node. ``fewest_ranks``: of a range of nodes, any of
+    which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
+    attempt; None before that.
+    """
+    is_auto = experiment.optimization.micro_batch_size == "auto"
+    if is_auto and found is None and experiment.device == "cpu":
+        return [auto_on_cpu()]
+    if ranks is None:
+        return []
+    per_node = ranks_per_node or ranks
+    possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
+    misfits = (_misfits(experiment, number, per_node, found) for number in possible)
+    return next(filter(None, misfits), [])
+
+
+def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int | None) -> list[Problem]:
+    degrees = find_degrees(experiment.parallel, ranks, ranks_per_node)
+    if isinstance(degrees, Problem):
+        return [degrees]
+    if problems := problems_of_layers(experiment, degrees, ranks_per_node):
+        return problems
+    is_auto = experiment.optimization.micro_batch_size == "auto"
+    if is_auto:  # the minimum that it may find
+        experiment = experiment.with_micro_batch_size(found or 1)
+    ranks_per_model = degrees.pipeline * degrees.tensor
+    if problem := too_few_micro_batches(
+        experiment.micro_batches, degrees.data_ranks, ranks_per_model, is_auto=is_auto, found=found
+    ):
+        return [problem]
+    if is_auto and found is None:
+        return []
+    slots = -(-experiment.micro_batches // degrees.data_ranks)
+    if problem := problem_of_schedule(experiment.parallel, degrees.pipeline, slots):
+        return [problem]
+    if not experiment.parallel.sync_batchnorm:
+        return []
+    uneven = uneven_sync_batchnorm(experiment.micro_batches, degrees.data_ranks)
+    return [] if uneven is None else [uneven]

@@ -13,7 +13,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import SBATCH_KEYS
 from hpc_train.errors import counted
 from hpc_train.topology.degrees import find_degrees
-from hpc_train.validate.base import Rule, rule
+from hpc_train.validate.base import rule
 
 #: Options of sbatch that the launcher sets itself.
 OWNED = (
@@ -65,7 +65,7 @@ def ranks_on_each_node(slurm: SlurmConfig) -> int:
     return slurm.ranks_per_node or slurm.gpus_per_node or 1
 
 
-@rule("slurm.nodes")
+@rule("slurm.node-range", "slurm.nodes")
 def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
     """The lower end of a range of nodes comes first."""
     if experiment.slurm is None or isinstance(experiment.slurm.nodes, int):
@@ -77,6 +77,7 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
+    "slurm.too-many-ranks",
     "slurm.nodes",
     "slurm.gpus_per_node",
     "slurm.ranks_per_node",
@@ -108,12 +109,7 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     )
 
 
-@rule(
-    "slurm.nodes",
-    "slurm.gpus_per_node",
-    "slurm.ranks_per_node",
-    "parallel",
-)
+@rule("slurm.degrees", "slurm.nodes", "slurm.gpus_per_node", "slurm.ranks_per_node", "parallel")
 def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     """The product of the degrees must divide the number of ranks."""
     slurm, parallel = experiment.slurm, experiment.parallel
@@ -132,7 +128,7 @@ def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     )
 
 
-@rule("slurm.gpu_type", "slurm.gpus_per_node")
+@rule("slurm.gpu-type", "slurm.gpu_type", "slurm.gpus_per_node")
 def a_kind_of_gpu_needs_gpus(experiment: Experiment) -> Iterator[Problem]:
     """``gpu_type`` needs ``gpus_per_node``."""
     slurm = experiment.slurm
@@ -141,7 +137,7 @@ def a_kind_of_gpu_needs_gpus(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "gpu_type"), message, "write slurm.gpus_per_node, or take it out")
 
 
-@rule("slurm.gpus_per_node", "slurm.ranks_per_node", "device")
+@rule("slurm.shared-gpus", "slurm.gpus_per_node", "slurm.ranks_per_node", "device")
 def every_rank_has_a_gpu(experiment: Experiment) -> Iterator[Problem]:
     """A GPU can't be shared by several ranks."""
     slurm = experiment.slurm
@@ -152,7 +148,7 @@ def every_rank_has_a_gpu(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "ranks_per_node"), message, f"write {slurm.gpus_per_node}, or take it out")
 
 
-@rule("slurm.cpus_per_gpu", "slurm.gpus_per_node", "slurm.ranks_per_node")
+@rule("slurm.uneven-cores", "slurm.cpus_per_gpu", "slurm.gpus_per_node", "slurm.ranks_per_node")
 def ranks_share_the_cores_evenly(experiment: Experiment) -> Iterator[Problem]:
     """The cores per GPU must divide evenly among the ranks of a node."""
     slurm = experiment.slurm
@@ -168,7 +164,7 @@ def ranks_share_the_cores_evenly(experiment: Experiment) -> Iterator[Problem]:
         )
 
 
-@rule("slurm.signal_lead_s", "slurm.time_limit")
+@rule("slurm.signal-lead", "slurm.signal_lead_s", "slurm.time_limit")
 def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Problem]:
     """``signal_lead_s`` must be less than ``time_limit``."""
     slurm = experiment.slurm
@@ -180,7 +176,7 @@ def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Proble
         yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
 
 
-@rule("slurm.extra", "slurm.mem_gb")
+@rule("slurm.extra-option", "slurm.extra", "slurm.mem_gb")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
     """``slurm.extra`` must not contain options that hpc-train sets or has keys for."""
     slurm = experiment.slurm
@@ -193,7 +189,7 @@ def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("slurm", "extra", key), message, "take one of them out", on_key=True)
 
 
-@rule("slurm.extra")
+@rule("slurm.extra-value", "slurm.extra")
 def extra_values_are_words(experiment: Experiment) -> Iterator[Problem]:
     """The values of ``slurm.extra`` must be safe in a ``#SBATCH`` line."""
     yield from bad_option_values(experiment.slurm.extra if experiment.slurm else {}, ("slurm", "extra"))
@@ -231,16 +227,3 @@ def sbatch_option(key: str) -> str:
     if option in options:
         return option
     return next((name for name in options if name.startswith(option)), option)
-
-
-RULES: tuple[Rule, ...] = (
-    node_range_goes_up,
-    every_rank_has_a_micro_batch,
-    degrees_divide_the_ranks,
-    a_kind_of_gpu_needs_gpus,
-    every_rank_has_a_gpu,
-    ranks_share_the_cores_evenly,
-    the_warning_comes_within_the_time,
-    extra_options_are_free,
-    extra_values_are_words,
-)

@@ -1,9 +1,9 @@
-"""Rules on the keys and values of ``sweep``; those on distributions are in ``distribution_rules``."""
+"""Rules on ``sweep``: its keys and values, distributions, and conditions of runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,15 +15,20 @@ from hpc_train.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, repl
 from hpc_train.config.problems import KeyPath, Problem, dotted, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.config.sweep_sections import (
+    CHOICE,
     MAX_RUNS,
+    RANGES,
+    Distribution,
     SweepConfig,
     SweptKey,
+    accepted_values,
+    by_condition,
     comparable,
     parameters_place,
     swept_keys,
 )
-from hpc_train.validate import distribution_rules
-from hpc_train.validate.base import Rule, rule
+from hpc_train.registry import is_factory, target_of, unknown_part
+from hpc_train.validate.base import rule
 
 MAX_KEYS = 100
 #: Sections that can be long, whose values are independent of other sections.
@@ -31,7 +36,7 @@ _LONG = {"sweep": True, "slurm": True, "logging": True} | {
     part: {"args": True} for part in ("model", "data", "parallel")
 }
 #: Without rules on grids alone, so that its problems are reported together with those of other parts.
-_sweep_rule = rule("sweep.grid", "sweep.list", "sweep.random", "sweep.search")
+_WAYS = ("sweep.grid", "sweep.list", "sweep.random", "sweep.search")
 
 
 def swept_paths(experiment: Experiment) -> Iterator[tuple[SweptKey, KeyPath]]:
@@ -58,7 +63,7 @@ def _too_many(sweep: SweepConfig) -> KeyPath | None:
     return ("sweep", "list") if len(keys) > MAX_KEYS else None
 
 
-@_sweep_rule
+@rule("sweep.many-keys", *_WAYS)
 def swept_keys_are_few(experiment: Experiment) -> Iterator[Problem]:
     """A sweep has a maximum number of keys."""
     if place := _too_many(experiment.sweep):
@@ -68,7 +73,7 @@ def swept_keys_are_few(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(place, f"has {count:,} keys", f"write at most {MAX_KEYS}", on_key=True)
 
 
-@_sweep_rule
+@rule("sweep.unknown-key", *_WAYS)
 def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
     """The keys of a sweep must be keys of the file."""
     for swept in _keys(experiment):
@@ -78,7 +83,7 @@ def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
             yield replace(error.problem, path=swept.place, on_key=True)
 
 
-@_sweep_rule
+@rule("sweep.not-identity", *_WAYS)
 def swept_keys_change_the_run(experiment: Experiment) -> Iterator[Problem]:
     """A swept key must be part of the run's id."""
     excluded = [tuple(key.split(".")) for key in NOT_IDENTITY]
@@ -94,7 +99,7 @@ def _taking_out(swept: SweptKey) -> str:
     return "take it out of the grid" if swept.place[:2] == GRID else "take it out of the sweep"
 
 
-@_sweep_rule
+@rule("sweep.overlap", *_WAYS)
 def swept_keys_lie_apart(experiment: Experiment) -> Iterator[Problem]:
     """A swept key must not be a parent of another one, nor be swept in two ways."""
     whole: dict[KeyPath, SweptKey] = {}
@@ -117,7 +122,7 @@ def _in_other_runs(swept: SweptKey, other: SweptKey) -> bool:
     return swept.place[:2] == other.place[:2] == ("sweep", "list") and swept.place[2] != other.place[2]
 
 
-@_sweep_rule
+@rule("sweep.repeated", *_WAYS)
 def swept_values_differ(experiment: Experiment) -> Iterator[Problem]:
     """The values of a swept key must differ, and so must the runs of a list."""
     for swept in _keys(experiment):
@@ -135,7 +140,7 @@ def _repeated(values: tuple[tuple[KeyPath, Any], ...], what: str) -> Iterator[Pr
             yield Problem(place, f"is the same as {what} {first + 1} of the list", "take it out")
 
 
-@_sweep_rule
+@rule("sweep.not-finite", *_WAYS)
 def swept_numbers_are_finite(experiment: Experiment) -> Iterator[Problem]:
     """The values of a sweep must not be NaN or infinite."""
     for swept in _keys(experiment):
@@ -150,7 +155,7 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-@_sweep_rule
+@rule("sweep.many-runs", *_WAYS)
 def runs_are_countable(experiment: Experiment) -> Iterator[Problem]:
     """A sweep has a maximum number of runs."""
     sweep, runs = experiment.sweep, _count(experiment.sweep)
@@ -166,7 +171,7 @@ def _count(sweep: SweepConfig) -> int:
     return prod(len(values) for values in sweep.grid.values()) * max(1, len(sweep.list)) * draws
 
 
-@_sweep_rule
+@rule("sweep.value", *_WAYS)
 def swept_values_fit_their_keys(experiment: Experiment) -> Iterator[Problem]:
     """Each value must be valid for its key, and so must both bounds of a range."""
     if _count(experiment.sweep) > MAX_RUNS:
@@ -195,14 +200,128 @@ def _misfit(base: dict[str, Any], path: KeyPath, value: Any, place: KeyPath) -> 
                 yield replace(problem, path=(*place, *problem.path[len(path) :]))
 
 
-RULES: tuple[Rule, ...] = (
-    swept_keys_are_few,
-    swept_keys_exist,
-    swept_keys_change_the_run,
-    swept_keys_lie_apart,
-    swept_values_differ,
-    swept_numbers_are_finite,
-    runs_are_countable,
-    swept_values_fit_their_keys,
-    *distribution_rules.RULES,
-)
+_EXAMPLE = "write one, like {uniform: [0, 1]} or {choice: [a, b]}"
+_STEPPED = ("uniform", "int")
+
+
+def _parameters(experiment: Experiment) -> Iterator[tuple[KeyPath, Distribution]]:
+    """Yield the distributions with their places."""
+    for key, distribution in experiment.sweep.parameters.items():
+        yield (*parameters_place(experiment.sweep), key), distribution
+
+
+@rule("sweep.distribution", "sweep.random", "sweep.search")
+def parameters_have_one_distribution(experiment: Experiment) -> Iterator[Problem]:
+    """There is a parameter, and each has exactly one distribution."""
+    sweep = experiment.sweep
+    if (sweep.random or sweep.search) and not sweep.parameters:
+        yield Problem(parameters_place(sweep), "names no parameter", "write KEY: {uniform: [0, 1]}")
+    for place, distribution in _parameters(experiment):
+        kinds = distribution.kinds
+        if not kinds:
+            yield Problem(place, f"needs one of {CHOICE}, {', '.join(RANGES)}", _EXAMPLE, on_key=True)
+        elif len(kinds) > 1:
+            yield Problem(place, f"has {' and '.join(kinds)}", "keep one of them", on_key=True)
+
+
+@rule("sweep.empty-range", "sweep.random", "sweep.search")
+def ranges_are_not_empty(experiment: Experiment) -> Iterator[Problem]:
+    """A range has a lower and a higher bound, and room for a step."""
+    for place, distribution in _parameters(experiment):
+        if len(distribution.kinds) != 1 or distribution.kind == CHOICE:
+            continue
+        low, high = distribution.bounds
+        bounds = (*place, distribution.kind)
+        if low == high:
+            yield Problem(bounds, f"has the one value {shown(low)}", "write a higher second bound")
+        elif low > high:
+            yield Problem(bounds, f"is empty: {shown(low)} is above {shown(high)}", "write the lower first")
+        elif distribution.step is not None and distribution.step > high - low:
+            message = f"{shown(distribution.step)} exceeds the range of {shown(high - low)}"
+            yield Problem((*place, "step"), message, "write a smaller step")
+
+
+@rule("sweep.step", "sweep.random", "sweep.search")
+def steps_are_for_ranges(experiment: Experiment) -> Iterator[Problem]:
+    """``step`` needs a range that is not logarithmic, and is an integer if the values are."""
+    for place, distribution in _parameters(experiment):
+        step = distribution.step
+        if step is None or len(distribution.kinds) != 1:
+            continue
+        if distribution.kind not in _STEPPED:
+            message = f"has no effect with {distribution.kind}"
+            yield Problem((*place, "step"), message, f"take it out, or write {' or '.join(_STEPPED)}")
+        elif distribution.is_whole and not float(step).is_integer():
+            yield Problem((*place, "step"), f"needs a whole number, got {shown(step)}", "write one like 2")
+
+
+@rule("sweep.condition", "sweep.grid", "sweep.list", "sweep.random", "sweep.search")
+def conditions_can_be_fulfilled(experiment: Experiment) -> Iterator[Problem]:
+    """``when`` names other swept keys, not in a circle, and their values."""
+    possible = _Possible(swept_keys(experiment.sweep))
+    ordered = set(by_condition(experiment.sweep.parameters))
+    for place, distribution in _parameters(experiment):
+        where = (*place, "when")
+        if place[-1] not in ordered:
+            yield Problem(where, "depends on the parameter itself", "take it out", on_key=True)
+        else:
+            yield from possible.problems(distribution.when or {}, where)
+
+
+@rule("sweep.exclusion", "sweep.grid", "sweep.list", "sweep.random", "sweep.exclude", "sweep.search")
+def exclusions_exclude_something(experiment: Experiment) -> Iterator[Problem]:
+    """``sweep.exclude`` names swept keys and their values."""
+    possible = _Possible(swept_keys(experiment.sweep))
+    for index, conditions in enumerate(experiment.sweep.exclude):
+        place: KeyPath = ("sweep", "exclude", index)
+        if not conditions:
+            yield Problem(place, "excludes all runs", "write the values of the runs to exclude")
+        yield from possible.problems(conditions, place)
+
+
+class _Possible:
+    """The values that a run can have, by swept key."""
+
+    def __init__(self, keys: Iterable[SweptKey]) -> None:
+        self._values: dict[str, set[object]] = {}
+        self._ranges: set[str] = set()
+        for swept in keys:
+            self._values.setdefault(swept.key, set()).update(comparable(value) for _, value in swept.values)
+            if swept.is_range:
+                self._ranges.add(swept.key)
+
+    def problems(self, conditions: Mapping[str, Any], place: KeyPath) -> Iterator[Problem]:
+        """Yield the conditions that no run can fulfil."""
+        for key, wanted in conditions.items():
+            if key not in self._values:
+                swept_keys = ", ".join(map(str, list(self._values)[:10])) or "none"
+                yield Problem((*place, key), "is not swept", f"write one of {swept_keys}", on_key=True)
+            elif key in self._ranges:
+                message = f"{dotted((key,))} is drawn from a range, so no value can be expected"
+                yield Problem((*place, key), message, "name keys with lists of values only", on_key=True)
+            else:
+                yield from self._unknown(key, wanted, (*place, key))
+
+    def _unknown(self, key: str, wanted: Any, place: KeyPath) -> Iterator[Problem]:
+        for index, value in enumerate(accepted_values(wanted)):
+            if comparable(value) not in self._values[key]:
+                where = (*place, index) if isinstance(wanted, list) else place
+                yield Problem(where, f"no run has {shown(value)}", "write a value of the sweep")
+
+
+@rule("sweep.search-combined", "sweep.grid", "sweep.list", "sweep.random", "sweep.search")
+def a_search_is_alone(experiment: Experiment) -> Iterator[Problem]:
+    """``sweep.search`` excludes the other ways to vary keys."""
+    sweep = experiment.sweep
+    others = [name for name in ("grid", "list", "random") if getattr(sweep, name)]
+    if sweep.search is not None and others:
+        message = f"excludes sweep.{others[0]}"
+        yield Problem(("sweep", "search"), message, "keep one of the two", on_key=True)
+
+
+@rule("sweep.method", "sweep.search")
+def the_method_exists(experiment: Experiment) -> Iterator[Problem]:
+    """``sweep.search.method`` is the name of a built-in method or of a plug-in."""
+    search = experiment.sweep.search
+    if search is not None and not is_factory(search.method) and target_of("search", search.method) is None:
+        yield Problem(("sweep", "search", "method"), *unknown_part("search", search.method))

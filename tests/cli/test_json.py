@@ -49,7 +49,8 @@ def test_plan_validate_and_submit(file: Path) -> None:
     assert checked("validate", hpc_train("validate", file, swept, "--json").out)["runs"] == 2
     done = hpc_train("validate", file, "sed=1", "--json")
     found = checked("validate", done.out)
-    assert done.code == 65 and found["name"] is None and "unknown key" in found["problems"][0]
+    assert done.code == 65 and found["name"] is None and found["codes"] == ["key.unknown"]
+    assert len(found["problems"]) == 1
     done = hpc_train("submit", file, swept, "--launcher", QUEUE, "--json")
     assert done.code == 0 and len(checked("submit", done.out)["runs"]) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpc_train.config.problems import ProblemLine
 from hpc_train.errors import BadFileError
 from hpc_train.validate.loading import load
 
@@ -29,5 +30,16 @@ def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[str]:
     try:
         load(path, overrides)
     except BadFileError as error:
-        return [line.replace(str(path), "exp.yaml") for line in error.problems]
+        return [_named(line, str(path)) for line in error.problems]
     return []
+
+
+def _named(line: str, path: str) -> str:
+    assert isinstance(line, ProblemLine)
+    return ProblemLine(line.replace(path, "exp.yaml"), line.code, line.key)
+
+
+def code_and_key(line: str) -> tuple[str, str]:
+    """Return which problem a line reports, and of which key."""
+    assert isinstance(line, ProblemLine)
+    return line.code, line.key

@@ -10,27 +10,7 @@ from hpc_train.errors import BadFileError, UsageError
 from hpc_train.paths import expanded, runs_root
 from hpc_train.plan.planning import make_plan
 from hpc_train.validate.loading import load
-from tests.config.files import GOOD, problems_of
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("recovery.hang_after_min=1e308", "above 0 and at most 1000000, got 1e+308"),
-        ("recovery.exclude_nodes_for_h=1e9", "a number of 0 to 1000000"),
-        ("checkpoint.every_min=1e9", "at most 1000000"),
-        ("sweep.grid={model.args.x: [1, .nan]}", "sweep.grid.model.args.x[1]: needs finite numbers, got nan"),
-        ("sweep.grid={model.args.x: [{a: [.inf]}]}", "sweep.grid.model.args.x[0]: needs finite numbers"),
-    ],
-)
-def test_a_value_that_would_fail_later_is_refused(tmp_path: Path, override: str, said: str) -> None:
-    (line,) = problems_of(tmp_path, GOOD, override)
-    assert said in line
-
-
-def test_advice_has_no_more_digits_than_a_person_reads(tmp_path: Path) -> None:
-    (line,) = problems_of(tmp_path, GOOD, "seed=1e308")
-    assert len(line) < 200
+from tests.config.files import GOOD
 
 
 def test_more_samples_than_can_be_indexed_are_refused(tmp_path: Path) -> None:
@@ -48,14 +28,3 @@ def test_a_home_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatc
     ):
         runs_root()
     assert expanded("~no-such-user/x") == Path("~no-such-user/x")
-
-
-@pytest.mark.slow
-def test_images_of_a_size_that_the_model_cannot_take_are_refused(tmp_path: Path) -> None:
-    model = "model.name=timm/test_vit"
-    (line,) = problems_of(tmp_path, GOOD, model, "data.image_size=50")
-    assert "data.image_size: timm/test_vit can't take images of 50×50 (Input height (50)" in line
-    assert line.endswith("; write 160")
-    (line,) = problems_of(tmp_path, GOOD, model, "data={name: synthetic, args: {image_size: 50}}")
-    assert "data.args.image_size: timm/test_vit can't take" in line
-    assert problems_of(tmp_path, GOOD, model, "data.image_size=32") == []

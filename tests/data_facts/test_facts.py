@@ -14,7 +14,7 @@ from PIL import Image
 import hpc_train
 from hpc_train import registry
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import torchvision_sizes
+from hpc_train.data_facts import built_in
 from hpc_train.data_facts.built_in import DATA_SETS, TASKS
 from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit, training_samples
 from hpc_train.data_facts.facts import DataFacts, TaskFacts
@@ -105,7 +105,7 @@ def test_size_and_channels_are_those_of_the_data(name: str, args: dict[str, int]
     assert size is None if images is None else images.shape[1:] == (size, size)
 
 
-@pytest.mark.parametrize("name", sorted(torchvision_sizes._IMAGES))
+@pytest.mark.parametrize("name", sorted(built_in.TORCHVISION_IMAGES))
 def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
     assert name in torchvision.datasets.__all__
 

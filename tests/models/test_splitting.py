@@ -20,7 +20,7 @@ from hpc_train.models import torchvision as torchvision_plugin
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT
 from hpc_train.models.splitting import Stage, most_stages, split_model
-from hpc_train.validate.gpt_args import GPTArgs
+from hpc_train.validate.model_rules import GPTArgs
 
 Make = Callable[[], nn.Module]
 

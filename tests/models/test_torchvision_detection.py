@@ -10,7 +10,7 @@ import torchvision
 from torchvision.ops import box_iou
 
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.data_facts.detectors import is_detector
+from hpc_train.data_facts.image_facts import is_detector
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model

@@ -27,7 +27,7 @@ from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.ema import Ema
-from hpc_train.validate.gpt_args import GPTArgs
+from hpc_train.validate.model_rules import GPTArgs
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
 

@@ -30,7 +30,7 @@ from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema
 from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer, make_schedule
-from hpc_train.validate.gpt_args import GPTArgs
+from hpc_train.validate.model_rules import GPTArgs
 from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchvision.ops import sigmoid_focal_loss
 
 from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.losses import CLASSIFICATION
+from hpc_train.data_facts.facts import CLASSIFICATION_LOSSES
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.class_losses import ClassLoss, make_class_loss
 
@@ -99,7 +99,7 @@ def test_focal_loss_of_a_certain_prediction_has_a_finite_slope(gamma: float, has
     assert found.isfinite().all() and slope.isfinite().all()
 
 
-@pytest.mark.parametrize("name", CLASSIFICATION)
+@pytest.mark.parametrize("name", CLASSIFICATION_LOSSES)
 @pytest.mark.parametrize("has_several", [False, True])
 def test_every_loss_has_an_implementation(name: str, has_several: bool) -> None:
     targets = LABELS.double() if has_several else CLASSES

@@ -20,7 +20,7 @@ from hpc_train.distributed.forking import ForkedCall
 from hpc_train.models.gpt import GPT
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
-from hpc_train.validate.gpt_args import GPTArgs
+from hpc_train.validate.model_rules import GPTArgs
 from tests.ranks import run_ranks
 from tests.waiting import HANG_LIMIT_S
 

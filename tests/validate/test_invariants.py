@@ -193,7 +193,7 @@ SHARED = {
     "distributed.precision._refuse_without_float8: no_float8": Shared(
         {"precision": "fp8", "device": "cpu"}, lambda experiment: choose_precision("fp8", CPU)
     ),
-    "models.gpt.build: args_problems": Shared(
+    "models.gpt.build: gpt_args_problems": Shared(
         {"model": {"name": "gpt", "args": {"num_heads": 3}}, "data": TEXT, "task": "causal_lm"},
         lambda experiment: build_model(experiment.model, replace(IMAGES, sequence_length=8)),
     ),

@@ -26,7 +26,7 @@ import numpy as np
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
 from hpc_train.data_facts.data_size import COUNT_LIMIT_S
-from hpc_train.data_facts.image_args import CocoArgs
+from hpc_train.data_facts.image_facts import CocoArgs
 from hpc_train.data_facts.root_layout import VALIDATION, annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.image_args import DigitsArgs
+from hpc_train.data_facts.image_facts import DigitsArgs
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.types import DataInfo

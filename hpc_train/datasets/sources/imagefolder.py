@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.data_facts.image_args import ImageFolderArgs
+from hpc_train.data_facts.image_facts import ImageFolderArgs
 from hpc_train.data_facts.root_layout import class_folders, validation_folder
 from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.image_args import SegmentationFolderArgs
+from hpc_train.data_facts.image_facts import SegmentationFolderArgs
 from hpc_train.data_facts.root_layout import validation_folder
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource

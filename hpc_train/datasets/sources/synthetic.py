@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.image_args import SyntheticArgs
+from hpc_train.data_facts.image_facts import SyntheticArgs
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.random_numbers import Keys

@@ -22,7 +22,7 @@ from pathlib import Path
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.loader_memory import prefetched_bytes
+from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import NoSchedulerError, UsageError
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import ValidationError
 
-from hpc_train.config.accepted_values import wanted
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.explanations import value_at
+from hpc_train.config.explanations import value_at, wanted
 from hpc_train.config.fields import ScriptPath, Section, pattern
 from hpc_train.config.keys import as_mapping, child
-from hpc_train.config.marked_yaml import MAX_BYTES, read_document
+from hpc_train.config.marked_yaml import EMPTY, MAX_BYTES, read_document
 from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
@@ -150,7 +149,7 @@ def _read(path: Path, _state: tuple[int, ...]) -> Profile:
     with path.open("rb") as file:
         document = read_document(file.read(MAX_BYTES + 1))
     problems, data = document.problems, document.data or {}
-    if document.data is None and problems[0].message == "the file is empty":
+    if document.data is None and problems[0].code == EMPTY:
         problems = []
     profile = None
     try:
@@ -183,10 +182,10 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
             new = _unknown((*path, entry["loc"][-1]), list((as_mapping(node) or {}).get("properties", {})))
         elif entry["type"] == "value_error":
             message, _, remedy = str(entry["ctx"]["error"]).partition("; ")
-            new = Problem(path, message, remedy)
+            new = Problem(path, message, remedy, code="profile.value")
         else:
             message = f"needs {wanted(node)}, got {shown(value_at(data, path))}"
-            new = Problem(path, message, "write that, or take it out")
+            new = Problem(path, message, "write that, or take it out", code="profile.value")
         by_path.setdefault(new.path, new)
     return list(by_path.values())
 
@@ -205,25 +204,53 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
 
 def _unknown(path: KeyPath, keys: list[str]) -> Problem:
     remedy = suggestion(str(path[-1]), keys, f"take it out, or write one of {', '.join(keys)}")
-    return Problem(path, "unknown key of a profile", remedy, on_key=True)
+    return Problem(path, "unknown key of a profile", remedy, on_key=True, code="profile.unknown-key")
 
 
 def _contradictions(profile: Profile) -> Iterator[Problem]:
     for key in sorted(profile.defaults.model_fields_set - set(DEFAULTS)):
         remedy = f"leave it to the experiment file; defaults are of {', '.join(DEFAULTS)}"
-        yield Problem(("defaults", key), "can't have a default", remedy, on_key=True)
+        yield Problem(("defaults", key), "can't have a default", remedy, on_key=True, code="profile.default")
     for key in profile.sbatch:
         if not _OPTION_NAME.fullmatch(key):
-            yield Problem(("sbatch", key), "is no option of sbatch", "write a long name", on_key=True)
+            yield Problem(
+                ("sbatch", key),
+                "is no option of sbatch",
+                "write a long name",
+                on_key=True,
+                code="profile.sbatch",
+            )
     yield from taken_options(profile.sbatch, ("sbatch",))
     yield from bad_option_values(profile.sbatch, ("sbatch",))
     for name, value in profile.environment.items():
         if not _VARIABLE.fullmatch(name):
-            yield Problem(("environment", name), "is no variable's name", "write one like NCCL_DEBUG", True)
+            yield Problem(
+                ("environment", name),
+                "is no variable's name",
+                "write one like NCCL_DEBUG",
+                True,
+                code="profile.environment",
+            )
         elif name.startswith(_OWNED_VARIABLES):
-            yield Problem(("environment", name), "is set by hpc-train or Slurm", "take it out", on_key=True)
+            yield Problem(
+                ("environment", name),
+                "is set by hpc-train or Slurm",
+                "take it out",
+                on_key=True,
+                code="profile.environment",
+            )
         elif isinstance(value, str) and not is_clean(value):
-            yield Problem(("environment", name), "has a control character or line break", "take it out")
+            yield Problem(
+                ("environment", name),
+                "has a control character or line break",
+                "take it out",
+                code="profile.environment",
+            )
     for index, line in enumerate(profile.setup):
         if not is_clean(line.replace("\t", " ")):
-            yield Problem(("setup", index), "has a control character or line break", "write a line an item")
+            yield Problem(
+                ("setup", index),
+                "has a control character or line break",
+                "write a line an item",
+                code="profile.setup",
+            )

@@ -1,0 +1,208 @@
+"""The cases of ``messages.golden``: a small bad file each, and the lines that report what is wrong.
+
+``python -m tests.validate.messages`` writes the lines again after a change of wording; review the diff. A
+case is a line ``> FILE | CHANGE | CHANGE``. Below it are the lines with their codes; none for a valid file.
+A change is ``KEY=VALUE`` of the command line, or
+
+    OLD -> NEW      a replacement in the file, all occurrences
+    + TEXT          text after the file
+    = TEXT          another file
+    ranks 8/2/4     the start on 8 ranks, 2 per node, at least 4 (the latter two may be missing)
+    without NAME    the package NAME is not installed
+    own parts       the user's modules are looked up too
+    remarks         remarks on a valid file
+
+with escapes as in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from hpc_train.config.problems import ProblemLine
+from hpc_train.errors import BadFileError
+from hpc_train.validate import logging_rules, model_facts
+from hpc_train.validate.loading import Loaded, load
+from hpc_train.validate.own_parts import missing_parts
+from hpc_train.validate.rules import check_start
+from hpc_train.validate.task_rules import remarks
+from tests.config.files import GOOD
+
+GOLDEN = Path(__file__).with_name("messages.golden")
+TEXT = """\
+name: letters
+task: causal_lm
+model: {name: gpt}
+data: {name: text, root: some.txt}
+optimization:
+  steps: 3
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1}
+"""
+DETECTION = TEXT.replace("causal_lm", "detection").replace("gpt", "torchvision/fasterrcnn_resnet50_fpn_v2")
+MASKS = GOOD.replace("classification", "segmentation").replace(
+    "digits\n", "segmentation_folder\n  root: x\n  args: {num_classes: 3}\n"
+)
+FILES = {
+    "good": GOOD,
+    "text": TEXT,
+    "boxes": DETECTION.replace("text, root: some.txt", "coco, root: coco"),
+    "masks": MASKS,
+    "gpt": TEXT.replace("{name: gpt}", "{name: gpt, args: {tie_embeddings: false}}"),
+    "images": TEXT.replace("causal_lm", "classification")
+    .replace("name: gpt", "name: acme.models:net")
+    .replace("name: text, root: some.txt", "name: imagefolder, root: images, cache: packs"),
+    "own": """
+name: x
+task: "own_parts:Task"
+model: {name: "own_parts:build_net"}
+data: {name: "own_parts:build_net"}
+optimization: {steps: 4, global_batch_size: 8, micro_batch_size: 8, optimizer: {name: sgd, lr: 0.1}}
+""",
+}
+#: The user's modules.
+MODULES = {
+    "own_parts.py": """
+raise RuntimeError("imported")
+
+def build_net(num_classes): ...
+class Task: ...
+if True:
+    from os import path as renamed
+other, (nested, *rest) = 1, (2, 3)
+""",
+    "broken.py": "def build(:\n",
+    "starred.py": "from own_parts import *\n",
+    "dynamic.py": "globals()['build'] = None\n",
+    "lazy.py": "def __getattr__(name): ...\n",
+    "pack/__init__.py": "raise RuntimeError('imported')\n",
+    "pack/inner/nets.py": "def build(): ...\n",
+}
+NAMES = {
+    "timm": ["resnet50", "resnet18", "test_resnet", "vit", "vit_tiny_patch16_224", "convnext_tiny"],
+    "torchvision": ["resnet18", "resnet50", "fasterrcnn_resnet50_fpn_v2"],
+    "datasets": ["CIFAR10", "Food101", "MNIST"],
+    "smp": ["unet", "fpn"],
+    "smp_encoders": ["resnet18", "resnet34"],
+    "timm_optimizers": ["adamw", "adamp", "lamb", "sgdp", "lion"],
+}
+#: Facts of models, as the child process reports them (tests/strategies/test_model_facts.py).
+FACTS: dict[str, dict[str, Any]] = {
+    "timm/resnet50": {"has_batchnorm": True},
+    "timm/test_resnet": {"shared": {}, "dropout_key": None, "most_stages": 3},
+    "timm/vit_tiny_patch16_224": {
+        "has_batchnorm": False,
+        "shared": {"heads of blocks.0.attn (num_heads)": 3, "columns of blocks.0.attn.qkv": 192},
+        "dropout_key": None,
+        "most_stages": 12,
+    },
+}
+
+
+def answer(question: str | None) -> dict[str, Any]:
+    """Answer as the child process does that imports timm, torchvision and smp."""
+    if question is None:
+        return NAMES
+    name, args, *size = json.loads(question)
+    facts = FACTS.get(name, {})
+    if "attn_drop_rate" in args:
+        facts = facts | {"dropout_key": "model.args.attn_drop_rate"}
+    if "drop" in args:
+        refusal = f"model.args: {name} takes no argument 'drop'; did you mean 'drop_rate'?"
+        facts = facts | {"args_refusal": refusal}
+    if name == "timm/vit" and size and args.get("img_size", 224) != size[0]:
+        refusal = f"Input height ({size[0]}) doesn't match model (224)."
+        facts = facts | {"size_refusal": refusal, "fitting_size": 224, "takes_img_size": True}
+    if name == "smp/fpn" and size:
+        facts = facts | {"size_refusal": "Wrong shape", "fitting_size": [192, 256], "takes_img_size": False}
+    return facts
+
+
+def cases() -> dict[str, list[str]]:
+    """Return the lines below each case of the golden file; those of comments have none."""
+    rows: dict[str, list[str]] = {}
+    for line in GOLDEN.read_text(encoding="utf-8").splitlines():
+        if line.startswith((">", "#")):
+            assert line not in rows, f"twice: {line}"
+            rows[line] = []
+        else:
+            rows[next(reversed(rows))].append(line)
+    return rows
+
+
+def lines_of(case: str) -> list[str]:
+    """Return the code and the line of each problem of a case, in a temporary folder."""
+    name, *changes = case.removeprefix("> ").split(" | ")
+    with TemporaryDirectory() as folder, chdir(folder), pytest.MonkeyPatch.context() as patch:
+        for file, content in MODULES.items() if name in {"own", "images"} else ():
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).write_text(content)
+        patch.setattr(model_facts, "_answer", answer)
+        patch.setattr(model_facts, "_refusals", {})
+        patch.setattr("sys.executable", "python")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        found = list(_lines(FILES[name], [_unescaped(change) for change in changes], patch))
+        assert all(isinstance(line, ProblemLine) and line.code for line in found), found
+        return [f"{line.code}  {line}" for line in found if isinstance(line, ProblemLine)]
+
+
+def _unescaped(text: str) -> str:
+    return text.encode("ascii").decode("unicode_escape") if "\\" in text else text
+
+
+def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator[str]:
+    overrides, ranks = [], None
+    for change in changes:
+        old, arrow, new = change.partition(" -> ")
+        if change.startswith("+ "):
+            text += change[2:]
+        elif change.startswith("= "):
+            text = change[2:]
+        elif change.startswith("without "):
+            missing = change.removeprefix("without ")
+            patch.setattr(logging_rules, "find_spec", lambda name, missing=missing: name != missing or None)
+        elif change.startswith("ranks "):
+            ranks = [int(number) for number in change.removeprefix("ranks ").split("/")]
+        elif arrow:
+            assert old in text, f"not in the file: {old}"
+            text = text.replace(old, new)
+        elif change not in ("own parts", "remarks"):
+            overrides.append(change)
+    Path("exp.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    try:
+        loaded = load(Path("exp.yaml"), overrides)
+    except BadFileError as error:
+        yield from error.problems
+        return
+    yield from _later_lines(loaded, changes, ranks)
+
+
+def _later_lines(loaded: Loaded, changes: list[str], ranks: list[int] | None) -> Iterator[str]:
+    """Yield the lines on a valid file: of a start, of the user's modules, and remarks."""
+    if ranks is not None:
+        yield from map(loaded.source.render, check_start(loaded.experiment, *ranks))
+    if "own parts" in changes:
+        yield from map(loaded.source.render, missing_parts([loaded.experiment], lambda: None))
+    if "remarks" in changes:
+        yield from map(loaded.source.render, remarks(loaded.experiment))
+
+
+def main() -> None:
+    """Write the golden file again."""
+    rows: list[str] = []
+    for case in cases():
+        rows += [case, *(lines_of(case) if case.startswith(">") else [])]
+    GOLDEN.write_text("\n".join(rows) + os.linesep, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
