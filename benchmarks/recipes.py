@@ -45,7 +45,7 @@ from hpc_train.datasets.targets import TargetCheck
 from hpc_train.distributed.seeds import seed_build
 from hpc_train.models.building import build_model
 from hpc_train.registry import load as load_part
-from hpc_train.tasks.average_precision import average_precision
+from hpc_train.tasks.detection import average_precision
 from hpc_train.validate.loading import load
 
 OURS, BARE = "hpc-train", "bare loop"

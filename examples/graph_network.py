@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.sources import digits
-from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.plugins import Batch, DataConfig, DataInfo, DataSource, Experiment, TargetSpec, build_source
 
 SIDE = 8
 
@@ -87,7 +83,7 @@ class Graphs:
 
 def graphs() -> tuple[Graphs, Graphs]:
     """Return the training and the validation graphs."""
-    source: DataSource = digits.build("", DataConfig(name="digits"), download=False)
+    source: DataSource = build_source(DataConfig(name="digits"))
     return Graphs(source.train), Graphs(source.val)
 
 

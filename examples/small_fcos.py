@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-from hpc_train.models.torchvision_detection import as_given
+from hpc_train.plugins import as_given
 
 STRIDE = 4
 

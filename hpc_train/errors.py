@@ -88,6 +88,10 @@ class TryAgainError(UserError):
     exit_code = ExitCode.TRY_AGAIN
 
 
+class WaitTimeoutError(UserError):
+    """A run has not ended within the time that ``Run.wait`` was given."""
+
+
 class EnvironmentRefusesError(UserError):
     """A limit, or an installed package's version, does not permit the run; it has to be changed first."""
 

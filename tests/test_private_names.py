@@ -39,8 +39,11 @@ NAMES: list[tuple[Any, str, str]] = [
     (torch, "_foreach_norm _foreach_mul_", "strategies/pieces"),
     (torch, "_foreach_zero_ _foreach_copy_", "strategies/running_statistics"),
     (torch, "_foreach_lerp_", "training/ema"),
-    (torch.utils, "_python_dispatch", "training/flops"),
-    (torch.utils, "_pytree", "checkpoint/program_export"),
+    (
+        torch.utils,
+        "_python_dispatch _pytree",
+        "training/flops, training/live_memory, training/memory_prediction",
+    ),
     (torch._C, "_distributed_c10d", "distributed/rendezvous, health/watchdog"),
     (_distributed_c10d, "HashStore Store TCPStore", "distributed/rendezvous, health/watchdog"),
     (_distributed_c10d.Backend, "_get_sequence_number_for_group", "health/watchdog"),

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
-from hpc_train.cli.code import is_new
 from hpc_train.cli.command_options import ExportOptions, VerifyOptions
 from hpc_train.cli.evaluate import refuse_both
-from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
-from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.find import run_name
-from hpc_train.run.trust import check_run
+
+#: Suffixes of formats that torch itself writes.
+_PROGRAMS = (".onnx", ".pt2")
 
 
 class CheckpointJson(TypedDict):
@@ -60,59 +57,47 @@ class Export(TypedDict):
     #: The run's.
     id: str
     file: str
-    #: ``safetensors``, ``onnx`` or ``torch-export``.
-    format: str
     bytes: int
     #: Of the checkpoint.
     step: int
     ema: bool
     #: Weights and buffers.
     tensors: int
-    #: Of a program: the shapes of its inputs, in their order; a text in a shape names a size that may vary.
-    inputs: list[list[int | str]] | None
-    #: Of a program: between its outputs and those of PyTorch.
-    max_difference: float | None
 
 
 def export(options: ExportOptions) -> int:
-    """Write the weights, or the model as a program, of one run's newest valid checkpoint.
+    """Write the weights of one run's newest valid checkpoint as a safetensors file.
 
     A child process, which imports torch, does the work.
     """
     output, ema = options.output, options.ema
-    form = format_of(output, options.form)
+    if output.suffix in _PROGRAMS:
+        raise UsageError(
+            f"-o {output}: export writes weights; write {output.with_suffix('.safetensors')}, or pass the "
+            "module of hpc_train.load_model to torch.onnx.export or torch.export.export (docs/deploying.md)"
+        )
+    if output.suffix not in ("", ".safetensors"):
+        say(f"-o {output}: written as safetensors")
     refuse_both(options)
     paths = _one_run(options.run)
     flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
     flags += [] if options.step is None else ["--step", str(options.step)]
-    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
-    code: list[str] = []
-    if form != WEIGHTS:
-        request, code = (*request, "--format", form), _code(paths, options.code)
-    elif is_new(options.code):
-        raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
+    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
     if not options.as_json:
-        return run_child(*request, code=code)
-    exit_code, report = child_report(*request, code=code)
+        return run_child(*request)
+    exit_code, report = child_report(*request)
     if exit_code == ExitCode.DONE:
-        put_json(_export_json(paths, output, form, report, ema=ema))
+        written = Export(
+            version=JSON_VERSION,
+            id=paths.folder.name,
+            file=str(output),
+            bytes=output.stat().st_size,
+            step=report["step"],
+            ema=ema,
+            tensors=report["tensors"],
+        )
+        put_json(written)
     return exit_code
-
-
-def _export_json(paths: RunPaths, output: Path, form: str, report: Mapping[str, Any], *, ema: bool) -> Export:
-    """Return the content of ``export --json``; ``report``: the child's output."""
-    return {
-        "version": JSON_VERSION,
-        "id": paths.folder.name,
-        "file": str(output),
-        "format": form,
-        "bytes": output.stat().st_size,
-        "step": report["step"],
-        "ema": ema,
-        "tensors": report["tensors"],
-        "inputs": report.get("inputs"),
-        "max_difference": report.get("max_difference"),
-    }
 
 
 def _one_run(word: str) -> RunPaths:
@@ -122,18 +107,6 @@ def _one_run(word: str) -> RunPaths:
             f"{word}: matches {len(matches)} runs, export takes one; write its id:\n{listed_runs(matches)}"
         )
     return matches[0]
-
-
-def _code(paths: RunPaths, choice: str | None) -> list[str]:
-    """Return the folders of the model's code for the child: the checked snapshot, or the current folder."""
-    here = [PACKAGE_PARENT, str(Path.cwd())]
-    snapshot = None if is_new(choice) else linked(paths)
-    check_run(paths)
-    if snapshot is None:
-        return here
-    check_owner(snapshot)
-    check_whole(snapshot)
-    return search_path(paths)
 
 
 @dataclass(frozen=True)

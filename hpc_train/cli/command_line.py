@@ -135,8 +135,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
         say_text(_problem(error))
         return int(ExitCode.IO)
     except Exception as error:
-        from hpc_train.run.refusals import refusal
-        from hpc_train.run.tracebacks import users_traceback
+        from hpc_train.run.tracebacks import refusal, users_traceback
 
         if limited := refusal(error):
             say_text(limited)

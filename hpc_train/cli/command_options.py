@@ -86,14 +86,14 @@ class _Code(Options):
     code: str | None = option(None, "new: use the current code instead of the run's snapshot.", metavar="new")
 
 
-class CheckpointOptions(_Code):
-    """The options that select a checkpoint of a run, by default the newest, and the code."""
+class CheckpointOptions(Options):
+    """The options that select a checkpoint of a run, by default the newest."""
 
     best: bool = flag("Use the best checkpoint (checkpoint.best), not the newest.")
     step: int | None = option(None, "Use the checkpoint of this step.", min=0)
 
 
-class RanksOptions(CheckpointOptions, _Json):
+class RanksOptions(CheckpointOptions, _Code, _Json):
     """The options of commands whose ranks on this machine load a checkpoint."""
 
     runs_and_overrides: list[str] = argument(
@@ -286,18 +286,10 @@ class NotifyOptions(Options):
 
 @command("export", module="checkpoint_commands")
 class ExportOptions(CheckpointOptions, _Json):
-    """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
+    """Export a run's full weights as one safetensors file."""
 
     run: str = argument(..., "One run.", _RUN, autocompletion=completion.runs)
-    output: Path = _output(
-        ..., "File to write: .safetensors (weights), .onnx or .pt2 (torch.export).", "FILE"
-    )
-    form: str | None = option(
-        None,
-        "safetensors, onnx or torch-export, whatever the suffix of FILE.",
-        "--format",
-        metavar="FORMAT",
-    )
+    output: Path = _output(..., "File to write: .safetensors.", "FILE")
     ema: bool = flag("Export the EMA weights instead.")
 
 

@@ -128,11 +128,11 @@ def _lines_to_change(text: str) -> list[int]:
 
 def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) -> None:
     where = "" if job is not None else " --local"
-    say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
+    say(f"{output}: written for {'this cluster' if job is not None else 'this machine'}")
     if to_change:
         lines = "line" if len(to_change) == 1 else "lines"
         say(f"  change {lines} {', '.join(map(str, to_change))}")
-    steps = (f"validate {shown}", f"prepare {shown}", f"plan {shown}{where}", f"submit {shown}{where}")
+    steps = (f"validate {output}", f"prepare {output}", f"plan {output}{where}", f"submit {output}{where}")
     for command in steps:
         say(f"  `hpc-train {command}`")
 

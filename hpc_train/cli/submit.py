@@ -259,8 +259,10 @@ class _Context:
     surroundings: Surroundings
 
     @property
-    def origin(self) -> Origin:
-        """The file, as an absolute path, and the overrides that ``run.json`` records."""
+    def origin(self) -> Origin | None:
+        """The file, as an absolute path, and the overrides that ``run.json`` records; None for a dict."""
+        if not self.loaded.source_name:
+            return None
         file = Path(self.loaded.source_name).absolute()
         return Origin(str(file), list(self.loaded.overrides))
 

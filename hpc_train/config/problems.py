@@ -63,7 +63,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Source:
-    """A file as the user named it, the positions of its keys, and the keys given on the command line."""
+    """A file as the user named it, the positions of its keys, and the keys given on the command line.
+
+    The name is empty for a dict of the Python API, whose keys have no positions.
+    """
 
     name: str
     marks: Mapping[KeyPath, Marks] = field(default_factory=dict)
@@ -87,7 +90,8 @@ class Source:
     def render(self, problem: Problem) -> str:
         """Return ``exp.yaml:LINE:COL: key.path: what is wrong; what to write instead``, on one line."""
         place = self.place(problem)
-        where = "command line" if place == COMMAND_LINE else f"{self.name}:{place.line}:{place.column}"
+        where = f"{self.name}:{place.line}:{place.column}" if self.name else ""
+        where = "command line" if place == COMMAND_LINE else where
         parts = [where, dotted(problem.path), f"{problem.message}; {problem.remedy}"]
         return one_line(": ".join(part for part in parts if part))
 

@@ -6,7 +6,10 @@ Legend: m micro-batch, M micro-batches of a step, R ranks.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,9 +19,16 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
 from hpc_train.data_facts.joint_keys import only_for_masks
 from hpc_train.datasets.augment import Augmentation
-from hpc_train.datasets.base import AnySplit, DataSource
-from hpc_train.datasets.decoding import decoded
-from hpc_train.datasets.images import PixelRules, centre_square, stack, stack_inputs
+from hpc_train.datasets.base import AnySplit, DataSource, RawInput
+from hpc_train.datasets.decoding import decode, decoded
+from hpc_train.datasets.images import (
+    ImageSplit,
+    PixelRules,
+    centre_square,
+    image_content,
+    stack,
+    stack_inputs,
+)
 from hpc_train.datasets.joint import JointTransform, moves_targets
 from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.reading import Failure, Prepare, SlotReader
@@ -213,6 +223,39 @@ def try_samples(
         batches.append(read.batch)
         bad += read.bad
     return batches, bad
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """A split of inputs without targets; a path is that of an image file."""
+
+    samples: Sequence[RawInput | str | Path]
+    channels: int
+    rules: PixelRules
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> tuple[RawInput, int]:
+        sample = self.samples[index]
+        if isinstance(sample, str | Path):
+            sample = decode(image_content(os.fspath(sample)), self.channels, self.rules)
+        return sample, 0
+
+
+def prepared_inputs(
+    samples: Sequence[RawInput | str | Path], channels: int, experiment: Experiment, target_spec: TargetSpecs
+) -> Tensors:
+    """Return the inputs of samples that need not belong to the data, read and resized as in an evaluation.
+
+    Raises BadFileError for a sample that can't be read.
+    """
+    split = ImageSplit(_Samples(samples, channels, PixelRules.of(experiment.data)), channels)
+    reader = _evaluation_reader(split, experiment, target_spec, skip_bad=False, has_targets=False)
+    read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.arange(len(samples)), len(samples)))
+    if isinstance(read, Failure):
+        raise read.error
+    return read.batch.inputs
 
 
 def _training_reader(

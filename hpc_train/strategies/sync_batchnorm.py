@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import BadFileError
-from hpc_train.models.freezing import is_kept_in_evaluation
+from hpc_train.models.fine_tuning import is_kept_in_evaluation
 from hpc_train.validate.compatibility import uneven_sync_batchnorm
 
 

@@ -164,7 +164,7 @@ def extra(
         "position": {"step": position.step, "skipped": list(position.skipped)},
         "skips": skips,
         "seed": rank.experiment.seed,
-        "data": _data_facts(source),
+        "data": _data_facts(source) | {"info": asdict(source.info)},
         "micro_batches": batches.micro_batches,
         "steps_per_epoch": batches.steps_per_epoch,
         "precision": rank.experiment.precision,

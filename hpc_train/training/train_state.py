@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hpc_train import registry
-from hpc_train.checkpoint.plain_weights import plain_weights
+from hpc_train.checkpoint.export import plain_weights
 from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.config.schema import Experiment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ class Loaded:
 
     @property
     def source_name(self) -> str:
-        """The file as the user named it."""
+        """The file as the user named it; empty for a dict of the Python API."""
         return self.source.name
 
     def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:
@@ -65,17 +66,21 @@ class Loaded:
         return self.source.render(Problem(keys, message, remedy))
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True) -> Loaded:
+def load(
+    path: Path | Mapping[str, Any], overrides: Sequence[str] = (), *, check_names: bool = True
+) -> Loaded:
     """Read ``path``, apply the ``KEY=VALUE`` overrides and check the result.
 
-    Raises BadFileError with all problems. ``check_names``: also look up names of timm and torchvision.
+    ``path`` may also be the content of a file; its problems have no position. Raises BadFileError with all
+    problems. ``check_names``: also look up names of timm and torchvision.
     """
-    document = read_document(_content(path))
+    is_file = isinstance(path, Path)
+    document = read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
     problems = document.problems
     data = {} if document.data is None else document.data
     data, changed, bad_overrides = _overridden(data, overrides)
     problems += bad_overrides
-    source = Source(str(path), document.marks, frozenset(changed))
+    source = Source(str(path) if is_file else "", document.marks, frozenset(changed))
     experiment = None
     if document.data is not None:
         experiment, value_problems = _judge(
@@ -95,6 +100,14 @@ def _content(path: Path) -> bytes:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{path}: can't be read ({reason}); give the path of an experiment file"
         raise BadFileError(one_line(message)) from error
+
+
+def _as_yaml(content: Mapping[str, Any]) -> bytes:
+    """Return a mapping as JSON, which is YAML."""
+    try:
+        return json.dumps(dict(content), ensure_ascii=False).encode(errors="surrogatepass")
+    except (TypeError, ValueError) as error:
+        raise BadFileError(f"experiment: {error}; use dicts, lists, text, numbers and None") from error
 
 
 def _overridden(

@@ -86,7 +86,7 @@ def runs(file: Path, tmp_path: Path) -> tuple[RunPaths, RunPaths]:
 @pytest.fixture(autouse=True)
 def _export_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process of its own, which imports torch each time."""
-    monkeypatch.setattr(checkpoint_commands, "run_child", lambda module, *arguments, code: export(arguments))
+    monkeypatch.setattr(checkpoint_commands, "run_child", lambda module, *arguments: export(arguments))
 
 
 @pytest.fixture(autouse=True)

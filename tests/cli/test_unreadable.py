@@ -27,7 +27,7 @@ def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert create_run(paths, small_experiment(seed=seed), run_id, 10)
     is_readable = find.is_readable
     monkeypatch.setattr(find, "is_readable", lambda run: run != paths and is_readable(run))
-    monkeypatch.setattr(checkpoint_commands, "run_child", lambda *arguments, code: 0)
+    monkeypatch.setattr(checkpoint_commands, "run_child", lambda *arguments: 0)
     return paths.folder
 
 

@@ -25,6 +25,8 @@ PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
+#: Pages whose Python blocks belong together.
+NOTEBOOKS = [page for page in PAGES if "<!-- notebook -->" in page.read_text(encoding="utf-8")]
 LIMIT_S = HANG_LIMIT_S
 #: On the test cluster ranks share this machine's cores, and ``logs -f`` follows them to their end.
 SLURM_LIMIT_S = 400.0

@@ -15,7 +15,17 @@ import yaml
 from hpc_train.config.marked_yaml import read_document
 from hpc_train.launchers.slurm import profiles
 from hpc_train.validate.loading import load
-from tests.docs.pages import PAGES, REPOSITORY, Block, Session, blocks, missing_lines, play, sessions
+from tests.docs.pages import (
+    NOTEBOOKS,
+    PAGES,
+    REPOSITORY,
+    Block,
+    Session,
+    blocks,
+    missing_lines,
+    play,
+    sessions,
+)
 from tests.docs.scenes import Stage
 from tests.slurm.cluster import Cluster
 
@@ -84,7 +94,7 @@ def test_json_can_be_read(block: Block) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", of("python"))
+@pytest.mark.parametrize("block", [each for each in of("python") if each.values[0].page not in NOTEBOOKS])
 def test_python_runs(block: Block, tmp_path: Path) -> None:
     file = tmp_path / (block.file or "block.py")
     file.write_text(block.text, encoding="utf-8")

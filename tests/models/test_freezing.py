@@ -12,8 +12,7 @@ from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
-from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.freezing import freeze
+from hpc_train.models.fine_tuning import freeze, prepare_for_training
 from hpc_train.models.patterns import selected
 
 NAMES = ["stem.weight", "layer1.0.weight", "layer1.0.bias", "layer10.0.weight", "head.weight", "head.bias"]

@@ -13,8 +13,7 @@ from hpc_train.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
-from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.freezing import freeze
+from hpc_train.models.fine_tuning import freeze, prepare_for_training
 from hpc_train.models.lora import LoraLinear, add_lora, merged
 from tests.models.test_freezing import frozen
 

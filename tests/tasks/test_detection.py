@@ -22,9 +22,8 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.distributed.seeds import seed_build, seed_forward
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.average_precision import average_precision
 from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.tasks.detection import Detection
+from hpc_train.tasks.detection import Detection, average_precision
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees, find_degrees
 from hpc_train.training.evaluation import evaluate

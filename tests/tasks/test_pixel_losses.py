@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from hpc_train.config.training_sections import LossConfig
 from hpc_train.errors import BadFileError
-from hpc_train.tasks import pixel_losses
-from hpc_train.tasks.pixel_losses import make_pixel_loss
+from hpc_train.tasks import segmentation
+from hpc_train.tasks.segmentation import make_pixel_loss
 
 CLASSES = 4
 
@@ -81,7 +81,7 @@ def test_flat_pixels_have_the_loss_of_images(name: str, monkeypatch: pytest.Monk
     logits, classes, labelled = images()
     compute = make_pixel_loss(LossConfig(name=name), CLASSES, 0.0)
     expected = compute(logits, classes, labelled)
-    monkeypatch.setattr(pixel_losses, "_COMPUTE_IMAGES", ())
+    monkeypatch.setattr(segmentation, "_COMPUTE_IMAGES", ())
     found = compute(logits, classes, labelled)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(each, logits)[0] for each in (found, expected)))

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import DataConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.types import DataInfo
+from hpc_train.plugins import DataConfig, DataInfo, DataSource
 
 SIDE = 8
 

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from hpc_train.config.schema import Experiment
-from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import LaunchRequest
+from hpc_train.plugins import ExitCode, Experiment, LaunchRequest
 
 
 class TorchrunLauncher:

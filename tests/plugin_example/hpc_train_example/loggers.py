@@ -2,7 +2,7 @@
 
 import csv
 
-from hpc_train.loggers.base import LoggerContext, Row
+from hpc_train.plugins import LoggerContext, Row
 
 COLUMNS = ("attempt", "step", "loss", "accuracy")
 

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import ModelConfig
-from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
+from hpc_train.plugins import BadFileError, DataInfo, ModelConfig
 from hpc_train_example.datasets import SIDE
 
 

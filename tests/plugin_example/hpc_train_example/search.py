@@ -2,7 +2,7 @@
 
 import random
 
-from hpc_train.search.base import SearchRequest
+from hpc_train.plugins import SearchRequest
 
 
 def near_best(request: SearchRequest) -> list[dict[str, object]]:

@@ -6,9 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.datasets.types import Batch
-from hpc_train.strategies.base import Forward
-from hpc_train.strategies.data_parallel import DataParallel
+from hpc_train.plugins import Batch, DataParallel, Forward
 
 
 class ByParameter(DataParallel):

@@ -1,0 +1,128 @@
+"""What plug-ins import: the protocols that they implement, and the types that these use (docs/plugins.md).
+
+A name of a module that needs torch is imported when it is used, so that a plug-in's facts for login nodes
+import no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hpc_train.config.fields import Section
+from hpc_train.config.problems import Problem
+from hpc_train.config.schema import Experiment
+from hpc_train.config.sweep_sections import Distribution
+from hpc_train.config.training_sections import DataConfig, ModelConfig, ParallelConfig
+from hpc_train.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.errors import (
+    BadFileError,
+    EnvironmentRefusesError,
+    ExitCode,
+    NoSchedulerError,
+    StorageError,
+    UsageError,
+)
+from hpc_train.launchers.base import (
+    AccountingLauncher,
+    AttemptLauncher,
+    CheckRequest,
+    ClusterLauncher,
+    Finding,
+    ForecastLauncher,
+    JobForecast,
+    JobSection,
+    JobUsage,
+    KeyProblem,
+    KnowsDevices,
+    Launcher,
+    LaunchRequest,
+    MultiClusterLauncher,
+    Ranks,
+    StartRequest,
+)
+from hpc_train.loggers.base import (
+    AwaitsCommit,
+    LimitsItself,
+    Logger,
+    LoggerContext,
+    LoggerOffError,
+    LogsImages,
+    Row,
+    WithdrawsRows,
+)
+from hpc_train.paths import ExperimentPaths, RunPaths
+from hpc_train.plan.devices import Device
+from hpc_train.run.run_status import RunStatus
+from hpc_train.search.base import SearchMethod, SearchRequest, Trial
+from hpc_train.topology.degrees import Degrees
+from hpc_train.topology.strategy_traits import StrategyTraits
+
+if TYPE_CHECKING:
+    from hpc_train.datasets.base import ArraySplit, DatasetBuilder, DataSource, FileSplit, Split, TensorSplit
+    from hpc_train.datasets.building import build_source
+    from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+    from hpc_train.distributed.precision import Precision
+    from hpc_train.models.base import ModelBuilder
+    from hpc_train.models.torchvision_detection import as_given
+    from hpc_train.strategies.base import Forward, Piece, RankContext, Strategy
+    from hpc_train.strategies.data_parallel import DataParallel
+    from hpc_train.tasks import drawing
+    from hpc_train.tasks.base import DrawsPictures, Task
+
+#: Module that needs torch → its names here.
+_WITH_TORCH = {
+    "hpc_train.datasets.base": (
+        "ArraySplit",
+        "DataSource",
+        "DatasetBuilder",
+        "FileSplit",
+        "Split",
+        "TensorSplit",
+    ),
+    "hpc_train.datasets.building": ("build_source",),
+    "hpc_train.datasets.types": (
+        "Batch",
+        "DataInfo",
+        "TargetSpec",
+    ),
+    "hpc_train.distributed.precision": ("Precision",),
+    "hpc_train.models.base": ("ModelBuilder",),
+    "hpc_train.models.torchvision_detection": ("as_given",),
+    "hpc_train.strategies.base": (
+        "Forward",
+        "Piece",
+        "RankContext",
+        "Strategy",
+    ),
+    "hpc_train.strategies.data_parallel": ("DataParallel",),
+    "hpc_train.tasks.base": (
+        "DrawsPictures",
+        "Task",
+    ),
+}
+
+__all__ = [
+    "AccountingLauncher", "ArraySplit", "AttemptLauncher", "AwaitsCommit", "BadFileError", "Batch",
+    "CheckRequest", "ClusterLauncher", "DataConfig", "DataFacts", "DataInfo", "DataParallel",
+    "DataSource", "DatasetBuilder", "Degrees", "Device", "Distribution", "DrawsPictures",
+    "EnvironmentRefusesError", "ExitCode", "Experiment", "ExperimentPaths", "FileSplit", "Finding",
+    "ForecastLauncher", "Forward", "JobForecast", "JobSection", "JobUsage", "KeyProblem",
+    "KnowsDevices", "LaunchRequest", "Launcher", "LimitsItself", "Logger", "LoggerContext",
+    "LoggerOffError", "LogsImages", "ModelBuilder", "ModelConfig", "MultiClusterLauncher",
+    "NoSchedulerError", "ParallelConfig", "Piece", "Precision", "Problem", "RankContext", "Ranks",
+    "Row", "RunPaths", "RunStatus", "SearchMethod", "SearchRequest", "Section", "Split", "StartRequest",
+    "StorageError", "Strategy", "StrategyTraits", "TargetSpec", "Task", "TaskFacts", "TensorSplit",
+    "Trial", "UsageError", "WithdrawsRows", "as_given", "build_source", "drawing",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name == "drawing":
+        return importlib.import_module("hpc_train.tasks.drawing")
+    for module, names in _WITH_TORCH.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
