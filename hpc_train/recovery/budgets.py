@@ -195,11 +195,8 @@ def num_idle(records: Sequence[AttemptRecord]) -> int:
 
 def num_early_preemptions(records: Sequence[AttemptRecord]) -> int:
     """Return the number of consecutive attempts, up to the last, preempted before their first step."""
-    return len(list(takewhile(_is_early_preemption, reversed(records))))
-
-
-def _is_early_preemption(record: AttemptRecord) -> bool:
-    return record.cause == "preemption" and "first_step" not in record.events
+    is_early = [record.cause == "preemption" and "first_step" not in record.events for record in records]
+    return len(list(takewhile(bool, reversed(is_early))))
 
 
 def is_idle(record: AttemptRecord) -> bool:

@@ -52,7 +52,6 @@ _FINISH = (
 )
 #: ``sbatch: Job 1 to start at 2026-11-25T01:42:26 using 1 processors on nodes n1 in partition low``.
 _STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b.*? on (?:nodes? )?(\S+)")
-_ERROR = re.compile(r"(sbatch: )?(error: |fatal: )?(allocation failure: )?")
 #: Jobs of a sweep whose start is queried: each query takes a fraction of a second.
 _JOBS_ASKED = 20
 #: Placeholders, in scripts that are only shown, for names that a submission sets.
@@ -92,7 +91,7 @@ def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
         output = sbatch.tested(batch, len(runs))
     except commands.RefusedError as error:
         problems = job_refusals.refused_in_test(error.words, experiment)
-        return JobForecast(paths, note=_ERROR.sub("", error.words), problems=problems)
+        return JobForecast(paths, note=job_refusals.without_prefix(error.words), problems=problems)
     problems = job_refusals.time_limit_problems(experiment)
     match = _STARTS.search(output)
     if match is None:

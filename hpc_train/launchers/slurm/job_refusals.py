@@ -124,11 +124,16 @@ _LISTED = 8
 
 def refused(output: str, experiment: Experiment) -> list[KeyProblem]:
     """Return the problems for a message with which sbatch has refused the job."""
-    text = _PREFIX.sub("", output)
+    text = without_prefix(output)
     if _NO_SUCH_NODES.search(text):
         return node_problems(experiment) or [_no_such_nodes(f"Slurm refuses it: {text}", experiment)]
     key, remedy = advice(output, experiment)
     return [KeyProblem(key, f"Slurm refuses it: {text}", remedy)]
+
+
+def without_prefix(output: str) -> str:
+    """Return sbatch's message without the names of the program and of its level."""
+    return _PREFIX.sub("", output)
 
 
 def refused_in_test(output: str, experiment: Experiment) -> list[KeyProblem]:
