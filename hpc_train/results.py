@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.errors import UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.goodput import goodput
 from hpc_train.report.metric_values import Metric, find_metric, last_and_best, metrics_in
 from hpc_train.report.metrics_reader import Row, rows_in
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
-from hpc_train.report.step_layout import ranks_of
-from hpc_train.report.time_use import attempt_cause
+from hpc_train.report.time_use import attempt_cause, goodput
 from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import read_status
 

@@ -25,7 +25,7 @@ from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, find_step, verify
 from hpc_train.run.files import read_json, sync_folder
-from hpc_train.run.output_files import refuse_target
+from hpc_train.run.find import refuse_target
 from hpc_train.run.storage_errors import storage_error
 
 _WEIGHTS, *_PROGRAMS = "safetensors", "onnx", "torch-export"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
@@ -17,10 +16,8 @@ from hpc_train import __version__
 from hpc_train.console import redirect_to_devnull, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, UserError
 
-_O = TypeVar("_O")
+_O = TypeVar("_O", bound="Options")
 
-#: The key of a field's metadata that has its settings on the command line, see ``command_options``.
-SETTINGS = "command line"
 #: A command's options → imports its function.
 FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
@@ -35,10 +32,40 @@ app = typer.Typer(
 )
 
 
-def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], type[_O]]:
-    """Register a command with the options of the decorated dataclass, whose docstring is its help.
+class Parameter(NamedTuple):
+    """An argument or option of a command line."""
 
-    Its function is called with them and returns an exit code: the one called like the command, in the
+    #: ``...``: required; ``list``: an empty list.
+    default: Any
+    #: An option's spellings, if it is not called like its attribute; None for a positional argument.
+    names: Sequence[str] | None
+    #: Further arguments of ``typer.Argument`` or ``typer.Option``.
+    settings: dict[str, Any]
+
+
+class Options:
+    """The arguments and options of a command: a subclass's attributes that are ``Parameter`` objects."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, parameter in self.parameters().items():
+            if name not in values and parameter.default is ...:
+                raise TypeError(f"{type(self).__name__}: {name} is missing")
+            default = [] if parameter.default is list else parameter.default
+            setattr(self, name, values.pop(name, default))
+        if values:
+            raise TypeError(f"{type(self).__name__}: unknown {', '.join(values)}")
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """Return the parameters by name, those of base classes first."""
+        attributes = [item for base in reversed(cls.__mro__) for item in vars(base).items()]
+        return {name: value for name, value in attributes if isinstance(value, Parameter)}
+
+
+def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], type[_O]]:
+    """Register a command with the decorated class of options, whose docstring is its help.
+
+    Its function is called with the options and returns an exit code: the one called like the command, in the
     module of this package called like it or ``module``, which is imported when the command runs.
     """
 
@@ -62,26 +89,31 @@ def _function(module: str, name: str) -> Callable[[Any], int]:
     return function
 
 
-def _signature(options: type[Any]) -> inspect.Signature:
+def _signature(options: type[Options]) -> inspect.Signature:
     """Return a function's signature from which typer builds the options of a command."""
-    hints, kind = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
+    kinds = {
+        name: kind
+        for base in reversed(options.__mro__)
+        for name, kind in inspect.get_annotations(base).items()
+    }
     parameters = [
-        inspect.Parameter(part.name, kind, default=_parameter(part), annotation=hints[part.name])
-        for part in fields(options)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_declaration(name, parameter),
+            annotation=kinds[name],
+        )
+        for name, parameter in options.parameters().items()
     ]
     return inspect.Signature(parameters)
 
 
-def _parameter(part: Field[Any]) -> Any:
-    """Return typer's declaration of a field: an option if its settings have ``names``, else an argument."""
-    settings = dict(part.metadata[SETTINGS])
-    default = ... if part.default is MISSING else part.default
-    if part.default_factory is not MISSING:
-        default = None
-    names = settings.pop("names", None)
-    if names is None:
-        return typer.Argument(default, **settings)
-    return typer.Option(default, *(names or [f"--{part.name.replace('_', '-')}"]), **settings)
+def _declaration(name: str, parameter: Parameter) -> Any:
+    """Return typer's declaration of a parameter."""
+    default = None if parameter.default is list else parameter.default
+    if parameter.names is None:
+        return typer.Argument(default, **parameter.settings)
+    return typer.Option(default, *(parameter.names or [f"--{name.replace('_', '-')}"]), **parameter.settings)
 
 
 def exit_code_of(body: Callable[[], int]) -> int:
@@ -103,8 +135,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
         say_text(_problem(error))
         return int(ExitCode.IO)
     except Exception as error:
-        from hpc_train.run.refusals import refusal
-        from hpc_train.run.tracebacks import users_traceback
+        from hpc_train.run.tracebacks import refusal, users_traceback
 
         if limited := refusal(error):
             say_text(limited)

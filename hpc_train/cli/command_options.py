@@ -1,59 +1,45 @@
-"""The commands' arguments and options: one dataclass per command, which its function receives.
+"""The commands' arguments and options: one class per command, whose object its function receives.
 
 ``app`` builds the command line from them. Imported for ``--help`` and completion, so nothing heavy is
-imported here: the module with a command's function is imported when the command runs.
+imported here: the module with a command's function is imported when the command runs. For the same reason
+they are not dataclasses, whose creation would take longer than all imports.
 """
 
-# ruff: noqa: RUF009  (the functions that are called return dataclasses.field)
-
-from __future__ import annotations
-
-from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cli import completion
-from hpc_train.cli.command_line import SETTINGS, command
+from hpc_train.cli.command_line import Options, Parameter, command
 
 _RUN = "RUN"
 
 
-def _parameter(default: Any, settings: dict[str, Any]) -> Any:
-    metadata = {SETTINGS: settings}
-    if default is list:
-        return field(default_factory=list, metadata=metadata)
-    return field(default=MISSING if default is ... else default, metadata=metadata)
-
-
 def argument(default: Any, text: str, metavar: str, **settings: Any) -> Any:
-    """Return a field for a positional argument; a ``default`` of ``...``: required, ``list``: any number."""
-    return _parameter(default, {"help": text, "metavar": metavar, "show_default": False, **settings})
+    """Return a positional argument; a ``default`` of ``...``: required, ``list``: any number."""
+    return Parameter(default, None, {"help": text, "metavar": metavar, "show_default": False, **settings})
 
 
 def option(default: Any, text: str, *names: str, **settings: Any) -> Any:
-    """Return a field for an option, called like the field unless ``names`` are given; default as above."""
+    """Return an option, called like its attribute unless ``names`` are given; default as above."""
     if default in (..., None):
         settings["show_default"] = False
-    return _parameter(default, {"names": names, "help": text, **settings})
+    return Parameter(default, names, {"help": text, **settings})
 
 
 def flag(text: str, *names: str) -> Any:
-    """Return a field for an option without a value."""
+    """Return an option without a value."""
     return option(False, text, *names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Json:
+class _Json(Options):
     as_json: bool = flag("Print JSON to stdout.", "--json")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _OnRuns(_Json):
     runs: list[str] = argument(..., "Runs.", _RUN, autocompletion=completion.runs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OnAnyRuns:
+class _OnAnyRuns(Options):
     runs: list[str] = argument(list, "Runs; all if none.", _RUN, autocompletion=completion.runs)
 
 
@@ -83,14 +69,12 @@ def _yes(text: str = "Don't ask for confirmation.") -> Any:
     return flag(text, "--yes", "-y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OnFile:
+class _OnFile(Options):
     file: Path = argument(..., "The experiment file.", "FILE")
     overrides: list[str] = _overrides()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LauncherOptions:
+class LauncherOptions(Options):
     """The options that select the launcher."""
 
     local: bool = flag("On this machine instead of in the queue.")
@@ -98,12 +82,10 @@ class LauncherOptions:
     launcher: str | None = _launcher()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Code:
+class _Code(Options):
     code: str | None = option(None, "new: use the current code instead of the run's snapshot.", metavar="new")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(_Code):
     """The options that select a checkpoint of a run, by default the newest, and the code."""
 
@@ -111,7 +93,6 @@ class CheckpointOptions(_Code):
     step: int | None = option(None, "Use the checkpoint of this step.", min=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RanksOptions(CheckpointOptions, _Json):
     """The options of commands whose ranks on this machine load a checkpoint."""
 
@@ -128,7 +109,6 @@ class RanksOptions(CheckpointOptions, _Json):
 
 
 @command("init")
-@dataclass(frozen=True, kw_only=True)
 class InitOptions(_Json):
     """Write a commented experiment file that fits this machine or cluster."""
 
@@ -156,7 +136,6 @@ class InitOptions(_Json):
 
 
 @command("doctor")
-@dataclass(frozen=True, kw_only=True)
 class DoctorOptions(_Json):
     """List what would make runs fail on this machine or cluster, with remedies."""
 
@@ -179,19 +158,16 @@ class DoctorOptions(_Json):
 
 
 @command("validate")
-@dataclass(frozen=True, kw_only=True)
 class ValidateOptions(_OnFile, _Json):
     """Check a file and report all errors."""
 
 
 @command("schema", module="validate")
-@dataclass(frozen=True, kw_only=True)
-class SchemaOptions:
+class SchemaOptions(Options):
     """Print the file's JSON Schema, for editors."""
 
 
 @command("plan")
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(LauncherOptions, _OnFile, _Json):
     """Show what would run: ranks, batches, memory, time, cost, earliest start."""
 
@@ -205,7 +181,6 @@ class PlanOptions(LauncherOptions, _OnFile, _Json):
 
 
 @command("prepare", module="validate")
-@dataclass(frozen=True, kw_only=True)
 class PrepareOptions(_OnFile, _Json):
     """Download data and weights; try data, model and task.
 
@@ -215,13 +190,11 @@ class PrepareOptions(_OnFile, _Json):
     no_forward: bool = flag("Do not run the model on samples on the CPU.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Start(LauncherOptions, _OnFile):
     jobs: int = option(1, "With --local: number of runs of a sweep to train at a time.", min=1)
 
 
 @command("submit")
-@dataclass(frozen=True, kw_only=True)
 class SubmitOptions(_Start, _Json):
     """Plan and start the runs of a file."""
 
@@ -231,7 +204,6 @@ class SubmitOptions(_Start, _Json):
 
 
 @command("search")
-@dataclass(frozen=True, kw_only=True)
 class SearchOptions(_Start):
     """Submit a file with sweep.search whenever trials are missing, until all are done."""
 
@@ -242,7 +214,6 @@ class SearchOptions(_Start):
 
 
 @command("status")
-@dataclass(frozen=True, kw_only=True)
 class StatusOptions(_OnAnyRuns, _Json):
     """Show the status of runs; of one that is named, what it used and lost, too."""
 
@@ -251,7 +222,6 @@ class StatusOptions(_OnAnyRuns, _Json):
 
 
 @command("watch", module="status")
-@dataclass(frozen=True, kw_only=True)
 class WatchOptions(_OnAnyRuns):
     """Watch runs on a full screen: progress, losses, logs; cancel or resume by key."""
 
@@ -259,7 +229,6 @@ class WatchOptions(_OnAnyRuns):
 
 
 @command("logs")
-@dataclass(frozen=True, kw_only=True)
 class LogsOptions(_Json):
     """Print a rank's log."""
 
@@ -275,7 +244,6 @@ class LogsOptions(_Json):
 
 
 @command("resume")
-@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(LauncherOptions, _Code, _Json):
     """Resume unfinished runs from their newest valid checkpoint."""
 
@@ -290,13 +258,11 @@ class ResumeOptions(LauncherOptions, _Code, _Json):
 
 
 @command("cancel")
-@dataclass(frozen=True, kw_only=True)
 class CancelOptions(_OnRuns):
     """Cancel runs for good; what they saved is kept."""
 
 
 @command("clean")
-@dataclass(frozen=True, kw_only=True)
 class CleanOptions(_OnRuns):
     """Remove old checkpoints, caches and unused code."""
 
@@ -304,7 +270,6 @@ class CleanOptions(_OnRuns):
 
 
 @command("rm", module="clean")
-@dataclass(frozen=True, kw_only=True)
 class RemoveOptions(_OnRuns):
     """Remove runs that have ended, and unused code."""
 
@@ -312,8 +277,7 @@ class RemoveOptions(_OnRuns):
 
 
 @command("notify", module="doctor")
-@dataclass(frozen=True, kw_only=True)
-class NotifyOptions:
+class NotifyOptions(Options):
     """Send a test message to the webhook that your runs report to."""
 
 
@@ -321,7 +285,6 @@ class NotifyOptions:
 
 
 @command("export", module="checkpoint_commands")
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(CheckpointOptions, _Json):
     """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
 
@@ -339,13 +302,11 @@ class ExportOptions(CheckpointOptions, _Json):
 
 
 @command("evaluate")
-@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(RanksOptions):
     """Evaluate a run's checkpoint on this machine."""
 
 
 @command("predict")
-@dataclass(frozen=True, kw_only=True)
 class PredictOptions(RanksOptions):
     """Write a run's predictions to a file.
 
@@ -361,13 +322,11 @@ class PredictOptions(RanksOptions):
 
 
 @command("verify", module="checkpoint_commands")
-@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(_OnRuns):
     """Check by hashes which checkpoints would load."""
 
 
 @command("compare")
-@dataclass(frozen=True, kw_only=True)
 class CompareOptions(_OnRuns):
     """Compare runs: changed keys, last and best metrics.
 
@@ -392,7 +351,6 @@ class CompareOptions(_OnRuns):
 
 
 @command("report")
-@dataclass(frozen=True, kw_only=True)
 class ReportOptions(_OnRuns):
     """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""
 
@@ -401,7 +359,6 @@ class ReportOptions(_OnRuns):
 
 
 @command("sync")
-@dataclass(frozen=True, kw_only=True)
 class SyncOptions(_OnRuns):
     """Send to wandb, MLflow or TensorBoard what runs logged without a network."""
 

@@ -16,8 +16,7 @@ from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
-from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 from hpc_train.loggers.wandb_key import has_key, needs_key
@@ -66,7 +65,7 @@ def _findings(choice: LauncherChoice, loaded: Loaded | None, options: DoctorOpti
     prefetched = None
     if experiment is not None and not launcher.is_queue:
         prefetched = prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
-    yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched, experiment=experiment)
+    yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched)
     yield from _webhook()
     if experiment is not None:
         yield from _wandb(experiment)

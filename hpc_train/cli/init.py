@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -150,16 +150,20 @@ def _with_answers(options: InitOptions) -> InitOptions:
     """Prompt for the most important options; an empty answer keeps the default."""
     if options.example is None and options.task is None:
         tasks = [start.task for start in STARTS]
-        options = replace(options, task=_asked("task", tasks[0], tasks))
+        options = _replaced(options, task=_asked("task", tasks[0], tasks))
     start = next((start_of_task for start_of_task in STARTS if start_of_task.task == options.task), None)
     if options.example is None and start is not None:
         if options.data is None:
-            options = replace(options, data=_asked("data set", start.data_for(options.root), []))
+            options = _replaced(options, data=_asked("data set", start.data_for(options.root), []))
         if options.root is None and start.needs_root(options.data):
-            options = replace(options, root=_asked("folder of the data", start.root, []))
+            options = _replaced(options, root=_asked("folder of the data", start.root, []))
         if options.model is None:
-            options = replace(options, model=_asked("model", start.model_for(options.data), []))
+            options = _replaced(options, model=_asked("model", start.model_for(options.data), []))
     return options
+
+
+def _replaced(options: InitOptions, **values: str) -> InitOptions:
+    return InitOptions(**(vars(options) | values))
 
 
 def _asked(what: str, default: str, choices: Sequence[str]) -> str:

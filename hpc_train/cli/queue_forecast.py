@@ -5,7 +5,7 @@ Called by ``plan``, ``submit`` and ``resume``. Empty for a launcher that is not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -45,39 +45,38 @@ class QueueForecast:
 
 
 def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
-    """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
+    """Return the lines on runs that the queue would refuse, or never start; none if it does not answer.
 
     The submission has its own time limit. ``new``: existing runs are submitted again.
     """
     try:
-        return _refused(launcher, loaded, plan.runs if new else _to_submit(plan))
+        return _refused(
+            loaded, _forecast(launcher, loaded, plan.name, plan.runs if new else _to_submit(plan))
+        )
     except NoSchedulerError:
         return []
 
 
-def refuse_never_starting(launcher: Launcher, resumed: Sequence[Loaded]) -> None:
-    """Raise BadFileError if the queue would refuse one of these runs, or hold it for ever."""
-    if not resumed:
+def refuse_never_starting(launcher: Launcher, resumed: Mapping[RunPaths, Loaded]) -> None:
+    """Raise BadFileError if the queue would refuse one of these runs, or never start it."""
+    if not resumed or not isinstance(launcher, ForecastLauncher):
         return
+    requests = [StartRequest(paths, loaded.experiment, loaded.problem) for paths, loaded in resumed.items()]
     with suppress(NoSchedulerError):
-        if refusals := _refused(launcher, resumed[0], resumed):
+        jobs = launcher.forecast(requests[0].paths.siblings, requests)
+        if refusals := _refused(next(iter(resumed.values())), jobs):
             raise BadFileError(refusals)
 
 
 def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
-    """Query the queue about all jobs of the plan; report if it does not answer."""
-    if not isinstance(launcher, ForecastLauncher):
-        return QueueForecast()
-    folder = ExperimentPaths(runs_root() / plan.name)
-    requests = [
-        StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in plan.runs
-    ]
+    """Query the queue about the jobs that ``submit`` would submit; report if it does not answer."""
     try:
-        refused = _refused(launcher, loaded, _to_submit(plan))
-        return QueueForecast(refused, None if refused else launcher.forecast(folder, requests))
+        jobs = _forecast(launcher, loaded, plan.name, _to_submit(plan))
     except NoSchedulerError as error:
         say(f"{error}; whether and when jobs would start is unknown")
         return QueueForecast()
+    refused = _refused(loaded, jobs or ())
+    return QueueForecast(refused, None if refused else jobs)
 
 
 def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
@@ -97,11 +96,23 @@ def _to_submit(plan: Plan) -> list[PlannedRun]:
     return [run for run in plan.runs if not RunPaths(folder / run.id).run.is_file()]
 
 
-def _refused(launcher: Launcher, loaded: Loaded, runs: Sequence[PlannedRun | Loaded]) -> list[str]:
-    if not runs or not isinstance(launcher, ForecastLauncher):
-        return []
-    refusals = launcher.never_starts([run.experiment for run in runs])
-    return list(dict.fromkeys(loaded.problem(*problem) for problem in refusals))
+def _forecast(
+    launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]
+) -> list[JobForecast] | None:
+    """Return the launcher's forecast; None for a launcher without one."""
+    if not isinstance(launcher, ForecastLauncher):
+        return None
+    folder = ExperimentPaths(runs_root() / name)
+    paths = [RunPaths(folder.folder / run.id) for run in runs]
+    requests = [
+        StartRequest(path, run.experiment, loaded.problem) for path, run in zip(paths, runs, strict=True)
+    ]
+    return launcher.forecast(folder, requests) if requests else []
+
+
+def _refused(loaded: Loaded, jobs: Sequence[JobForecast] | None) -> list[str]:
+    problems = [problem for job in jobs or () for problem in job.problems]
+    return list(dict.fromkeys(loaded.problem(*problem) for problem in problems))
 
 
 def _which(job: JobForecast, plan: Plan) -> str:

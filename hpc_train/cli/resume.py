@@ -180,7 +180,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
             ready += [paths] if code is None else []
         checks = Preflight(launcher, on_this_machine=not launcher.is_queue)
         prepared = [_prepare(paths, request, name, launcher, checks) for paths in ready]
-        refuse_never_starting(launcher, [run.loaded for run in prepared])
+        refuse_never_starting(launcher, {run.paths: run.loaded for run in prepared})
         living = {run.paths: None for run in prepared if _outlives(run.paths, request)}
         codes += [_refuse_living(paths, read_status(paths), request) for paths in living]
         prepared = [run for run in prepared if run.paths not in living]

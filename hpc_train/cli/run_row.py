@@ -14,10 +14,9 @@ from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
-from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
 from hpc_train.report.run_times import (
     Restart,
     elapsed_s,
@@ -26,7 +25,7 @@ from hpc_train.report.run_times import (
     remaining_s,
     short_duration,
 )
-from hpc_train.report.step_layout import layout_of, ranks_of
+from hpc_train.report.time_use import goodput
 from hpc_train.report.usage import MAX_BYTES, Usage, usage_of
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best

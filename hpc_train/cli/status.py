@@ -18,9 +18,8 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_table import print_table
-from hpc_train.report.step_layout import layout_of
 from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples
 from hpc_train.run.attempts import newest_number

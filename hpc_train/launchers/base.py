@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.findings import Finding
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 from hpc_train.topology.degrees import Ranks as Ranks  # exported for plug-ins
@@ -51,8 +51,8 @@ class AttemptLauncher(Protocol):
         """
 
 
-def _no_poll(paths: RunPaths, attempt: int) -> AbstractContextManager[Callable[[], None]]:
-    return nullcontext(lambda: None)
+#: Called with the run and the attempt's number; returns a context with the function to call for progress.
+Polling: TypeAlias = Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class StartRequest:
     prepare: Callable[[int], None] = lambda attempt: None
     #: The newest attempt when the command saw that it had ended; 0: there was none.
     after: int = 0
-    #: Shows progress: a context with the function that a launcher calls while it follows the attempt.
-    polling: Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]] = _no_poll
+    #: Shows progress while a launcher follows the attempt.
+    polling: Polling = lambda _paths, _attempt: nullcontext(lambda: None)
 
 
 class KeyProblem(NamedTuple):
@@ -138,6 +138,37 @@ class Launcher(Protocol):
         """Return the newest job's output file if none of its ranks has written a log; else None."""
 
 
+class Level(StrEnum):
+    """How bad a finding is, the worst first."""
+
+    #: Runs would fail, or lose work that they need not lose.
+    ERROR = "error"
+    #: Runs work, but with less than they could have, or only under a condition that ``why`` names.
+    WARNING = "warning"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. Texts may contain names of a cluster: print them by ``console`` only."""
+
+    #: ``error``, ``warning`` or ``ok``.
+    level: Level
+    #: Name of the check, the same in all versions.
+    check: str
+    #: The observation, with its value.
+    what: str
+    #: Its source: a command, a file, a node.
+    source: str = ""
+    #: The consequence for a run. Empty for ``ok``.
+    why: str = ""
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as an entry of ``findings`` of ``doctor --json``."""
+        return asdict(self) | {"level": str(self.level)}
+
+
 @dataclass(frozen=True)
 class CheckRequest:
     """The checks that ``doctor`` requests of a launcher."""
@@ -201,19 +232,15 @@ class JobForecast:
     nodes: str = ""
     #: Why the job would not start now, as text; it may start later.
     note: str = ""
+    #: Why the scheduler would refuse the job, or never start it.
+    problems: Sequence[KeyProblem] = ()
 
 
 @runtime_checkable
 class ForecastLauncher(Protocol):
-    """Optional methods of a ``Launcher``: ``plan`` shows when jobs would start, and ``plan``, ``submit`` and
-    ``resume`` refuse jobs that would never start.
+    """Optional method of a ``Launcher``: ``plan`` shows when jobs would start, and ``plan``, ``submit`` and
+    ``resume`` refuse jobs with ``JobForecast.problems``.
     """
-
-    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Return why the scheduler would refuse jobs of these runs, or hold them forever.
-
-        Raises NoSchedulerError if it does not answer.
-        """
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
         """Query when each job of these runs would start; nothing is submitted.

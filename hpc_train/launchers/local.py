@@ -128,7 +128,9 @@ class _Follower:
             self._ranks.collect()
             self._handle_interrupts()
             self._handle_ends()
-            if len(self._interrupts) > 1 or self._is_overdue():
+            if len(self._interrupts) > 1 or (
+                self._deadline is not None and time.monotonic() > self._deadline
+            ):
                 by_themselves = list(self._ranks.ended)
                 self._ranks.kill()
                 return by_themselves
@@ -159,9 +161,6 @@ class _Follower:
             self._deadline = time.monotonic() + _FAILURE_GRACE_S
         elif self._deadline is None:
             self._deadline = time.monotonic() + _LEAVE_GRACE_S
-
-    def _is_overdue(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
 
 
 @contextmanager

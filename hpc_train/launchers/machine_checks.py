@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import shortened
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
 from hpc_train.plan.devices import described
-from hpc_train.registry import split_name
 
 REPORT = Path(__file__).with_name("machine_report.py")
 #: torch's own limit is below: this one is for a machine that does not answer at all.
@@ -34,7 +31,8 @@ _PYTHON = (3, 11)
 _FILES = 1024
 #: Assumed: a checkpoint of a typical model does not fit into less.
 _FREE_BYTES = 2 * 2**30
-_FREE_FILES = 1000
+#: Packages that ranks import only if the file needs them.
+_NEEDED_BY_SOME = {"timm", "torchvision", "submitit", "wandb"}
 #: TensorBoard orders event files by second, and a requeue takes five.
 _CLOCK_S = 2.0
 _NFILES_REMEDY = "raise the soft limit (`ulimit -n {}`) in your shell's start file, or ask the administrators"
@@ -56,14 +54,10 @@ class Machine:
     is_node: bool = False
     #: Bytes that the file's loader processes would read ahead into /dev/shm on one node.
     prefetched_bytes: int | None = None
-    #: The file that is checked; None: only the machine.
-    experiment: Experiment | None = None
 
-    def level(self, is_needed: Callable[[Experiment], bool]) -> Level:
-        """Return the level of a lack that matters to some files only: an error if the file needs it."""
-        if self.experiment is None:
-            return Level.WARNING
-        return Level.ERROR if is_needed(self.experiment) else Level.OK
+    def ok(self, check: str, result: str) -> Finding:
+        """Return the finding of a passed check."""
+        return self.finding(Level.OK, check, result)
 
     def finding(self, level: Level, check: str, what: str, why: str = "", remedy: str = "") -> Finding:
         """Return a finding on this machine."""
@@ -95,9 +89,7 @@ def clock_lead_s(folder: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-def this_machine(
-    *, wants_gpu: bool = False, prefetched_bytes: int | None = None, experiment: Experiment | None = None
-) -> list[Finding]:
+def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None) -> list[Finding]:
     """Return the findings on the machine that runs the command."""
     runs, where = runs_root(), "this machine"
     try:
@@ -109,7 +101,7 @@ def this_machine(
         problem = f"{where}: Python can't report on it: {shortened(str(error))}"
         effect, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
         return [Finding(Level.ERROR, "machine.python", problem, where, effect, remedy)]
-    return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes, experiment))
+    return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes))
 
 
 def _report(folder: Path) -> dict[str, Any]:
@@ -158,54 +150,22 @@ def python_version(machine: Machine) -> Iterator[Finding]:
         )
     else:
         executable = machine.facts.get("executable")
-        yield machine.finding(Level.OK, "python", f"Python {version} ({executable})")
+        yield machine.ok("python", f"Python {version} ({executable})")
 
 
 def modules(machine: Machine) -> Iterator[Finding]:
     """The packages that ranks import are installed."""
-    missing: dict[Level, list[str]] = {}
-    for name in map(str, machine.facts.get("missing", ())):
-        level = machine.level(_NEEDED_BY[name]) if name in _NEEDED_BY else Level.ERROR
-        missing.setdefault(level, []).append(name)
-    for level, names in missing.items():
-        problem = f"{machine.facts.get('executable')} does not find {', '.join(names)}"
-        if level is Level.OK:
-            yield machine.finding(level, "modules", f"{problem}, which the file does not need")
-            continue
+    missing = [str(name) for name in machine.facts.get("missing", ())]
+    if missing:
+        is_needed = not _NEEDED_BY_SOME.issuperset(missing)
         yield machine.finding(
-            level,
+            Level.ERROR if is_needed else Level.WARNING,
             "modules",
-            problem,
-            "ranks end when they import it" if level is Level.ERROR else "ranks of some files import it",
+            f"{machine.facts.get('executable')} does not find {', '.join(missing)}",
+            "ranks end when they import it" if is_needed else "ranks of some files import it",
             "install hpc-train into an environment that all nodes see, and name its Python as "
             "environment.python",
         )
-
-
-def _uses_timm(experiment: Experiment) -> bool:
-    optimization = experiment.optimization
-    names = (experiment.model.name, optimization.optimizer.name, optimization.schedule.name)
-    return any(split_name(name)[0] in ("timm", "torchvision", "smp") for name in names)
-
-
-def _uses_torchvision(experiment: Experiment) -> bool:
-    return data_facts(experiment.data.name).modality not in ("tokens", "features") or _uses_timm(experiment)
-
-
-def _spans_nodes_with_gpus(experiment: Experiment) -> bool:
-    slurm = experiment.slurm
-    if slurm is None or experiment.device == "cpu":
-        return False
-    return slurm.gpus_per_node > 0 and slurm.nodes != 1
-
-
-#: Packages that ranks import only if the file needs them.
-_NEEDED_BY: dict[str, Callable[[Experiment], bool]] = {
-    "timm": _uses_timm,
-    "torchvision": _uses_torchvision,
-    "submitit": lambda experiment: experiment.slurm is not None,
-    "wandb": lambda experiment: "wandb" in experiment.logging.arguments_by_logger(),
-}
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
@@ -232,7 +192,7 @@ def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     if gpus:
         names = ", ".join(map(described, sorted(set(gpus))))
         summary = f"{version}, {built}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {names}"
-        yield machine.finding(Level.OK, "torch", summary)
+        yield machine.ok("torch", summary)
         return
     if machine.wants_gpu:
         yield machine.finding(
@@ -245,14 +205,14 @@ def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
             else "install a torch with CUDA: see pytorch.org",
         )
     else:
-        yield machine.finding(Level.OK, "torch", f"{version}, {built}, no GPU visible")
+        yield machine.ok("torch", f"{version}, {built}, no GPU visible")
 
 
 def files_limit(machine: Machine) -> Iterator[Finding]:
     """Processes may open enough files."""
     soft, hard = machine.facts.get("nofile") or (None, None)
     if soft is None or soft >= _FILES:
-        yield machine.finding(Level.OK, "nofile", f"open files per process: {_amount(soft)}")
+        yield machine.ok("nofile", f"open files per process: {_amount(soft)}")
         return
     possible = _FILES if hard is None or hard >= _FILES else hard
     inherited = "; jobs usually inherit the limit of the shell that submits" if not machine.is_node else ""
@@ -268,15 +228,15 @@ def files_limit(machine: Machine) -> Iterator[Finding]:
 def locked_memory(machine: Machine) -> Iterator[Finding]:
     """InfiniBand may lock memory."""
     soft, rdma = (machine.facts.get("memlock") or (None, None))[0], machine.facts.get("rdma") or []
-    level = Level.OK if soft is None or not rdma else machine.level(_spans_nodes_with_gpus)
-    if level is Level.OK:
-        yield machine.finding(Level.OK, "memlock", f"locked memory: {_amount(soft, 'bytes')}")
+    if soft is None or not rdma:
+        yield machine.ok("memlock", f"locked memory: {_amount(soft, 'bytes')}")
         return
     yield machine.finding(
-        level,
+        Level.WARNING,
         "memlock",
         f"at most {soft} bytes of locked memory, with InfiniBand ({', '.join(map(str, rdma))})",
-        "NCCL can't register its buffers: ranks end with `ibv_reg_mr failed` or `Cannot allocate memory`",
+        "between nodes with GPUs NCCL can't register its buffers: ranks end with `ibv_reg_mr failed` or "
+        "`Cannot allocate memory`",
         "`ulimit -l unlimited` in the `setup` of a profile; if that is refused, ask the administrators "
         "(LimitMEMLOCK=infinity of slurmd)",
     )
@@ -288,27 +248,14 @@ def runs_folder(machine: Machine) -> Iterator[Finding]:
     if reason:
         yield unusable_runs(machine.where, machine.runs, str(reason))
         return
-    if lacks := machine.facts.get("lacks"):
-        yield machine.finding(
-            Level.WARNING,
-            "calls",
-            f"the file system of {machine.runs} has no {', '.join(map(str, lacks))}",
-            'runs do without them; see docs/reference_run_folder.md, "File systems that lack calls"',
-            "set HPC_TRAIN_RUNS to another file system if there is one that all nodes share",
-        )
-    free, files = machine.facts.get("free_bytes"), machine.facts.get("free_files")
+    free = machine.facts.get("free_bytes")
     if isinstance(free, int) and free < _FREE_BYTES:
         problem = f"{free / 2**30:.1f} GiB are free in {machine.runs}"
         effect = "a checkpoint that does not fit ends the run"
         remedy = "free space (`hpc-train clean RUN`), or set HPC_TRAIN_RUNS to another disk"
         yield machine.finding(Level.WARNING, "space", problem, effect, remedy)
-    elif isinstance(files, int) and files < _FREE_FILES:
-        problem = f"only {files} more files fit into {machine.runs}"
-        yield machine.finding(
-            Level.WARNING, "space", problem, "an attempt writes some per rank", "remove files there"
-        )
     elif isinstance(free, int):
-        yield machine.finding(Level.OK, "runs", f"{machine.runs} can be written, {free / 2**30:.0f} GiB free")
+        yield machine.ok("runs", f"{machine.runs} can be written, {free / 2**30:.0f} GiB free")
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -333,7 +280,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
         remedy = f"{remedy}; fewer data.workers or a smaller micro_batch_size need less"
         yield machine.finding(Level.WARNING, "shm", problem, effect, remedy)
     elif isinstance(size, int):
-        yield machine.finding(Level.OK, "shm", f"/dev/shm has {size / 2**20:.0f} MiB")
+        yield machine.ok("shm", f"/dev/shm has {size / 2**20:.0f} MiB")
 
 
 def quota(machine: Machine) -> Iterator[Finding]:
@@ -356,7 +303,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
         return
     skew = lead - machine.clock_lead_s
     if abs(skew) <= _CLOCK_S:
-        yield machine.finding(Level.OK, "clock", f"its clock differs by {abs(skew):.1f} s from this one's")
+        yield machine.ok("clock", f"its clock differs by {abs(skew):.1f} s from this one's")
         return
     yield machine.finding(
         Level.WARNING,

@@ -4,7 +4,6 @@
 standard library of any Python 3.6 and nothing of this package. ``machine_checks`` evaluates its output.
 """
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -71,37 +70,12 @@ def _names(folder: str) -> "list[str]":
         return []
 
 
-def _space(folder: str) -> "dict[str, Any]":
+def _free_bytes(folder: str) -> "int | None":
     try:
         size = os.statvfs(folder)
     except OSError:
-        return {}
-    # 0 of 0: a file system that does not count blocks, or files.
-    return {
-        "free_bytes": size.f_bavail * size.f_frsize if size.f_blocks else None,
-        "free_files": size.f_favail if size.f_files else None,
-    }
-
-
-def _lacks(handle: int, path: str) -> "list[str]":
-    """Return the optional calls that the file's file system refuses."""
-    calls: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("fsync", os.fsync, (handle,)),
-        ("chmod", os.chmod, (path, 0o600)),
-        ("symlink", os.symlink, (Path(path).name, path + ".l")),
-        ("link", os.link, (path, path + ".h")),
-        ("flock", fcntl.flock, (handle, fcntl.LOCK_EX | fcntl.LOCK_NB)),
-    ]
-    refused = []
-    for name, call, arguments in calls:
-        try:
-            call(*arguments)
-        except OSError:
-            refused.append(name)
-    for link in (path + ".l", path + ".h"):
-        if os.path.lexists(link):
-            os.unlink(link)  # noqa: PTH108
-    return refused
+        return None
+    return size.f_bavail * size.f_frsize if size.f_blocks else None  # 0 of 0: blocks are not counted
 
 
 def _folder(folder: str) -> "dict[str, Any]":
@@ -114,7 +88,7 @@ def _folder(folder: str) -> "dict[str, Any]":
         os.write(handle, b"x" * 4096)
         now = time.time()
         lead = now - Path(path).stat().st_mtime
-        return dict(_space(folder), folder="", clock_lead_s=lead, lacks=_lacks(handle, path))
+        return {"folder": "", "clock_lead_s": lead, "free_bytes": _free_bytes(folder)}
     except OSError as error:
         return {"folder": error.strerror}
     finally:

@@ -12,7 +12,6 @@ from typing import Any
 from hpc_train.config.keys import SCALING
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.errors import BadFileError
 from hpc_train.plan.sweep import Variant, expand
@@ -145,13 +144,18 @@ def make_plan(
     """
     if on_this_machine:
         _refuse_scaling(loaded)
-    sizes = _Sizes()
+    # The runs of a sweep mostly share their data, and counting a folder of images is slow.
+    sizes: dict[str, int | None] = {}
     runs, problems = [], []
     variants = expand(loaded, trials)
     count = planned_runs(loaded.experiment, len(variants))
     for expanded in variants:
         variant = replace(expanded, experiment=with_share(expanded.experiment, count))
-        num_samples = sizes.of(variant.experiment.data)
+        data = variant.experiment.data
+        key = repr((data.name, data.root, data.args))
+        if key not in sizes:
+            sizes[key] = training_samples(data)
+        num_samples = sizes[key]
         if num_samples is not None:
             problems += [
                 loaded.problem(problem.path, problem.message, problem.remedy)
@@ -195,19 +199,6 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
         total = count_total_steps(optimization, steps_per_epoch)
         if total is not None and (too_long := too_long_warmup(optimization.schedule, warmup, total)):
             yield too_long
-
-
-class _Sizes:
-    """Caches sizes: the runs of a sweep mostly share their data, and counting a folder of images is slow."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, int | None] = {}
-
-    def of(self, data: DataConfig) -> int | None:
-        key = repr((data.name, data.root, data.args))
-        if key not in self._known:
-            self._known[key] = training_samples(data)
-        return self._known[key]
 
 
 def _planned(variant: Variant, num_samples: int | None, size: Ranks) -> PlannedRun:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
@@ -23,11 +23,6 @@ _LEFT_OUT = ("name", "sweep")
 _SCALARS = {str, int, float, bool, type(None)}
 #: The value of a key that is not set.
 _ABSENT = object()
-#: Values by dotted key, and those of a run without the section.
-_Section = dict[str, Any]
-_EMPTY: _Section = {}
-#: A run's sections by name.
-_Settings = dict[str, _Section]
 
 
 def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
@@ -38,84 +33,33 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
     """
     settings = _read(runs, _written)
     differing = _differing(settings)
-    if any(key not in flat for section, key in differing for flat in _variants(settings, section)):
+    if any(key not in flat for flat in settings.values() for key in differing):
         # Written by different versions: the defaults of the schema decide.
         settings = _read(runs, _settings)
         differing = _differing(settings)
     return {
-        paths: {key: settings[paths].get(section, _EMPTY).get(key) for section, key in differing}
-        if paths in settings
-        else {}
+        paths: {key: settings[paths].get(key) for key in differing} if paths in settings else {}
         for paths in runs
     }
 
 
 def _read(
     runs: Sequence[RunPaths], settings_of: Callable[[RunPaths], dict[str, Any] | None]
-) -> dict[RunPaths, _Settings]:
-    """Return the settings of the runs that can be read. Equal sections of several runs are one object."""
-    settings: dict[RunPaths, _Settings] = {}
-    #: Section's name → its text → its values, None if they are nested too deeply.
-    variants: dict[str, dict[bytes, _Section | None]] = {}
+) -> dict[RunPaths, dict[str, Any]]:
+    """Return the values by dotted key of the runs that can be read."""
+    flats: dict[RunPaths, dict[str, Any]] = {}
     for paths in runs:
-        sections = settings_of(paths)
-        texts = _texts(sections)
-        if sections is None or texts is None:
-            continue
-        found: dict[str, _Section | None] = {}
-        for name, text in texts.items():
-            by_text = variants.setdefault(name, {})
-            if text not in by_text:
-                by_text[text] = _flattened(name, sections[name])
-            found[name] = by_text[text]
-        if None not in found.values():
-            settings[paths] = cast(_Settings, found)
-    return settings
+        if (sections := settings_of(paths)) is not None:
+            with suppress(RecursionError):  # nested too deeply
+                flats[paths] = dict(_flattened(sections))
+    return flats
 
 
-def _texts(sections: Mapping[str, Any] | None) -> dict[str, bytes] | None:
-    """Return each section in binary form, which differs between ``1`` and ``1.0``; None if nested too deeply.
-
-    Twice as fast as ``repr``. Uses the old version of the format, without references to earlier objects.
-    """
-    try:
-        return (
-            None
-            if sections is None
-            else {key: marshal.dumps(section, 2) for key, section in sections.items()}
-        )
-    except ValueError:
-        return None
-
-
-def _flattened(name: str, value: Any) -> _Section | None:
-    """Return the values of a section by dotted key; None if it is nested too deeply."""
-    flat: _Section = {}
-    try:
-        _flatten({name: value}, "", flat)
-    except RecursionError:
-        return None
-    return flat
-
-
-def _differing(settings: Mapping[RunPaths, _Settings]) -> list[tuple[str, str]]:
-    """Return the section and the dotted key of each value that differs among the runs."""
-    names = dict.fromkeys(chain.from_iterable(settings.values()))
-    variants = {name: _variants(settings, name) for name in names}
-    return [
-        (name, key)
-        for name, flats in variants.items()
-        if len(flats) > 1  # most sections of a sweep are equal in all runs
-        for key in dict.fromkeys(chain.from_iterable(flats))
-        if _differ([flat.get(key, _ABSENT) for flat in flats])
-    ]
-
-
-def _variants(settings: Mapping[RunPaths, _Settings], section: str) -> list[_Section]:
-    """Return the different contents that a section has in the runs; a run without it has an empty one."""
-    return list(
-        {id(flat): flat for each in settings.values() for flat in (each.get(section, _EMPTY),)}.values()
-    )
+def _differing(settings: Mapping[RunPaths, dict[str, Any]]) -> list[str]:
+    """Return the dotted keys whose values differ among the runs."""
+    flats = settings.values()
+    keys = dict.fromkeys(chain.from_iterable(flats))
+    return [key for key in keys if _differ([flat.get(key, _ABSENT) for flat in flats])]
 
 
 def _differ(values: Sequence[Any]) -> bool:
@@ -128,7 +72,19 @@ def _differ(values: Sequence[Any]) -> bool:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest suffix of each dotted key that identifies it uniquely."""
-    return {key: next(end for end in _ends(key) if _means_only(key, end, keys)) for key in keys}
+    return {key: next(end for end in _suffixes(key) if _identifies(end, key, keys)) for key in keys}
+
+
+def _suffixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+
+
+def _identifies(suffix: str, key: str, keys: Sequence[str]) -> bool:
+    """Return True if ``suffix`` belongs to no other of the keys; a whole key always identifies itself."""
+    if suffix == key:
+        return True
+    return suffix not in keys and sum(other.endswith(f".{suffix}") for other in keys) == 1
 
 
 @lru_cache
@@ -171,13 +127,13 @@ def _settings(paths: RunPaths) -> dict[str, Any] | None:
     return experiment.model_dump(mode="json", exclude=set(_LEFT_OUT))
 
 
-def _flatten(section: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> None:
-    """Put the values of a section into ``flat``, by dotted key."""
+def _flattened(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a section by dotted key."""
     for key, value in section.items():
         if isinstance(value, dict) and value:
-            _flatten(value, f"{prefix}{key}.", flat)
+            yield from _flattened(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            yield f"{prefix}{key}", value
 
 
 def _comparable(value: Any) -> tuple[type, Any]:
@@ -187,14 +143,3 @@ def _comparable(value: Any) -> tuple[type, Any]:
     if isinstance(value, str | int | float):
         return type(value), value
     return list, json.dumps(value, sort_keys=True)
-
-
-def _ends(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    for count in range(1, len(parts) + 1):
-        yield ".".join(parts[-count:])
-
-
-def _means_only(key: str, end: str, keys: Sequence[str]) -> bool:
-    """Return True if the suffix ``end`` identifies ``key`` uniquely; a whole key always does."""
-    return end == key or (end not in keys and sum(each.endswith(f".{end}") for each in keys) == 1)

@@ -19,9 +19,8 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.report.metrics_reader import Row, newest_rows, number
-from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_times import timestamp
-from hpc_train.report.step_layout import layout_of
 from hpc_train.report.time_use import evaluation_seconds
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.create import effective_experiment
@@ -83,10 +82,10 @@ def measured_runs(root: Path, experiment: Experiment, launcher: str | None = Non
     ``launcher`` started do not count, since a login node does not predict the GPUs of a cluster.
     """
     wanted = _work_of(experiment)
-    own = root / experiment.name
-    if found := list(_measured(_newest(own), wanted, launcher)):
-        return found
-    others = [folder for folder in _folders(root) if folder != own]
+    same_name = root / experiment.name
+    if same_experiment := list(_measured(_newest(same_name), wanted, launcher)):
+        return same_experiment
+    others = [folder for folder in _folders(root) if folder != same_name]
     runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
     return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
 
@@ -102,9 +101,10 @@ def _work_of(experiment: Experiment) -> _Work:
 
 def _work(resolved: Mapping[str, Any]) -> _Work:
     """Return the values that runs of the same work have in common, by dotted key."""
-    found = dict(_counting({key: resolved[key] for key in _SECTIONS if key in resolved}))
-    sections = [each for each in resolved.values() if isinstance(each, dict)]
-    return found | {"gpu_type": next((each["gpu_type"] for each in sections if "gpu_type" in each), None)}
+    values = dict(_counting({key: resolved[key] for key in _SECTIONS if key in resolved}))
+    sections = [section for section in resolved.values() if isinstance(section, dict)]
+    gpu_types = (section["gpu_type"] for section in sections if "gpu_type" in section)
+    return values | {"gpu_type": next(gpu_types, None)}
 
 
 def _counting(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,38 +122,38 @@ def _counting(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 def _on_or_off(value: Any) -> Any:
     """Replace floats by whether they are not 0."""
     if isinstance(value, list):
-        return [_on_or_off(each) for each in value]
+        return [_on_or_off(item) for item in value]
     return value != 0 if isinstance(value, float) else value
 
 
 def _newest(folder: Path) -> list[RunPaths]:
     """Return the runs of an experiment whose metrics were written last."""
     times = []
-    for each in _folders(folder):
-        paths = RunPaths(each)
+    for run in _folders(folder):
+        paths = RunPaths(run)
         with suppress(OSError):
-            times.append((paths.metrics.stat().st_mtime, str(each)))
+            times.append((paths.metrics.stat().st_mtime, str(run)))
     return [RunPaths(Path(name)) for _, name in sorted(times, reverse=True)[:_MAX_RUNS]]
 
 
 def _folders(parent: Path) -> list[Path]:
     try:
         with os.scandir(parent) as entries:
-            return [Path(each.path) for each in entries if each.name[0] != "." and each.is_dir()]
+            return [Path(entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
     except OSError:
         return []
 
 
 def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> Iterator[MeasuredRun]:
     for paths in runs:
-        found = None
+        run = None
         # A damaged run, or another user's.
         with suppress(OSError, HpcTrainError, ArithmeticError, RecursionError):
             resolved = _resolved(paths)
             if resolved is not None and _does(resolved, wanted):
-                found = measured(paths, resolved, launcher)
-        if found is not None:
-            yield found
+                run = measured(paths, resolved, launcher)
+        if run is not None:
+            yield run
 
 
 def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
@@ -165,13 +165,13 @@ def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
 
 def _does(resolved: Mapping[str, Any], wanted: _Work) -> bool:
     """Return True if a run did the same work. Keys that its version did not have get their defaults."""
-    found = _work(resolved)
-    if wanted.keys() - found.keys():
+    work = _work(resolved)
+    if wanted.keys() - work.keys():
         try:
-            found = _work_of(Experiment.model_validate(resolved))
+            work = _work_of(Experiment.model_validate(resolved))
         except ValidationError:
             return False
-    return found == wanted
+    return work == wanted
 
 
 def measured(paths: RunPaths, resolved: Mapping[str, Any], launcher: str | None = None) -> MeasuredRun | None:

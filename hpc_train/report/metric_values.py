@@ -51,32 +51,32 @@ def metrics_in(rows: Iterable[Row]) -> set[Metric]:
     return {Metric(str(row.get("split")), name) for row in rows for name in row if name not in POSITION}
 
 
-def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:
+def find_metric(metrics: Iterable[Metric], wanted: str | None) -> Metric | None:
     """Return the metric of this name, ``loss`` or ``train/loss``: in validation rows, else in training rows.
 
     Without ``wanted``, the first of ``PREFERRED``. None if ``found`` does not contain it.
     """
-    known = set(found)
-    return next((metric for metric in candidate_metrics(wanted) if metric in known), None)
+    available = set(metrics)
+    return next((metric for metric in candidate_metrics(wanted) if metric in available), None)
 
 
 def candidate_metrics(wanted: str | None) -> list[Metric]:
     """Return the metrics that ``find_metric`` tries, in its order."""
     names = PREFERRED if wanted is None else (wanted,)
-    found = [
+    metrics = [
         Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)
         for split in SPLITS
         for name in names
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(metrics))
 
 
 def last_and_best_of(
     rows: Iterable[Row], metrics: Sequence[Metric]
 ) -> dict[Metric, tuple[Point | None, Point | None]]:
     """Return ``last_and_best`` of several metrics, whose rows are read once."""
-    kept = list(rows) if len(metrics) > 1 else rows
-    return {metric: last_and_best(kept, metric) for metric in metrics}
+    rows_of_all = list(rows) if len(metrics) > 1 else rows
+    return {metric: last_and_best(rows_of_all, metric) for metric in metrics}
 
 
 def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Point | None]:

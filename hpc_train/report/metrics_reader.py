@@ -127,7 +127,7 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
     read.
     """
     max_evaluations = max_rows if max_evaluations is None else max_evaluations
-    kept = {True: _Thinned(max_evaluations), False: _Thinned(max_rows)}
+    sampled = {True: _Thinned(max_evaluations), False: _Thinned(max_rows)}
     ends: list[tuple[int, bytes]] = []
     last: tuple[int, bytes] | None = None
     attempt = _NO_ATTEMPT
@@ -138,7 +138,7 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
             while line := file.readline(_MAX_LINE_BYTES):
                 is_end = line.endswith(b"\n")
                 if is_end and not is_rest:
-                    kept[b'"val"' in line].add(place, line)
+                    sampled[b'"val"' in line].add(place, line)
                     if attempt not in line and len(ends) < 2 * max_evaluations:
                         ends += [(place, line)] if last is None else [last, (place, line)]
                         attempt = _attempt_in(line)
@@ -146,9 +146,9 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
                 has_long, is_rest = has_long or is_rest, not is_end
     except (OSError, UnreadableFileError):
         return [], False
-    lines = dict(chain(kept[True].lines, kept[False].lines, ends, [] if last is None else [last]))
+    lines = dict(chain(sampled[True].lines, sampled[False].lines, ends, [] if last is None else [last]))
     rows = [row for place in sorted(lines) if (row := _row(lines[place]))]
-    return rows, has_long or any(thinned.every > 1 for thinned in kept.values())
+    return rows, has_long or any(thinned.every > 1 for thinned in sampled.values())
 
 
 def _attempt_in(line: bytes) -> bytes:
@@ -238,9 +238,9 @@ def newest_judged(path: Path) -> list[Row]:
 def _rows_from_end(data: bytes, part: bytes = b"") -> Iterator[Row]:
     """Yield the rows of the lines that contain ``part``, the last one first."""
     begin = len(data)
-    while begin > 0 and (found := data.rfind(part, 0, begin - 1)) >= 0:
-        begin = data.rfind(b"\n", 0, found) + 1
-        if row := _row(data[begin : data.find(b"\n", found)]):
+    while begin > 0 and (place := data.rfind(part, 0, begin - 1)) >= 0:
+        begin = data.rfind(b"\n", 0, place) + 1
+        if row := _row(data[begin : data.find(b"\n", place)]):
             yield row
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import shortened
@@ -39,7 +39,7 @@ _BAR, _LEAST_BAR, _LEAST_NAME, _GAP = 24, 6, 12, " "
 
 
 @dataclass(frozen=True)
-class Words:
+class ProgressText:
     """The text beside the step count; each part may be empty."""
 
     rate: str = ""
@@ -65,14 +65,6 @@ class Words:
         return ", ".join(part for part in dict.fromkeys(order) if part and part in parts)
 
 
-class _Display(Protocol):
-    def show(self, now: RunStatus, words: Words) -> None: ...
-
-    def note(self, words: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Progress:
     """Follows one attempt of one run; only rows of that attempt are shown."""
 
@@ -85,7 +77,7 @@ class Progress:
         self._has_notices = False
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
+        self._display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
 
     def update(self) -> None:
         """Read the files if enough time has passed, and show changes."""
@@ -109,8 +101,8 @@ class Progress:
         """Show, once, the lines that rank 0 wrote before it reported that it is running."""
         if self._has_notices:
             return
-        found = read_json(self._paths.attempt(self._attempt).notices) or {}
-        lines = found.get("lines")
+        content = read_json(self._paths.attempt(self._attempt).notices) or {}
+        lines = content.get("lines")
         self._has_notices = lines is not None
         for line in lines if isinstance(lines, list) else []:
             say(f"{run_name(self._paths)}: {line}")
@@ -133,10 +125,10 @@ class Progress:
                 self._loss = f"loss {loss:.4g}"
                 self._wait = _wait(row)
 
-    def _words(self, status: RunStatus) -> Words:
+    def _words(self, status: RunStatus) -> ProgressText:
         rate, left = self._pace.words(status)
         parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
-        return Words(*map(one_line, parts))
+        return ProgressText(*map(one_line, parts))
 
 
 def _judged(row: Row) -> str:
@@ -194,13 +186,13 @@ class _Lines:
         self._name = name
         self._said_at = time.monotonic()
 
-    def show(self, now: RunStatus, words: Words) -> None:
+    def show(self, now: RunStatus, text: ProgressText) -> None:
         if time.monotonic() - self._said_at >= LINE_EVERY_S:
             total = "" if now.total_steps is None else f"/{now.total_steps}"
-            self.note(now.activity or f"step {now.step}{total} {words.all()}".rstrip())
+            self.note(now.activity or f"step {now.step}{total} {text.all()}".rstrip())
 
-    def note(self, words: str) -> None:
-        say(f"{self._name}: {words}")
+    def note(self, line: str) -> None:
+        say(f"{self._name}: {line}")
         self._said_at = time.monotonic()
 
     def close(self) -> None:
@@ -217,9 +209,9 @@ class _Bar:
         with tolerating_closed_stderr():
             self._rich.start()
 
-    def show(self, now: RunStatus, words: Words) -> None:
+    def show(self, now: RunStatus, text: ProgressText) -> None:
         steps = str(now.step) if now.total_steps is None else f"{now.step}/{now.total_steps}"
-        name, bar, rest = fit(self._rich.console.width, self._name, steps, words)
+        name, bar, rest = fit(self._rich.console.width, self._name, steps, text)
         self._column.bar_width = bar
         with tolerating_closed_stderr():
             self._rich.update(
@@ -232,7 +224,7 @@ class _Bar:
                 refresh=True,
             )
 
-    def note(self, words: str) -> None:
+    def note(self, line: str) -> None:
         pass  # the bar always shows the newest evaluation
 
     def close(self) -> None:
@@ -240,23 +232,23 @@ class _Bar:
             self._rich.stop()
 
 
-def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]:
+def fit(width: int, name: str, steps: str, text: ProgressText) -> tuple[str, int, str]:
     """Return the name, the bar's width and the text that fit one line of ``width`` characters.
 
     The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the
     rate, the wait for data and the validation are dropped; the judged metric is dropped last.
     """
-    kept_parts = {words.activity, words.left, words.loss}
+    kept_parts = {text.activity, text.left, text.loss}
     room = width - 1 - len(steps) - 3 * len(_GAP)
-    for choice in ((words.validation, words.judged), (words.wait,), (words.rate,)):
+    for choice in ((text.validation, text.judged), (text.wait,), (text.rate,)):
         longer = (kept_parts | {part} for part in choice if part)
-        fitting = (each for each in longer if len(words.joined(each)) <= room - _LEAST_NAME - _LEAST_BAR)
+        fitting = (parts for parts in longer if len(text.joined(parts)) <= room - _LEAST_NAME - _LEAST_BAR)
         kept_parts = next(fitting, kept_parts)
-    shown = words.joined(kept_parts)
+    shown = text.joined(kept_parts)
     room -= len(shown)
-    kept = max(0, min(len(name), max(_LEAST_NAME, room - _BAR)))
-    bar = max(0, min(_BAR, room - kept))
-    return shortened(name, kept), bar, shown
+    name_width = max(0, min(len(name), max(_LEAST_NAME, room - _BAR)))
+    bar = max(0, min(_BAR, room - name_width))
+    return shortened(name, name_width), bar, shown
 
 
 def _rich_progress() -> tuple[RichProgress, BarColumn]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.lookup import launcher_in
@@ -17,7 +15,7 @@ from hpc_train.recovery.budgets import Left, Limits
 from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
 from hpc_train.report.run_files import RunFiles
-from hpc_train.run.attempts import AttemptRecord, job_ids
+from hpc_train.run.attempts import job_ids
 from hpc_train.run.files import read_text
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
@@ -47,46 +45,42 @@ def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
-    words = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
-    return Recovery(budgets.left(_of_newest_job(records, run.facts), limits), excluded, (*words, *silent))
-
-
-def _of_newest_job(records: list[AttemptRecord], facts: Mapping[str, Any]) -> list[AttemptRecord]:
-    """Return the newest job's attempts: a resume starts with a full budget."""
-    newest = next(reversed(job_ids(facts)), None)
-    return [record for record in records if record.job == newest]
+    lines = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
+    left = budgets.left([record for record in records if record.job == newest_job], limits)
+    return Recovery(left, excluded, (*lines, *silent))
 
 
 def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
-    words = bad_nodes.exclusion_words(excluded)
+    nodes = bad_nodes.exclusion_words(excluded)
     if newest.kept_nodes.exists():
-        return f"can't exclude these nodes, since too few would be left: {words}"
-    return words
+        return f"can't exclude these nodes, since too few would be left: {nodes}"
+    return nodes
 
 
 def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
     """Return a line for each node whose heartbeat is old; none for nodes that never had one."""
-    found = []
+    lines = []
     for path in sorted(attempt.folder.glob("heartbeat-*.json")):
         with suppress(OSError):
             age_s = time.time() - path.stat().st_mtime
             if age_s > _SILENT_S:
                 node = path.stem.removeprefix("heartbeat-")
-                found.append(silent_for(node, age_s))
-    return tuple(found)
+                lines.append(silent_for(node, age_s))
+    return tuple(lines)
 
 
 #: Cached by the text of ``recovery`` sections: most are equal, and a resolved file takes longer to read.
-_known: dict[tuple[str, ...], Limits] = {}
+_limits_by_text: dict[tuple[str, ...], Limits] = {}
 
 
 def _limits(run: RunFiles) -> Limits:
     """Return the limits of the run's next attempt."""
     next_number = run.newest_number + 1
-    said = (*_section(run.paths), *_changes(run, next_number))
-    if said not in _known:
-        _known[said] = effective_recovery(run.paths, next_number)
-    return _known[said]
+    text = (*_section(run.paths), *_changes(run, next_number))
+    if text not in _limits_by_text:
+        _limits_by_text[text] = effective_recovery(run.paths, next_number)
+    return _limits_by_text[text]
 
 
 def _changes(run: RunFiles, attempt: int) -> list[str]:

@@ -1,19 +1,22 @@
-"""A run's files for ``status`` and ``compare``: ``run.json`` and its attempts' records, read once each."""
+"""A run's files for ``status`` and ``compare``, read once each, and the layout of its step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_facts import run_facts
+from hpc_train.topology.batch_arithmetic import StepLayout
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
+    from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
 
 
@@ -74,3 +77,58 @@ class RunFiles:
     def is_running(self, record: AttemptRecord, now: RunStatus) -> bool:
         """Return True if the attempt with this record is running, according to the run's status."""
         return record is self.newest_record and now.state == "running"
+
+
+def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | None:
+    """Return the ranks of the newest attempt or, before the first, the planned ranks; None if unknown.
+
+    ``facts``: the content of ``run.json``.
+    """
+    if record is not None and record.ranks is not None:
+        return record.ranks
+    planned = facts.get("ranks")
+    return planned if type(planned) is int else None
+
+
+def layout_of(run: RunFiles) -> StepLayout | None:
+    """Return the layout of a step; None if the ranks or the frozen experiment are unknown."""
+    ranks, planned = ranks_of(run.facts, run.newest_record), _planned(run.facts)
+    if ranks is None:
+        return None
+    # An experiment is only read if its values matter.
+    if planned and planned.ranks == ranks and planned.micro_batch_size and not run.facts.get("changes"):
+        return planned
+    return _from_experiment(run, ranks)
+
+
+def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
+    noted = facts.get("step")
+    if not isinstance(noted, dict):
+        return None
+    values: dict[str, Any] = {field.name: noted.get(field.name) for field in fields(StepLayout)}
+    sizes = [values["global_batch_size"], values["micro_batch_size"], values["ranks"], values["data_ranks"]]
+    if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(values["precision"], str):
+        return None
+    return StepLayout(**values)
+
+
+def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
+    from hpc_train.launchers.lookup import launcher_in
+    from hpc_train.topology.degrees import Degrees, find_degrees
+
+    experiment, record = run.experiment, run.newest_record
+    if experiment is None:
+        return None
+    nodes = len(record.hosts) if record is not None else 0
+    launcher = launcher_in(run.paths, run.facts)
+    per_node = ranks // nodes if nodes else launcher.ranks(experiment, ranks).per_node or ranks
+    degrees = find_degrees(experiment.parallel, ranks, min(ranks, per_node))
+    optimization = experiment.optimization
+    size = optimization.micro_batch_size
+    return StepLayout(
+        optimization.global_batch_size,
+        kept_size(run.paths) if size == "auto" else size,
+        ranks,
+        degrees.data_ranks if isinstance(degrees, Degrees) else ranks,
+        experiment.precision,
+    )

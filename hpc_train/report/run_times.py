@@ -25,19 +25,9 @@ def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
 
     An attempt that ended without a record lasted until the last line of rank 0's log.
     """
-    attempts = run.recorded
-    if not attempts:
+    if not run.recorded:
         return None
-    newest = attempts[-1][0]
-    return sum(
-        _attempt_s(each, record, is_running=each == newest and now.state == "running")
-        for each, record in attempts
-    )
-
-
-def _attempt_s(attempt: AttemptPaths, record: AttemptRecord, *, is_running: bool) -> float:
-    span = attempt_span(attempt, record, is_running=is_running)
-    return 0.0 if span is None else span[1] - span[0]
+    return sum((end - start for _, (start, end) in attempt_spans(run, now)), start=0.0)
 
 
 def attempt_span(

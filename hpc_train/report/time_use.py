@@ -1,19 +1,79 @@
-"""The parts of a run's allocated time, of which the first is goodput."""
+"""The parts of a run's allocated time; the first is goodput, the share of steps that count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hpc_train.report.goodput import StepSeconds, counted_steps, step_seconds
-from hpc_train.report.metrics_reader import Row, number
+from hpc_train.report.metrics_reader import Row, number, rows_in
 from hpc_train.report.run_times import attempt_spans, timestamp
 from hpc_train.run.attempts import CAUSES
 
 if TYPE_CHECKING:
+    from hpc_train.paths import RunPaths
     from hpc_train.report.run_files import RunFiles
     from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
+
+
+class StepSeconds(NamedTuple):
+    """The seconds of steps, divided into waits for data and the rest."""
+
+    useful: float
+    waited: float
+
+
+def goodput(
+    paths: RunPaths, now: RunStatus, elapsed_s: float | None, rows: Iterable[Row] | None = None
+) -> float | None:
+    """Return useful seconds divided by ``elapsed_s``, the seconds of all attempts together; None if unknown.
+
+    ``rows``: all of ``metrics.jsonl``, which is read if omitted. It contains each step once, even if a step
+    was repeated.
+    """
+    if not elapsed_s:
+        return None
+    try:
+        seconds = step_seconds(rows_in(paths.metrics) if rows is None else rows, counted_steps(paths, now))
+    except OSError:  # the other facts of the run are still shown
+        return None
+    return None if seconds is None else min(seconds.useful / elapsed_s, 1.0)
+
+
+def counted_steps(paths: RunPaths, now: RunStatus) -> int:
+    """Return the number of useful steps: for a run that has stopped early, the steps in a checkpoint."""
+    if now.state in ("running", "completed"):
+        return now.step
+    saved = paths.checkpoint_folders()
+    return saved[-1].step if saved else 0
+
+
+def step_seconds(rows: Iterable[Row], num_steps: int) -> StepSeconds | None:
+    """Return the seconds of the first ``num_steps`` steps; None if no row has a time.
+
+    An attempt's first row has no time: its steps are assumed to take as long as those of the next row that
+    has one, and steps after the last row as long as those of that row. So starting and compiling do not
+    count.
+    """
+    useful = waited = 0.0
+    step_s: float | None = None
+    wait_s = 0.0
+    done = untimed = 0
+    for row in rows:
+        step = row.get("step")
+        if row.get("split") != "train" or type(step) is not int or step <= done:
+            continue
+        untimed += min(step, num_steps) - min(done, num_steps)
+        done = step
+        if (seconds := number(row.get("step_s"))) is not None:
+            step_s, wait_s = seconds, number(row.get("data_wait_s")) or 0.0
+            useful, waited = useful + untimed * max(0.0, step_s - wait_s), waited + untimed * wait_s
+            untimed = 0
+    if step_s is None:
+        return None
+    untimed += max(0, num_steps - done)
+    return StepSeconds(useful + untimed * max(0.0, step_s - wait_s), waited + untimed * wait_s)
+
 
 #: In display order; the last one is the remaining time. ``training``: steps that count. ``data``: their waits
 #: for data. ``saving``: waits for checkpoints. ``starting``: until an attempt's first step. ``stopping``:
@@ -60,12 +120,12 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
 
 def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
     """Return the time of each attempt's last row."""
-    found: dict[int, float] = {}
+    times: dict[int, float] = {}
     for row in rows:
         attempt, time = row.get("attempt"), number(row.get("time"))
         if type(attempt) is int and time is not None:
-            found[attempt] = time
-    return found
+            times[attempt] = time
+    return times
 
 
 def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
@@ -73,7 +133,7 @@ def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
 
     Evaluations at the same step, such as the evaluation of the averaged weights, run one after the other.
     """
-    found: list[float] = []
+    durations: list[float] = []
     step_s, before = 0.0, None
     for row in rows:
         step, time = row.get("step"), number(row.get("time"))
@@ -81,18 +141,18 @@ def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
         if type(step) is not int or time is None or number(step) is None:
             continue
         if row.get("split") == "val" and before is not None and row.get("attempt") == before[2]:
-            found.append(max(0.0, time - before[0] - (step - before[1]) * step_s))
+            durations.append(max(0.0, time - before[0] - (step - before[1]) * step_s))
         before = time, step, row.get("attempt")
-    return found
+    return durations
 
 
 def _within(total_s: float, parts: Mapping[str, float]) -> dict[str, float]:
     """Return the parts and the rest of the time; if estimates exceed the time, the last parts are cut."""
-    found, left = {}, total_s
+    shares, left = {}, total_s
     for name, seconds in parts.items():
-        found[name] = min(max(seconds, 0.0), left) if seconds == seconds else 0.0  # not NaN
-        left -= found[name]
-    return {**found, "other": left}
+        shares[name] = min(max(seconds, 0.0), left) if seconds == seconds else 0.0  # not NaN
+        left -= shares[name]
+    return {**shares, "other": left}
 
 
 def summed(uses: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -73,12 +74,12 @@ class Usage:
 
     def _memory(self) -> str:
         gpu, peak = self.peak_gpu_memory_gib, self.peak_memory_gib
-        found = [] if gpu is None else [f"{gpu:.3g} GiB at most on a GPU"]
+        lines = [] if gpu is None else [f"peak {gpu:.3g} GiB on a GPU"]
         if peak is not None:
             requested, share = self.requested_memory_gib, self.memory_efficiency
-            of = "" if requested is None else f" of {requested:.3g} GiB requested per node ({share:.0%})"
-            found.append(f"{peak:.3g} GiB at most on a node{of}")
-        return ", ".join(found)
+            of = "" if requested is None else f", {share:.0%} of the {requested:.3g} GiB requested"
+            lines.append(f"peak {peak:.3g} GiB on a node{of}")
+        return ", ".join(lines)
 
 
 def usage_of(
@@ -145,6 +146,6 @@ def _seconds(begin: object, end: str) -> float:
 
 def counts_by_state(states: Sequence[str]) -> str:
     """Return ``6 runs: 4 completed, 1 running, 1 failed``."""
-    counts: Mapping[str, int] = {state: states.count(state) for state in dict.fromkeys(states)}
-    listed = ", ".join(f"{counts[state]} {state}" for state in sorted(counts, key=lambda each: -counts[each]))
+    counts = Counter(states).most_common()
+    listed = ", ".join(f"{count} {state}" for state, count in counts)
     return f"{len(states)} run{'s' * (len(states) != 1)}: {listed}"

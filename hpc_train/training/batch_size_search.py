@@ -129,13 +129,18 @@ def _search(rank: Rank, control: ControlGroup) -> Found:
     sizes = _candidates(rank)
     fitted, too_large, left = 0, None, doubling(sizes)
     while left:
-        tried = _try(rank, control, left)
-        fitted = left[tried.num_fitted - 1] if tried.num_fitted else fitted
-        if tried.reason is not None:
-            too_large = left[tried.num_fitted]
-            _tell(rank, too_large, tried.reason)
+        num_fitted, reason = _try(rank, control, left)
+        fitted = left[num_fitted - 1] if num_fitted else fitted
+        if reason is not None:
+            too_large = left[num_fitted]
+            if rank.is_first:
+                _log.info("%s: auto: %d does not fit (%s)", _KEY, too_large, reason)
         if fitted == 0:
-            raise _nothing_fits(left[0], tried.reason)
+            raise BadFileError(
+                f"{_KEY}: auto finds nothing that fits, not even {left[0]} at a time ({reason}); write "
+                "activation_checkpointing: blocks, a parallel.strategy that shards, or take devices with "
+                "more memory"
+            )
         # If G is a power of two there is nothing in between.
         left = [size for size in sizes if too_large is not None and fitted < size < too_large]
     return Found(fitted, too_large, rank.facts.world_size, rank.attempt)
@@ -164,30 +169,11 @@ def _most_data_ranks(rank: Rank) -> int:
     return here if isinstance(most, Problem) else max(here, most.data_ranks)
 
 
-def _nothing_fits(smallest: int, reason: str | None) -> BadFileError:
-    return BadFileError(
-        f"{_KEY}: auto finds nothing that fits, not even {smallest} at a time ({reason}); write "
-        "activation_checkpointing: blocks, a parallel.strategy that shards, or take devices with more memory"
-    )
-
-
-def _tell(rank: Rank, size: int, reason: str) -> None:
-    if rank.is_first:
-        _log.info("%s: auto: %d does not fit (%s)", _KEY, size, reason)
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """Result of a series of trials; the same on all ranks."""
-
-    #: Number of sizes that fit on every rank.
-    num_fitted: int
-    #: The rank that ran out of memory at the next size, and its error; None: all fit.
-    reason: str | None
-
-
-def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
+def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> tuple[int, str | None]:
     """Run the trials through the sizes until one does not fit. Collective.
+
+    Returns the number of sizes that fit on every rank; and the rank that ran out of memory at the next size
+    with its error, None if all fit.
 
     Raises a trial's error on every rank.
     """
@@ -199,7 +185,7 @@ def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
         trial.end()
 
 
-def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) -> _Tried:
+def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) -> tuple[int, str | None]:
     """Poll all trials until their outcome is known."""
     has_failed = False
     while True:
@@ -208,9 +194,9 @@ def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) 
         fitted, weightiest, all_ended = control.smallest([trial.num_fitted, -weight, int(has_ended)])
         rank.progress.at("building", part=fitted + 1)
         if weightiest == -_WEIGHT[OUT_OF_MEMORY]:
-            first = control.first_text(trial.words if trial.outcome == OUT_OF_MEMORY else None)
+            first = control.first_text(trial.message if trial.outcome == OUT_OF_MEMORY else None)
             assert first is not None, "one rank at least ran out"
-            return _Tried(fitted, f"rank {first[0]}: {first[1]}")
+            return fitted, f"rank {first[0]}: {first[1]}"
         # Poll once more: the cause may be another trial out of memory, which is reported a moment later.
         if weightiest == -_WEIGHT[FAILED] and has_failed:
             control.together(trial.raise_failure)
@@ -218,7 +204,7 @@ def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) 
         if all_ended and not has_failed:
             if fitted < num_sizes:
                 raise PeerLostError("the trials of micro_batch_size lost each other, and none said why")
-            return _Tried(fitted, None)
+            return fitted, None
         time.sleep(_POLL_S)
 
 
@@ -229,7 +215,7 @@ class _Trial:
         self.num_fitted = 0
         #: Empty while it runs.
         self.outcome = ""
-        self.words = ""
+        self.message = ""
         self._code = int(ExitCode.FAILED)
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         arguments = [rank.paths.folder, rank.attempt, sender.fileno(), os.getpid(), torch.get_num_threads()]
@@ -244,10 +230,10 @@ class _Trial:
         """Read the trial's messages since the last call."""
         while not self.outcome and self._receiver.poll():
             try:
-                what, self.words, self._code = self._receiver.recv()
+                what, self.message, self._code = self._receiver.recv()
             except EOFError:
                 code, what = self._process.wait(), FAILED
-                self.words = (
+                self.message = (
                     f"{_KEY}: a trial ended with exit code {code} and said nothing; see the rank's log"
                 )
             if what == "fitted":
@@ -259,7 +245,7 @@ class _Trial:
         """Raise the trial's error, if any; a user's mistake as BadFileError. Not collective."""
         if self.outcome == FAILED:
             kind = BadFileError if self._code == ExitCode.BAD_FILE else TrialError
-            raise kind(self.words)
+            raise kind(self.message)
 
     def end(self) -> None:
         """Kill the process; return once it is gone and its memory is free."""

@@ -53,7 +53,7 @@ from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.resume import Resumed, extra, resumed
+from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_progress import RunAhead, StepProgress
 from hpc_train.training.step_times import FirstStep, StepTimes

@@ -39,7 +39,7 @@ from hpc_train.training.evaluation import Evaluator, make_validation, share_all_
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.meters import row_head, without_non_finite
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.resume import normalized_as_trained, refuse_other_classes, take_over
+from hpc_train.training.resuming import normalized_as_trained, refuse_other_classes, take_over
 from hpc_train.training.train_state import TrainState, build, context
 
 

@@ -91,25 +91,12 @@ class PreparedData:
     name: str
     root: str | None
     train_samples: int
+    #: 0 if there are none.
     val_samples: int
     classes: int
     bad_samples: list[str] = field(default_factory=list)
     #: Files that are not read, and conversions that lose information.
     notices: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
-        """Describe a data set; 0 validation samples if it has none."""
-        num_val = 0 if source.val is None else len(source.val)
-        config = experiment.data
-        return cls(
-            config.name,
-            config.root,
-            len(source.train),
-            num_val,
-            source.info.num_classes,
-            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
-        )
 
 
 @dataclass
@@ -170,7 +157,14 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
-        facts = PreparedData.of(experiment, source)
+        facts = PreparedData(
+            config.name,
+            config.root,
+            len(source.train),
+            0 if source.val is None else len(source.val),
+            source.info.num_classes,
+            notices=data_notices(source, config, more_masks_s=_MORE_MASKS_S),
+        )
     where = f" in {config.root}" if config.root else ""
     say(
         f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
@@ -315,10 +309,6 @@ def main(arguments: Sequence[str]) -> int:
     return int(ExitCode.DONE)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 def try_forward(
     experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
 ) -> str | None:
@@ -450,3 +440,7 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
     with limited_to_free_memory(), torch.device("meta"):
         return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -28,9 +28,8 @@ from hpc_train.health.progress import Progress
 from hpc_train.health.stacks import limit_core_files
 from hpc_train.health.watchdog import CONNECT_LIMIT_S, Watchdog
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import in_ms
+from hpc_train.run.attempts import EventLog, in_ms
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.events import EventLog
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.topology.degrees import AXES, Degrees, find_degrees
 from hpc_train.topology.strategy_traits import traits_of

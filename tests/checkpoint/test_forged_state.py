@@ -22,7 +22,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import versions
 from hpc_train.run.checkpoints import verify
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training.resume import conditions
+from hpc_train.training.resuming import conditions
 from tests.checkpoint.checkpoint_runs import Trainee, forge, make_run
 from tests.training.resumes import resume
 

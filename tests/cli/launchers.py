@@ -14,7 +14,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import KeyProblem, LaunchRequest, Ranks, StartRequest
 from hpc_train.launchers.local import LocalLauncher
-from hpc_train.launchers.queue_changes import prepared
+from hpc_train.launchers.slurm.job_arrays import prepared
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record, write_record
 from hpc_train.run.run_status import RunStatus, read_status, write_status

@@ -19,6 +19,7 @@ from hpc_train import __version__
 from hpc_train.cli import status as status_module
 from hpc_train.cli.app import app
 from hpc_train.cli.command_line import FUNCTIONS, exit_code_of
+from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.paths import runs_root
 from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.launchers.slurm.programs import put_programs_first
@@ -77,6 +78,16 @@ def test_each_command_has_a_function_that_takes_its_options() -> None:
         parameters = list(inspect.signature(function(), eval_str=True).parameters.values())
         assert parameters[0].annotation is options
         assert all(other.default is not inspect.Parameter.empty for other in parameters[1:])
+
+
+def test_options_have_defaults_and_no_other_names() -> None:
+    options = SubmitOptions(file=Path("exp.yaml"), new=True)
+    assert (options.new, options.jobs, options.launcher, options.overrides) == (True, 1, None, [])
+    assert options.overrides is not SubmitOptions(file=Path("exp.yaml")).overrides
+    with pytest.raises(TypeError, match="file is missing"):
+        SubmitOptions(new=True)
+    with pytest.raises(TypeError, match="unknown job"):
+        SubmitOptions(file=Path("exp.yaml"), job=1)
 
 
 def test_the_version_is_printed() -> None:

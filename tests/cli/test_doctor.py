@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launchers import machine_checks
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, Level
 from hpc_train.validate.loading import load
 from tests.cli import launchers
 from tests.cli.commands import hpc_train
@@ -41,6 +41,9 @@ def slurm(programs: Programs, partition: str = "low", node: str = "n1|low|idle|8
     (programs.folder / "nodes").write_text(node + "\n")
     programs.put("scontrol", f'cat "{programs.folder}/${{@: -1}}"')
     programs.put("sinfo", f"cat {programs.folder}/nodes")
+    programs.put("squeue", "true")
+    programs.put("srun", "true")
+    programs.put("sbatch", "grep -q partition=low $2 || { echo 'invalid partition specified' >&2; exit 1; }")
 
 
 def test_errors_come_first_with_reason_and_remedy_and_exit_1(machine: list[Finding]) -> None:
@@ -118,7 +121,10 @@ def test_the_file_is_checked_and_its_place_is_shown(file: Path, programs: Progra
     file.write_text(file.read_text() + text)
     done = hpc_train("doctor", file)
     assert done.code == 1
-    assert "exp.yaml:" in done.out and "slurm.partition: there is no partition hihg" in done.out
+    assert (
+        "exp.yaml:" in done.out
+        and "slurm.partition: Slurm refuses it: invalid partition specified" in done.out
+    )
     assert "warning  wandb: no API key is set" in done.out
     assert hpc_train("doctor", file, "slurm.partition=low").code == 0
     assert hpc_train("doctor", file, "data.nme=x").code == 65

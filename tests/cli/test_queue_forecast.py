@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import queue_forecast
-from hpc_train.config.schema import Experiment
-from hpc_train.launchers.base import KeyProblem
+from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
-from hpc_train.paths import RunPaths, runs_root
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from tests.plan.files import loaded, plan_on_slurm
 
 
 class _TwoJobs(SlurmLauncher):
     """A queue that takes two jobs of a user."""
 
-    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        too_many = KeyProblem("sweep", f"{len(experiments)} runs", "write less")
-        return [too_many] if len(experiments) > 2 else []
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+        too_many = KeyProblem("sweep", f"{len(runs)} runs", "write less")
+        return [JobForecast([run.paths for run in runs], problems=[too_many] if len(runs) > 2 else [])]
 
 
 def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

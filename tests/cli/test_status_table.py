@@ -60,7 +60,7 @@ def test_only_failed_runs(sweep: list[RunPaths]) -> None:
 
 def test_one_run_shows_what_it_used(sweep: list[RunPaths]) -> None:
     out = hpc_train("status", sweep[0].folder.name).out
-    assert "  time lost  starts " in out and "  memory     21.4 GiB at most on a GPU" in out
+    assert "  time lost  starts " in out and "  memory     peak 21.4 GiB on a GPU" in out
 
 
 def test_values_are_cut_to_80_columns() -> None:

@@ -9,14 +9,13 @@ from tests.docs.pages import REPOSITORY
 PACKAGE = REPOSITORY / "hpc_train"
 _MODULES = {
     "launchers/slurm/cluster_checks.py": "slurm",
-    "launchers/slurm/interruption_checks.py": "slurm",
     "launchers/slurm/check_job.py": "slurm",
     "launchers/machine_checks.py": "machine",
     "cli/doctor.py": "",
 }
 _NAME = re.compile(r'"((?:slurm|machine|wandb|notify|launcher|file)\.[a-z-]+)"')
 #: The helpers that put the module's own prefix before a name.
-_SHORT_NAME = re.compile(r'(?:fine\(|configuration\(\s*|finding\(\s*Level\.\w+,\s*)"([a-z-]+)"')
+_SHORT_NAME = re.compile(r'(?:fine\(|setting\(\s*|finding\(\s*Level\.\w+,\s*)"([a-z-]+)"')
 
 
 def checks() -> set[str]:

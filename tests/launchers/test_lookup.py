@@ -12,7 +12,7 @@ from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL, FollowingLauncher
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.lookup import by_launcher, launcher_of, load_launcher
-from hpc_train.launchers.queue_changes import prepared
+from hpc_train.launchers.slurm.job_arrays import prepared
 from hpc_train.paths import RunPaths
 from hpc_train.registry import parts
 from hpc_train.run.attempts import claim_attempt, read_record

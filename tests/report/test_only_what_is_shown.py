@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.changed_keys import _comparable, _differ
-from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import (
     Row,
     last_metric,
@@ -27,6 +26,7 @@ from hpc_train.report.metrics_reader import (
     spread_rows,
     validation_rows,
 )
+from hpc_train.report.time_use import goodput
 from hpc_train.run.files import read_tail
 from hpc_train.run.run_status import RunStatus
 from tests.calls import work_of

@@ -13,7 +13,15 @@ from hpc_train.console import say
 from hpc_train.paths import RunPaths
 from hpc_train.report import progress_display as progress_module
 from hpc_train.report.metrics_reader import MetricsReader
-from hpc_train.report.progress_display import LINE_EVERY_S, READ_EVERY_S, Progress, Words, _Bar, duration, fit
+from hpc_train.report.progress_display import (
+    LINE_EVERY_S,
+    READ_EVERY_S,
+    Progress,
+    ProgressText,
+    _Bar,
+    duration,
+    fit,
+)
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, write_status
 
@@ -194,7 +202,7 @@ def test_durations_read_as_clocks_show_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-_WORDS = Words(
+_WORDS = ProgressText(
     "12.3 steps/s",
     "1:02:03 left",
     "loss 0.1234",

@@ -36,10 +36,7 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
     assert (usage.peak_gpu_memory_gib, usage.memory_efficiency) == (21.4, 0.1875)
     lines = dict(usage.details())
     assert lines["used"].endswith("GPU-hours") and "starts 52s" in lines["time lost"]
-    assert (
-        lines["memory"]
-        == "21.4 GiB at most on a GPU, 6 GiB at most on a node of 32 GiB requested per node (19%)"
-    )
+    assert lines["memory"] == "peak 21.4 GiB on a GPU, peak 6 GiB on a node, 19% of the 32 GiB requested"
     assert lines["CPU"] == "75% of the cores' time"
     assert Usage(**usage.to_json()) == usage
 

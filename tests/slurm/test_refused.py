@@ -1,6 +1,6 @@
-"""Files that Slurm would refuse, or hold for ever, are refused by ``plan`` and ``submit`` with the reason.
+"""Files whose jobs Slurm would refuse, or never start, are refused with the key and the remedy.
 
-No job runs: partitions, QOS and accounts are made for the test, and each file asks for too much of one.
+No job runs: partitions, QOS and accounts are made for the test, and each file requests too much of one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _ACCOUNTING = (
 )
 _SMALL = ("slurm.qos=small",)
 _NARROW = ("slurm.account=narrow",)
-#: What the file asks for → what the commands say. Micro-batches of one sample: enough for 32 ranks.
-_CASES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("slurm.partition=nope",), "slurm.partition: there is no partition nope; write one of low, high"),
-    (("slurm.partition=closed",), "slurm.partition: partition closed takes no jobs (State = DRAIN)"),
-    (("slurm.partition=reserved",), "slurm.reservation: is missing: partition reserved takes only jobs with"),
+#: Requests that ``sbatch --test-only`` refuses, or that no node satisfies, also by ``plan``.
+#: Micro-batches of one sample: enough for 32 ranks.
+_REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("slurm.partition=nope",), "slurm.partition: Slurm refuses it: invalid partition specified: nope"),
+    (("slurm.partition=closed",), "slurm.partition: Slurm refuses it: Required partition not available"),
+    (("slurm.partition=reserved",), "slurm.partition: Slurm refuses it: Access/permission denied; write"),
     (("slurm.partition=short",), "slurm.time_limit: 30 min exceed the 10 min of partition short; write at"),
     (("slurm.nodes=5",), "slurm.nodes: 5, but the partition has 4"),
     (("slurm.partition=few", "slurm.nodes=2"), "slurm.nodes: 2, but a job in partition few gets at most 1"),
@@ -51,24 +52,27 @@ _CASES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("slurm.gpus_per_node=5",), "slurm.gpus_per_node: 5, but a node has at most 4"),
     (("slurm.gpus_per_node=1", "slurm.gpu_type=a100"), "slurm.gpu_type: a100, but no node has such GPUs"),
     (("slurm.mem_gb=100",), "slurm.mem_gb: 100, but a node has at most 20"),
-    (("slurm.partition=few", "slurm.mem_gb=9"), "slurm.mem_gb: 9, but partition few gives 7.8125 per node"),
     (("slurm.cpus_per_gpu=9",), "slurm.cpus_per_gpu: 9 is 9 per node, a node has at most 8"),
     (("slurm.ranks_per_node=9",), "slurm.ranks_per_node: 9 ranks need a core each, a node has at most 8"),
-    (("slurm.constraint=nvme",), "slurm.constraint: nvme, but no node has this feature"),
-    (("slurm.account=nobody",), "slurm.account: nobody is not an account of yours; write one of"),
-    (("slurm.partition=members",), "slurm.account: test: partition members refuses this account"),
-    (("slurm.partition=chosen",), "slurm.qos: normal: partition chosen takes only QOS vip"),
-    (("slurm.qos=nope",), "slurm.qos: there is no QOS nope; write one of"),
-    (("slurm.qos=foreign",), "slurm.qos: account test may not use QOS foreign; write one of"),
-    (_SMALL, "slurm.time_limit: 30 min exceed the 5 min of QOS small (MaxWall)"),
-    ((*_SMALL, "slurm.cpus_per_gpu=3"), "slurm.cpus_per_gpu: the job requests 3 cpu, but a job of QOS small"),
-    ((*_SMALL, "slurm.nodes=2"), "slurm.nodes: the job requests 2 node, but a job of QOS small"),
-    (_NARROW, "slurm.time_limit: 30 min exceed the 20 min of your association (MaxWall)"),
-    ((*_NARROW, "sweep.grid={seed: [1, 2, 3]}"), "sweep: 3 runs are more than the 2 jobs that this cluster"),
-    (("slurm.reservation=nope",), "slurm.reservation: there is no reservation nope; take it out"),
-    (("slurm.exclude=n9",), "slurm.exclude: there is no node n9"),
-    (("slurm.exclude=n[1-3]", "slurm.nodes=2"), "slurm.exclude: leaves 1 of the 4 nodes of partition low"),
-    (("slurm.partition=few", "slurm.extra={nodelist: n3}"), "slurm.extra.nodelist: node n3 is not in"),
+    (("slurm.constraint=nvme",), "slurm.constraint: Slurm refuses it: Invalid feature specification; write"),
+    (("slurm.account=nobody",), "slurm.account: Slurm refuses it: Invalid account or account/partition"),
+    (("slurm.qos=nope",), "slurm.qos: Slurm refuses it: Invalid qos specification; write one"),
+    (("slurm.qos=foreign",), "slurm.qos: Slurm refuses it: Invalid qos specification; write one"),
+    (("slurm.reservation=nope",), "slurm.reservation: Slurm refuses it: Requested reservation is invalid"),
+    (("slurm.exclude=n9",), "slurm.exclude: Slurm refuses it: Invalid node name specified; write"),
+)  # fmt: skip
+_SWEEP = (*_NARROW, "slurm.time_limit=10min", "sweep.grid={seed: [1, 2, 3]}")
+#: Requests that Slurm accepts; when the job is released it gives the reason. ``submit`` withdraws it.
+_HELD: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("slurm.partition=few", "slurm.mem_gb=9"), "slurm.mem_gb: {never}: MaxMemPerLimit; write another"),
+    (("slurm.partition=members",), "slurm.account: {never}: Job's account not permitted to use this"),
+    (("slurm.partition=chosen",), "slurm.qos: {never}: Job's QOS not permitted to use this partition"),
+    (_SMALL, "slurm.time_limit: {never}: QOSMaxWallDurationPerJobLimit; request less"),
+    ((*_SMALL, "slurm.time_limit=4min", "slurm.cpus_per_gpu=3"), "slurm.cpus_per_gpu: {never}: QOSMaxCpu"),
+    ((*_SMALL, "slurm.time_limit=4min", "slurm.nodes=2"), "slurm.nodes: {never}: QOSMaxNodePerUserLimit"),
+    (_NARROW, "slurm.time_limit: {never}: AssocMaxWallDurationPerJobLimit; request less"),
+    (("slurm.exclude=n[1-3]", "slurm.nodes=2"), "satisfies all of: slurm.nodes: 2, slurm.exclude: n[1-3]"),
+    (("slurm.partition=few", "slurm.extra={nodelist: n3}"), "no node satisfies all of: slurm.nodes: 1"),
 )  # fmt: skip
 
 
@@ -93,17 +97,27 @@ def strict(cluster: Cluster) -> Iterator[None]:
             cluster.run("sacctmgr", "-i", *words, check=False)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.usefixtures("strict")
-def test_what_slurm_would_never_start_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_that_slurm_would_refuse_or_never_start_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "exp.yaml"
     file.write_text(f"{EXPERIMENT}slurm: {{partition: low, time_limit: 30min}}\n")
     small = ("optimization.micro_batch_size=1", "optimization.global_batch_size=32")
-    for overrides, words in _CASES:
+    submit_limit = (_SWEEP, "slurm: Slurm refuses it: AssocMaxSubmitJobLimit")
+    for overrides, message in (*_REFUSED, submit_limit):
         for command in ("plan", "submit"):
             done = hpc_train(command, file, *small, *overrides)
-            assert (done.code, words in done.err) == (65, True), (command, overrides, done.err)
-    assert not runs_root().exists(), "nothing is made for a file that is refused"
+            assert (done.code, message in done.err) == (65, True), (command, overrides, done.err)
+    assert not runs_root().exists(), "nothing is made for a file that is refused before its submission"
+
+    never = "Slurm accepts the job, but never starts it"
+    for overrides, message in _HELD:
+        done = hpc_train("submit", file, *small, *overrides)
+        assert (done.code, message.format(never=never) in done.err) == (65, True), (overrides, done.err)
+        assert not list(runs_root().glob("tiny/[!.]*")), overrides
     assert not cluster.run("squeue", "--noheader")
 
+    done = hpc_train("doctor", file, "slurm.qos=foreign")
+    assert done.code == 1 and "slurm.qos: Slurm refuses it: Invalid qos specification" in done.out
     done = hpc_train("plan", file, *small, "slurm.nodes=2")
     assert done.code == 0 and "earliest start: to" in done.err and "on n[1-2]" in done.err, done.err

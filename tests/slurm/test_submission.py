@@ -96,13 +96,14 @@ def any_place(
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Path:
-    """A folder with an sbatch that counts its calls in ``calls`` and does as Slurm's own."""
+    """A folder with an sbatch that counts its submissions in ``calls`` and does as Slurm's own."""
     return _wrapped_sbatch(tmp_path / "counted", 'exec "$real" "$@"')
 
 
 def _wrapped_sbatch(folder: Path, body: str) -> Path:
     folder.mkdir()
-    real = f"real=$(PATH=${{PATH#*:}} command -v sbatch)\necho call >> {folder}/calls\n"
+    real = 'real=$(PATH=${PATH#*:} command -v sbatch)\n[ "$1" != --test-only ] || exec "$real" "$@"\n'
+    real += f"echo call >> {folder}/calls\n"
     (folder / "sbatch").write_text(f"#!/bin/bash\n{real}{body}\n")
     (folder / "sbatch").chmod(0o755)
     return folder
@@ -292,11 +293,13 @@ def test_what_slurm_refuses_is_placed_in_the_file_and_leaves_nothing(place: Plac
 
 
 @pytest.mark.fault(35)
-def test_a_job_that_can_never_start_is_told(place: Place) -> None:
-    """By what only Slurm knows: disks of nodes are in no rule of ours."""
-    code, said = place.submit("slurm.partition=short", "slurm.extra={tmp: 999G}")
-    assert code == 75
-    assert "never starts: BadConstraints" in said
+def test_a_job_that_can_never_start_is_withdrawn(place: Place) -> None:
+    """By the disks of nodes, which only Slurm knows."""
+    code, message = place.submit("slurm.partition=short", "slurm.extra={tmp: 999G}")
+    assert code == 65
+    assert "slurm: Slurm accepts the job, but never starts it: BadConstraints" in message
+    assert "slurm.extra.tmp: 999G" in message
+    assert (place.runs(), place.queue(), place.records()) == ([], [], [])
 
 
 def test_more_runs_than_an_array_may_hold_make_several(
@@ -310,7 +313,7 @@ def test_more_runs_than_an_array_may_hold_make_several(
             assert code == 0, said
             ids = [line.partition("_")[2] for line in place.queue("%i")]
             assert sorted(ids) == ["", "[0-1%1]", "[0-1%1]"]
-            assert "max_parallel holds for each of the 3 jobs by itself" in said
+            assert "max_parallel applies to each of the 3 jobs separately" in said
             assert len({jobs[0] for jobs in place.jobs().values()}) == 5
 
 
@@ -343,7 +346,10 @@ def test_a_refused_resume_leaves_runs_as_they_were(place: Place) -> None:
     before = [path.read_text() for path in (run.run, run.status, run.cancelled)]
     for change, words in (
         ("slurm.dependency=nope", "command line: slurm.dependency: Slurm refuses it"),
-        ("slurm.partition=lo", "command line: slurm.partition: there is no partition lo"),
+        (
+            "slurm.partition=lo",
+            "command line: slurm.partition: Slurm refuses it: invalid partition specified: lo",
+        ),
     ):
         code, said = place.run("resume", "tiny", change)
         assert (code, words in said) == (65, True), said

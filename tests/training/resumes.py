@@ -11,7 +11,7 @@ import torch
 
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.rank import Rank
-from hpc_train.training.resume import Resumed, resumed
+from hpc_train.training.resuming import Resumed, resumed
 from hpc_train.training.train_state import TrainState
 
 

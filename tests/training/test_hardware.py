@@ -13,7 +13,7 @@ import torch
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.launchers.rank_processes import common_environment
-from hpc_train.training.resume import Hardware, processor, take_over
+from hpc_train.training.resuming import Hardware, processor, take_over
 from tests.run.runs import small_run
 
 CPU = torch.device("cpu")

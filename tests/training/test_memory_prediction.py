@@ -182,6 +182,19 @@ def test_few_shards_predict_what_all_of_them_take(
         assert few[part] == pytest.approx(every[part], abs=0.03 * sum(every.values()))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_long_pipeline_is_predicted_from_two_short_ones(schedule: str) -> None:
+    config = experiment(
+        task="causal_lm",
+        model={"name": "gpt", "args": _GPT},
+        parallel={"strategy": "pipeline", "schedule": schedule},
+        optimization={"global_batch_size": 10, "micro_batch_size": 1},
+    )
+    long = PredictedStep(config, SMALL.info, SMALL.sample, 10**6, Degrees(pipeline=2), 0, is_on_gpu=True)
+    assert long._is_long
+    assert long.predict().total == pytest.approx(long._prediction(10).total, rel=0.01)
+
+
 def test_ddp_keeps_buckets_besides_the_gradients_of_a_step_in_parts() -> None:
     ddp = {"strategy": "ddp"}
     one, two = (

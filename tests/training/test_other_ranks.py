@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training.resume import conditions, difference
+from hpc_train.training.resuming import conditions, difference
 
 TWO = conditions(2, "ddp", Degrees(replicate=2))
 ONE = conditions(1, "ddp", Degrees())

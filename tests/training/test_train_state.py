@@ -14,7 +14,7 @@ from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.datasets.sampler import Position
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.run.versions import versions
-from hpc_train.training.resume import OtherVersionsError, Resumed, refuse_other_classes
+from hpc_train.training.resuming import OtherVersionsError, Resumed, refuse_other_classes
 from tests.training.resumes import resume
 
 

@@ -13,7 +13,7 @@ from hpc_train.data_facts.channels import model_problem
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.registry import _KEYS, parts
+from hpc_train.registry import _NOUNS, parts
 from hpc_train.validate import model_facts
 from tests.config.files import GOOD, problems_of
 
@@ -78,7 +78,7 @@ def test_the_size_that_the_model_is_given_is_asked_for(
 def test_nothing_is_asked_without_need(
     overrides: tuple[str, ...], tmp_path: Path, questions: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {kind: parts(kind) for kind in _KEYS} | {"tasks": parts("tasks") | {"resizes": "x:y"}}
+    known = {kind: parts(kind) for kind in _NOUNS} | {"tasks": parts("tasks") | {"resizes": "x:y"}}
     monkeypatch.setattr("hpc_train.validate.part_rules.parts", known.get)
     assert problems_of(tmp_path, GOOD, *overrides) == []
     assert questions == []

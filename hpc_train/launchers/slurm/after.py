@@ -19,16 +19,30 @@ from pathlib import Path
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
-from hpc_train.launchers.slurm import gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
+from hpc_train.launchers.slurm.batch_job import (
+    MARK,
+    BatchJob,
+    answer,
+    granted,
+    limit_words,
+    say,
+    used_gpu_hours,
+)
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported_ranks
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
 from hpc_train.run import resource_limits
-from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
-from hpc_train.run.events import noted_signal
+from hpc_train.run.attempts import (
+    AttemptRecord,
+    newest_number,
+    noted_signal,
+    now,
+    now_ms,
+    read_record,
+    write_record,
+)
 from hpc_train.run.files import tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -60,7 +74,7 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
     if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
-        spent = gpu_budget.used_by(job.paths, final)
+        spent = used_gpu_hours(job.paths, final)
         diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery, spent))
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else

@@ -20,10 +20,17 @@ from pathlib import Path
 from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
+from hpc_train.launchers.slurm import LAUNCHER, commands
+from hpc_train.launchers.slurm.batch_job import (
+    MARK,
+    BatchJob,
+    answer,
+    granted,
+    limit_words,
+    say,
+    used_gpu_hours,
+)
 from hpc_train.launchers.slurm.evidence import stop_by
-from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
@@ -35,9 +42,8 @@ from hpc_train.recovery.history import (
     saved_step,
 )
 from hpc_train.run import trust
-from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, noted_signal, now, now_ms, write_record
 from hpc_train.run.code import snapshot
-from hpc_train.run.events import noted_signal
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -55,6 +61,11 @@ _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 _SINFO_LIMIT_S = 30.0
 #: Not ``power*``: nodes that are switched off to save power are not broken.
 _GONE = ("down", "fail")
+#: Parts of a list of nodes, such as ``n[1-2,07],login1``.
+_LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
+_BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
+#: A list of more nodes is not expanded: no cluster has them.
+_MAX_NODES = 100_000
 
 
 class BudgetSpentError(UserError):
@@ -81,8 +92,10 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """
     job = BatchJob.of(folder, environ)
     began = now_ms()
-    if ended := _why_not(job.paths):
-        say(f"run {job.paths.folder.name} is {ended}; nothing to do")
+    is_cancelled = job.paths.cancelled.exists()
+    if is_cancelled or read_status(job.paths).state == "completed":
+        state = "cancelled" if is_cancelled else "completed"
+        say(f"run {job.paths.folder.name} is {state}; nothing to do")
         return None
     _check_unrequested(job)
     try:
@@ -94,10 +107,10 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     except TryAgainError:
         raise
     except WrongNodeError as error:
-        _stand(job.paths, "requeued", str(error))
+        _write_status(job.paths, "requeued", str(error))
         raise
     except HpcTrainError as error:
-        notify_end(job.paths, say, _stand(job.paths, "failed", str(error)))
+        notify_end(job.paths, say, _write_status(job.paths, "failed", str(error)))
         raise
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
@@ -114,18 +127,12 @@ def _full_disks(paths: RunPaths) -> Iterator[None]:
         raise
 
 
-def _stand(paths: RunPaths, state: str, reason: str) -> RunStatus:
+def _write_status(paths: RunPaths, state: str, reason: str) -> RunStatus:
     """Write the run's status, if the disk has room for it; return it."""
     status = replace(read_status(paths), state=state, reason=one_line(reason))
     with suppress(OSError):
         write_status(paths, status)
     return status
-
-
-def _why_not(paths: RunPaths) -> str | None:
-    if paths.cancelled.exists():
-        return "cancelled"
-    return "completed" if read_status(paths).state == "completed" else None
 
 
 def _check_unrequested(job: BatchJob) -> None:
@@ -238,7 +245,7 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     """Raise BudgetSpentError if no attempt may follow the lost one; else record the remaining budget."""
     attempt = job.paths.attempt(diagnosed.attempt)
     recovery = effective_recovery(job.paths, diagnosed.attempt)
-    spent = gpu_budget.used_by(job.paths, diagnosed)
+    spent = used_gpu_hours(job.paths, diagnosed)
     decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery, spent)
     diagnosed = replace(diagnosed, reason=one_line(decision.reason))
     if decision.comes_back:
@@ -291,11 +298,32 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
             timeout=_SCONTROL_LIMIT_S,
         )
     except (OSError, subprocess.SubprocessError):
-        return expanded(listed) or [listed] if listed else []
+        return _expanded_list(listed) or [listed] if listed else []
     # The names come last, whatever a wrapper prints before them.
     names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
     count = environ.get("SLURM_JOB_NUM_NODES", "")
     return names[-int(count) :] if count.isdecimal() and int(count) else names
+
+
+def _expanded_list(listed: str) -> list[str]:
+    """Return the names in a list of nodes; empty for an invalid list."""
+    names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
+    return names if len(names) <= _MAX_NODES else []
+
+
+def _expanded_item(item: str) -> list[str]:
+    match = _BRACKETS.fullmatch(item)
+    if match is None:
+        return [item] if "[" not in item else []
+    before, ranges, after = match.groups()
+    ends = _expanded_item(after) if after else [""]
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= _MAX_NODES:
+            return []
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return [f"{before}{number}{end}" for number in numbers for end in ends]
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int | None:

@@ -24,7 +24,7 @@ from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.loader_memory import prefetched_bytes
 from hpc_train.errors import NoSchedulerError, UsageError
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
     Machine,
@@ -35,7 +35,7 @@ from hpc_train.launchers.machine_checks import (
     unusable_runs,
 )
 from hpc_train.launchers.outcome import last_line
-from hpc_train.launchers.slurm import commands, profiles, queue, sbatch, sbatch_errors, script
+from hpc_train.launchers.slurm import commands, job_refusals, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import runs_root
@@ -213,7 +213,7 @@ def _cancel(jobs: Sequence[CheckJob]) -> None:
 def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
     remedy = "give an experiment file with the account, partition and options that this site requires"
     if experiment is not None:
-        advice = sbatch_errors.advice(error.words, experiment)
+        advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
     return Finding(
         Level.ERROR,
@@ -241,7 +241,7 @@ def _judged(
     gpus = experiment.slurm.gpus_per_node if experiment is not None and experiment.slurm is not None else 0
     wants_gpu = experiment is not None and gpus > 0 and experiment.device != "cpu"
     prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
-    machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched, experiment)
+    machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched)
     return [*findings, *judged(machine)]
 
 

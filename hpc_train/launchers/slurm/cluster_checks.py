@@ -1,50 +1,60 @@
-"""Checks of a Slurm configuration for settings that make runs fail or lose work: one function per check.
+"""Checks of a Slurm cluster for settings that make runs fail or lose work: one function per check.
 
 Called by ``launcher`` for ``doctor``. The checks read the ``Subject`` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.launchers.base import CheckRequest
-from hpc_train.launchers.findings import Finding, Level
-from hpc_train.launchers.slurm import (
-    cluster_facts,
-    commands,
-    options,
-    profiles,
-    request_checks,
-    save_window,
-)
-from hpc_train.launchers.slurm.check_subject import ADMINISTRATORS, Subject, configuration, fine
-from hpc_train.launchers.slurm.interruption_checks import (
-    exit_codes,
-    grace,
-    kill_wait,
-    node_timeout,
-    preempt_mode,
-    requeue,
-)
-from hpc_train.paths import ExperimentPaths, runs_root
+from hpc_train.config.schema import Experiment
+from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
+from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles, save_window
+from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
-#: A sweep of more runs than fit into one array. Assumed: most are smaller.
-_ARRAY_SIZE = 100
-#: Without accounting ``status`` has only this long to learn how a job ended. Assumed.
-_JOB_AGE_S = 60
-#: Minimum time limit of a job, as a multiple of the time from the signal to the limit.
-_LEADS = 2
+_CONFIG = "scontrol show config"
+_ADMINISTRATORS = "ask the administrators for {} (slurm.conf)"
+#: Assumed, while no run of this user has saved: a model of a few GB on a shared disk.
+_ASSUMED_SAVE_S = 10.0
+#: For ranks that lost a peer to write why. Assumed.
+_KILL_WAIT_S = 5
+#: A dead node's job waits that long before it is requeued. Slurm's own: 300.
+_NODE_TIMEOUT_S = 3600
+_CODE = re.compile(r"\d+(?:-\d+)?")
+#: Exit codes of batch scripts: failed, requeued, wrong file.
+_EXIT_CODES = (1, 2, 3, 65, 74, 75)
 _EXPERIMENTS_LOOKED_AT = 50
-#: Key of a request in the section → the check that reports it, and the source of its limits.
-_SOURCES = {
-    "account": ("slurm.account", "sacctmgr show user $USER withassoc"),
-    "time_limit": ("slurm.time-limit", "scontrol show partition"),
-    "qos": ("slurm.request", "sacctmgr show qos"),
-    "reservation": ("slurm.request", "scontrol show reservation"),
-}
-_OTHER_SOURCE = ("slurm.request", "sinfo, scontrol show partition")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The subject of the checks: a cluster, and a file's request."""
+
+    facts: ClusterFacts
+    #: The partitions of the file's request, separated by commas; empty: the default one.
+    partition: str = ""
+    #: The longest save so far; None while there is none.
+    longest_save_s: float | None = None
+    #: Seconds between the signal and the time limit.
+    lead_s: int = options.FIRST_LEAD_S
+    place: Callable[[str], str] = str
+    #: Why Slurm would refuse the file's job, or never start it; None without a file.
+    problems: Sequence[KeyProblem] | None = None
+
+    @property
+    def save_s(self) -> float:
+        """Seconds that a save may take: the longest so far, else ``_ASSUMED_SAVE_S``."""
+        return _ASSUMED_SAVE_S if self.longest_save_s is None else self.longest_save_s
+
+    def level_of(self, partition: Partition) -> Level:
+        """Return the level of a problem that makes jobs of the partition fail: an error if it is used."""
+        names = self.partition.split(",") if self.partition else []
+        is_used = partition.name in names if names else partition is self.facts.default
+        return Level.ERROR if is_used else Level.WARNING
 
 
 def check(request: CheckRequest) -> list[Finding]:
@@ -52,7 +62,6 @@ def check(request: CheckRequest) -> list[Finding]:
 
     Raises NoSchedulerError if there is no Slurm here.
     """
-    can_be_queued = request.experiment is None or request.experiment.slurm is not None
     try:
         subject = _subject(request)
     except (commands.NoAnswerError, commands.RefusedError) as error:
@@ -61,7 +70,7 @@ def check(request: CheckRequest) -> list[Finding]:
         findings = [Finding(Level.ERROR, "slurm.answer", str(error), "scontrol, sinfo", effect, remedy)]
     else:
         findings = [finding for run_check in CHECKS for finding in run_check(subject)]
-    if not can_be_queued:
+    if request.experiment is not None and request.experiment.slurm is None:
         findings = [replace(f, level=Level.WARNING) if f.level is Level.ERROR else f for f in findings]
         effect = "the file can be started with --local only"
         missing = "the file has no section slurm"
@@ -73,15 +82,24 @@ def _subject(request: CheckRequest) -> Subject:
     facts, experiment = cluster_facts.read(), request.experiment
     if experiment is None or experiment.slurm is None:
         return Subject(facts, longest_save_s=_longest_save_s(), place=request.place)
+    problems = _forecast_problems(experiment)
     experiment = profiles.find(experiment.slurm.profile).applied(experiment)
+    assert experiment.slurm is not None
     folder = ExperimentPaths(runs_root() / experiment.name)
     return Subject(
         facts,
-        experiment.slurm,
+        experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", ""),
         max(options.saves_s(folder), default=None),
         options.lead_s(experiment, folder),
         request.place,
+        problems,
     )
+
+
+def _forecast_problems(experiment: Experiment) -> list[KeyProblem]:
+    folder = ExperimentPaths(runs_root() / experiment.name)
+    run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
+    return [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
 
 
 def _longest_save_s() -> float | None:
@@ -94,70 +112,30 @@ def _longest_save_s() -> float | None:
 
 def requests(subject: Subject) -> Iterator[Finding]:
     """Requests of the file that Slurm would refuse or never start."""
-    if subject.slurm is None:
-        return
-    may_change = subject.facts.rewrites_requests
-    effect = "Slurm rejects the job, or accepts it and never starts it"
-    for problem in request_checks.problems(subject.slurm, subject.facts):
-        name, source = _SOURCES.get(problem.key.partition(".")[2], _OTHER_SOURCE)
+    for problem in subject.problems or ():
         yield Finding(
-            Level.WARNING if may_change else Level.ERROR,
-            name,
+            Level.ERROR,
+            "slurm.request",
             f"{subject.place(problem.key)}: {problem.message}",
-            source,
-            f"{effect}, unless a plug-in of this site changes the request" if may_change else effect,
+            "sbatch --test-only",
+            "Slurm rejects the job, or accepts it and never starts it",
             problem.remedy,
         )
+    if subject.problems == []:
+        yield _fine("request", "Slurm accepts the file's request", "sbatch --test-only")
 
 
-def array_size(subject: Subject) -> Iterator[Finding]:
-    """MaxArraySize."""
-    size = subject.facts.number("MaxArraySize")
-    if size is None:
+def account(subject: Subject) -> Iterator[Finding]:
+    """Whether this user may submit."""
+    facts, source = subject.facts, "sacctmgr show user $USER withassoc"
+    if facts.associations is None or not facts.enforces_associations:
         return
-    if size >= _ARRAY_SIZE:
-        yield fine("array-size", f"MaxArraySize = {size}")
+    if facts.accounts:
+        yield _fine("account", f"accounts: {', '.join(facts.accounts[:8])}", source)
         return
-    yield configuration(
-        "array-size",
-        Level.WARNING,
-        f"MaxArraySize = {size}: an array has at most {max(size - 1, 0)} as its highest index",
-        "a larger sweep becomes several jobs, and sweep.max_parallel applies to each of them",
-        "write smaller sweeps, or " + ADMINISTRATORS.format("a larger MaxArraySize"),
-    )
-
-
-def accounting(subject: Subject) -> Iterator[Finding]:
-    """AccountingStorageType."""
-    kind = subject.facts.text("AccountingStorageType")
-    if subject.facts.has_accounting:
-        yield fine("accounting", f"AccountingStorageType = {kind}")
-        return
-    yield configuration(
-        "accounting",
-        Level.WARNING,
-        f"AccountingStorageType = {kind or '(null)'}: no accounting",
-        "runs work, but once Slurm has dropped a job (MinJobAge) nothing tells how it ended unless its ranks "
-        "wrote it",
-        "nothing to do for training; `sacct` needs accounting_storage/slurmdbd",
-    )
-
-
-def job_age(subject: Subject) -> Iterator[Finding]:
-    """MinJobAge without accounting."""
-    age_s = subject.facts.number("MinJobAge")
-    if age_s is None:
-        return
-    if age_s == 0 or age_s >= _JOB_AGE_S or subject.facts.has_accounting:
-        yield fine("job-age", f"MinJobAge = {age_s} s")
-        return
-    yield configuration(
-        "job-age",
-        Level.WARNING,
-        f"MinJobAge = {age_s} s: Slurm drops jobs {age_s} s after their end, and there is no accounting",
-        "`status` of a job that was killed can't say why",
-        ADMINISTRATORS.format("MinJobAge=300 or accounting"),
-    )
+    message = f"you have no account (AccountingStorageEnforce = {facts.text('AccountingStorageEnforce')})"
+    remedy = "ask the administrators for an association"
+    yield Finding(Level.ERROR, "slurm.account", message, source, "sbatch rejects every job", remedy)
 
 
 def partition_state(subject: Subject) -> Iterator[Finding]:
@@ -173,7 +151,7 @@ def partition_state(subject: Subject) -> Iterator[Finding]:
             remedy = f"see the reasons: sinfo -R -p {partition.name}; submit to another partition meanwhile"
             source = "sinfo"
         else:
-            yield fine("partition", f"partition {partition.name}: {usable} of {len(nodes)} nodes", source)
+            yield _fine("partition", f"partition {partition.name}: {usable} of {len(nodes)} nodes", source)
             continue
         yield Finding(
             subject.level_of(partition),
@@ -185,29 +163,6 @@ def partition_state(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def time_limit(subject: Subject) -> Iterator[Finding]:
-    """The time that a job gets, and the signal before its end."""
-    requested = None if subject.slurm is None else subject.slurm.time_limit
-    for partition in subject.facts.partitions:
-        source = f"scontrol show partition {partition.name}"
-        limit_s = partition.default_time_s if requested is None else requested * 60
-        most_s, is_used = partition.max_time_s, partition in subject.used
-        if is_used and requested is not None and most_s is not None and requested * 60 > most_s:
-            continue  # ``requests`` reports it
-        if limit_s is not None and requested is None and limit_s < _LEADS * subject.lead_s:
-            yield Finding(
-                subject.level_of(partition),
-                "slurm.time-limit",
-                f"partition {partition.name}: a job that requests no time gets {limit_s} s",
-                source,
-                f"Slurm signals it {subject.lead_s} s before its end, so it spends its time on saves",
-                "write slurm.time_limit",
-            )
-        elif is_used:
-            label = "none" if limit_s is None else f"{limit_s // 60} min"
-            yield fine("time-limit", f"partition {partition.name}: time limit of a job: {label}", source)
-
-
 def signal_lead(subject: Subject) -> Iterator[Finding]:
     """Whether saves fit between the signal and the end of a job's time."""
     longest_s = subject.longest_save_s
@@ -217,7 +172,7 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
     given_s = subject.lead_s + 60 * (subject.facts.number("OverTimeLimit") or 0)
     label = f"jobs are signalled {given_s} s before they are killed at their time limit"
     if given_s >= save_window.SAVES * longest_s:
-        yield fine("signal-lead", label, subject.place("slurm.signal_lead_s"))
+        yield _fine("signal-lead", label, subject.place("slurm.signal_lead_s"))
         return
     yield Finding(
         Level.ERROR,
@@ -230,44 +185,192 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def account(subject: Subject) -> Iterator[Finding]:
-    """Whether this user may submit, and to the file's account and QOS."""
-    associations, source = subject.facts.associations, "sacctmgr show user $USER withassoc"
-    if associations is None or not subject.facts.enforces("associations"):
+def requeue(subject: Subject) -> Iterator[Finding]:
+    """JobRequeue."""
+    if subject.facts.number("JobRequeue") != 0:
+        yield _fine("requeue", "JobRequeue = 1")
         return
-    problems = list(request_checks.accounts(subject.slurm or SlurmConfig(), subject.facts))
-    if subject.slurm is None and problems:
-        yield Finding(
-            Level.ERROR,
-            "slurm.account",
-            problems[0].message,
-            source,
-            "sbatch rejects every job",
-            problems[0].remedy,
-        )
-    elif not problems:
-        accounts = list(dict.fromkeys(association.account for association in associations))
-        yield fine("account", f"accounts: {', '.join(accounts[:8])}", source)
-
-
-def process_tracking(subject: Subject) -> Iterator[Finding]:
-    """ProctrackType."""
-    kind = subject.facts.text("ProctrackType")
-    if kind.endswith("cgroup"):
-        yield fine("process-tracking", f"ProctrackType = {kind}")
-        return
-    yield configuration(
-        "process-tracking",
+    yield _setting(
+        "requeue",
         Level.WARNING,
-        f"ProctrackType = {kind or '(null)'}: without cgroups",
-        "processes that leave their job's tree survive its end and may keep a GPU's memory; the check of "
-        "nodes then excludes the node",
-        ADMINISTRATORS.format("proctrack/cgroup"),
+        "JobRequeue = 0: jobs are not requeued unless they request it",
+        "hpc-train's jobs request it (--requeue), but a site that turns it off may reject that too; then "
+        "nothing resumes automatically after a preemption, a time limit or a node's death",
+        "run `hpc-train doctor --submit`, which reads whether its job may be requeued; if it may not, "
+        + _ADMINISTRATORS.format("JobRequeue=1"),
     )
+
+
+def preempt_mode(subject: Subject) -> Iterator[Finding]:
+    """PreemptMode of each partition whose jobs can be preempted."""
+    kind = subject.facts.text("PreemptType")
+    if kind == "preempt/qos":
+        yield _setting(
+            "preempt-mode",
+            Level.WARNING,
+            f"PreemptType = {kind}: who preempts whom depends on the QOS, which is not checked",
+            "a save that takes longer than the GraceTime of the job's QOS is lost, and with PreemptMode "
+            "cancel the job",
+            "compare `sacctmgr show qos format=name,preempt,preemptmode,gracetime` with your saves",
+        )
+    for partition, mode in _preemptable(subject.facts):
+        source = f"scontrol show partition {partition.name}"
+        label = f"partition {partition.name}: PreemptMode = {mode}"
+        if mode.startswith("CANCEL"):
+            fits = _grace_s(partition, subject.facts) >= save_window.needed_s(subject.save_s)
+            yield Finding(
+                Level.WARNING if fits else subject.level_of(partition),
+                "slurm.preempt-mode",
+                f"{label}: preempted jobs are cancelled, not requeued",
+                source,
+                "a job that has not saved and left within GraceTime ends for good; hpc-train requeues only "
+                "those that have",
+                _ADMINISTRATORS.format(f"PreemptMode=REQUEUE in partition {partition.name}")
+                + ", or submit to a partition that is not preempted",
+            )
+        elif mode.startswith(("SUSPEND", "GANG")):
+            yield Finding(
+                Level.WARNING,
+                "slurm.preempt-mode",
+                f"{label}: preempted jobs are stopped where they are",
+                source,
+                "ranks get no signal, save nothing and keep their GPUs' memory; the job that preempts them "
+                "may find none",
+                _ADMINISTRATORS.format(f"PreemptMode=REQUEUE in partition {partition.name}"),
+            )
+        else:
+            yield _fine("preempt-mode", label, source)
+
+
+def grace(subject: Subject) -> Iterator[Finding]:
+    """GraceTime of each partition whose jobs can be preempted."""
+    needed_s = save_window.needed_s(subject.save_s)
+    for partition, _ in _preemptable(subject.facts):
+        source = f"scontrol show partition {partition.name}"
+        grace_s = _grace_s(partition, subject.facts)
+        is_measured = subject.longest_save_s is not None
+        save = (
+            f"the longest save so far took {subject.save_s:.1f} s" if is_measured else "a save may take 10 s"
+        )
+        setting = partition.values.get("GraceTime", "0")
+        label = f"partition {partition.name}: GraceTime = {setting} s"
+        label += f", so KillWait's {grace_s} s count" if setting == "0" else ""
+        if grace_s >= needed_s:
+            yield _fine("grace", label, source)
+            continue
+        yield Finding(
+            subject.level_of(partition) if is_measured else Level.WARNING,
+            "slurm.grace",
+            f"{label}: shorter than a save",
+            source,
+            f"{save}, and a step and maybe another save must end before: {needed_s:.0f} s. A "
+            "job that is killed before continues from the newest checkpoint and loses the steps since",
+            _ADMINISTRATORS.format(f"GraceTime={needed_s:.0f} in partition {partition.name}")
+            + ", or write a smaller checkpoint.every_min",
+        )
+
+
+def kill_wait(subject: Subject) -> Iterator[Finding]:
+    """KillWait."""
+    wait_s = subject.facts.number("KillWait")
+    measured = subject.longest_save_s
+    needed = _KILL_WAIT_S if measured is None else max(_KILL_WAIT_S, round(measured) + 1)
+    if wait_s is None:
+        return
+    if wait_s >= needed:
+        yield _fine("kill-wait", f"KillWait = {wait_s} s")
+        return
+    yield _setting(
+        "kill-wait",
+        Level.WARNING,
+        f"KillWait = {wait_s} s: shorter than {needed} s",
+        "that is all that ranks get to save at `scontrol requeue` and to write why they end after another "
+        "rank's crash",
+        _ADMINISTRATORS.format(f"KillWait={max(needed, 30)}") + ", or write a smaller checkpoint.every_min",
+    )
+
+
+def node_timeout(subject: Subject) -> Iterator[Finding]:
+    """SlurmdTimeout."""
+    late_s = subject.facts.number("SlurmdTimeout")
+    if late_s is None:
+        return
+    if 0 < late_s <= _NODE_TIMEOUT_S:
+        yield _fine("node-timeout", f"SlurmdTimeout = {late_s} s")
+        return
+    never = late_s == 0
+    yield _setting(
+        "node-timeout",
+        Level.ERROR if never else Level.WARNING,
+        f"SlurmdTimeout = {late_s} s: a dead node is {'never' if never else 'late'} set down",
+        f"Slurm {'never requeues' if never else f'waits {late_s} s to requeue'} the jobs of a node that dies",
+        _ADMINISTRATORS.format("SlurmdTimeout=300"),
+    )
+
+
+def exit_codes(subject: Subject) -> Iterator[Finding]:
+    """RequeueExit and RequeueExitHold."""
+    for name in ("RequeueExit", "RequeueExitHold"):
+        text = subject.facts.text(name)
+        if codes := [code for code in _EXIT_CODES if _contains(text, code)]:
+            holds = " and held until somebody releases them" if name.endswith("Hold") else ""
+            yield _setting(
+                "exit-codes",
+                Level.ERROR,
+                f"{name} = {text}: jobs that end with {', '.join(map(str, codes))} are requeued{holds}",
+                "hpc-train's batch script ends with these codes when a run has failed for good, or has been "
+                "requeued already",
+                _ADMINISTRATORS.format(f"a {name} without them"),
+            )
+
+
+def _preemptable(facts: ClusterFacts) -> Iterator[tuple[Partition, str]]:
+    """Yield each partition whose jobs another one preempts, and its PreemptMode."""
+    for partition in facts.partitions:
+        mode = partition.values.get("PreemptMode") or facts.config.get("PreemptMode", "OFF")
+        if save_window.grace_s_of(partition.values, facts.config) is None:
+            continue
+        higher = [candidate for candidate in facts.partitions if _tier(candidate) > _tier(partition)]
+        nodes = _names(facts, partition)
+        if any(nodes & _names(facts, candidate) for candidate in higher):
+            yield partition, mode
+
+
+def _names(facts: ClusterFacts, partition: Partition) -> set[str]:
+    return {node.name for node in facts.nodes_of(partition.name)}
+
+
+def _tier(partition: Partition) -> int:
+    text = partition.values.get("PriorityTier", "1")
+    return int(text) if text.isdecimal() else 1
+
+
+def _grace_s(partition: Partition, facts: ClusterFacts) -> int:
+    return save_window.grace_s_of(partition.values, facts.config) or 0
+
+
+def _contains(text: str, code: int) -> bool:
+    """Return True if a list of exit codes, such as ``1,70-80``, contains this code."""
+    for word in text.split(","):
+        if _CODE.fullmatch(word):
+            low, _, high = word.partition("-")
+            if int(low) <= code <= int(high or low):
+                return True
+    return False
 
 
 #: In the order in which they are reported.
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    partition_state, requests, account, time_limit, signal_lead, requeue, preempt_mode, grace, kill_wait,
-    node_timeout, exit_codes, array_size, accounting, job_age, process_tracking,
+    partition_state, requests, account, signal_lead, requeue, preempt_mode, grace, kill_wait, node_timeout,
+    exit_codes,
 )  # fmt: skip
+
+
+def _setting(check: str, level: Level, problem: str, effect: str, remedy: str) -> Finding:
+    """Return a finding on a setting of slurm.conf."""
+    return Finding(level, f"slurm.{check}", problem, _CONFIG, effect, remedy)
+
+
+def _fine(check: str, result: str, source: str = _CONFIG) -> Finding:
+    """Return the finding of a passed check."""
+    return Finding(Level.OK, f"slurm.{check}", result, source)

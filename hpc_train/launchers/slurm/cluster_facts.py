@@ -1,45 +1,38 @@
-"""Reads Slurm's configuration, partitions, nodes and this user's associations, for ``doctor`` and ``init``.
+"""Slurm's configuration, partitions, nodes and accounts, for ``doctor``, and a section for ``init``.
 
 Names are set by the site and may contain any character: escape them before printing.
 """
 
 from __future__ import annotations
 
+import getpass
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpc_train.errors import NoSchedulerError
+from hpc_train.config.durations import format_duration
+from hpc_train.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN
+from hpc_train.errors import NoSchedulerError, UsageError, shortened
+from hpc_train.launchers.base import JobSection
 from hpc_train.launchers.slurm import commands
-from hpc_train.launchers.slurm.tres_limits import QOS_FIELDS, Limits, Qos, parsed_qos
-from hpc_train.launchers.slurm.tres_limits import seconds as seconds
-from hpc_train.launchers.slurm.unsatisfiable import Node
+from hpc_train.launchers.slurm.accounting import seconds
+from hpc_train.launchers.slurm.job_refusals import Node
 
 #: Slurm's notations for a missing value.
 _NOTHING = {"", "(null)", "N/A", "NONE", "none"}
 _KEY = re.compile(r"(?:^| )([A-Za-z][\w/]*)=")
 _FORMAT = "%N|%R|%T|%c|%m|%G|%f"
-_ASSOCIATION_FIELDS = (
-    "account", "partition", "qos", "maxsubmit", "defaultaccount", "defaultqos", "maxwall", "maxtres",
-    "grptres", "maxtrespernode", "cluster",
-)  # fmt: skip
-#: Fields up to the default account, which each version prints.
-_NEEDED_FIELDS = 5
+_ASSOCIATION_FIELDS = ("account", "defaultaccount", "cluster")
 #: States of ``sinfo`` in which a node accepts no new jobs until it is repaired.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "inval")
-#: States of a partition that accepts no jobs, not even to wait.
-_REFUSES_JOBS = ("INACTIVE", "DRAIN")
-#: A value of ``AccountingStorageEnforce`` → other values that imply it.
-_ALSO_ENFORCED_BY = {
-    "associations": {"all", "limits", "qos", "safe", "wckeys"},
-    "limits": {"all", "safe"},
-    "qos": {"all"},
-}
-#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that do not change a request's partition, account and
-#: QOS.
-_LEAVE_REQUESTS = {"require_timelimit", "logging", "throttle", "none"}
+#: Shorter than most limits: a job resumes after it, and short jobs start sooner. Assumed.
+_TIME_MIN = 24 * 60
+_LISTED = 8
+#: Cores per rank that loader processes can use. Assumed.
+_CPUS_MAX = 16
+#: Values of ``AccountingStorageEnforce`` with which sbatch refuses users without an association.
+_ENFORCE_ASSOCIATIONS = {"associations", "all", "limits", "qos", "safe", "wckeys"}
 
 
 @dataclass(frozen=True)
@@ -71,41 +64,9 @@ class Partition:
         return self.values.get("State", "UP") == "UP"
 
     @property
-    def qos(self) -> str:
-        """The QOS whose limits apply to its jobs, in lower case; empty if it has none."""
-        value = self.values.get("QoS", "")
-        return "" if value in _NOTHING else value.lower()
-
-    @property
-    def refuses_jobs(self) -> bool:
-        """Whether it accepts no new jobs, not even to wait."""
-        return self.values.get("State", "UP") in _REFUSES_JOBS
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether its jobs go to its ``Alternate`` partition, since it accepts none itself."""
-        return self.refuses_jobs and self.values.get("Alternate", "") not in _NOTHING
-
-    def number(self, name: str) -> int | None:
-        """Return a value that is a number, such as ``MaxNodes``; None for UNLIMITED."""
-        value = self.values.get(name, "")
-        return int(value) if value.isdecimal() else None
-
-    def listed(self, name: str) -> list[str] | None:
-        """Return a list of names, such as ``AllowAccounts``, in small letters; None for ALL or no list."""
-        value = self.values.get(name, "ALL")
-        return None if value == "ALL" or value in _NOTHING else value.lower().split(",")
-
-    @property
     def max_time_s(self) -> int | None:
         """The limit of a job's time; None: unlimited."""
-        return seconds(self.values.get("MaxTime"))
-
-    @property
-    def default_time_s(self) -> int | None:
-        """The time limit of a job that requests none."""
-        default_s = seconds(self.values.get("DefaultTime"))
-        return self.max_time_s if default_s is None else default_s
+        return int(seconds(self.values.get("MaxTime", ""))) or None
 
 
 @dataclass(frozen=True)
@@ -130,38 +91,22 @@ class PartitionNode:
         return not self.state.lower().startswith(_UNUSABLE) and not self.state.endswith("*")
 
 
-_NO_LIMITS = Limits("your association")
-
-
 @dataclass(frozen=True)
 class Association:
-    """An account that this user may charge, from ``sacctmgr show associations``."""
+    """An account that this user may charge, from ``sacctmgr show user withassoc``."""
 
     account: str
-    partition: str
-    qos: tuple[str, ...]
-    max_submit: int | None
     is_default: bool
-    #: The QOS of jobs that request none; empty: the cluster's own default.
-    default_qos: str = ""
-    limits: Limits = _NO_LIMITS
-    #: In lower case; empty if it was not printed.
-    cluster: str = ""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The facts that were read. ``associations`` and ``qos``: None without accounting or its answer;
-    ``reservations``: names, None if unknown. ``node_names``: including nodes in no partition.
-    """
+    """The facts that were read. ``associations``: None without accounting or its answer."""
 
     config: Mapping[str, str]
     partitions: Sequence[Partition]
     nodes: Sequence[PartitionNode]
     associations: Sequence[Association] | None = None
-    qos: Sequence[Qos] | None = None
-    reservations: Sequence[str] | None = None
-    node_names: Sequence[str] | None = None
 
     def number(self, name: str) -> int | None:
         """Return a setting that is a number, such as ``KillWait``: ``30 sec``; None for any other value."""
@@ -180,53 +125,16 @@ class ClusterFacts:
             self.text("AccountingStorageType")
         )
 
-    def enforces(self, kind: str) -> bool:
-        """Return True if ``associations``, ``limits`` or ``qos`` are enforced; some values imply others."""
-        values = set(self.text("AccountingStorageEnforce").lower().split(","))
-        return bool(values & {kind, *_ALSO_ENFORCED_BY[kind]})
+    @property
+    def enforces_associations(self) -> bool:
+        """Whether sbatch refuses accounts that the user may not charge."""
+        return not _ENFORCE_ASSOCIATIONS.isdisjoint(self.text("AccountingStorageEnforce").lower().split(","))
 
     @property
-    def rewrites_requests(self) -> bool:
-        """Whether a plug-in of the site may change a request before Slurm checks it."""
-        plugins = f"{self.text('JobSubmitPlugins')},{self.text('CliFilterPlugins')}".split(",")
-        names = {name.strip().rpartition("/")[2] for name in plugins} - {""}
-        return bool(names - _LEAVE_REQUESTS)
-
-    def associations_of(self, account: str | None, partition: str) -> list[Association]:
-        """Return the user's associations with the account, or with the default one, in this partition.
-
-        Associations with this partition take precedence over associations with all partitions.
-        """
-        candidates = [
-            association
-            for association in self.associations or ()
-            if (association.is_default if account is None else association.account == account.lower())
-        ]
-        specific = [
-            association for association in candidates if association.partition.lower() == partition.lower()
-        ]
-        return specific or [association for association in candidates if not association.partition]
-
-    def qos_named(self, name: str) -> Qos | None:
-        """Return the QOS with this name, in lower case; None if there is none, or QOS are unknown."""
-        return next((qos for qos in self.qos or () if qos.name == name), None)
-
-    def qos_of(self, name: str | None, account: str | None, partition: str) -> Qos | None:
-        """Return the QOS of a job that names this one, or none; None if unknown, as one of several is."""
-        if name is not None:
-            return self.qos_named(name.lower())
-        associations = self.associations_of(account, partition)
-        if not associations:
-            return None
-        # Slurm uses an association's QOS if there is only one.
-        default = next(
-            (
-                association.default_qos or (association.qos[0] if len(association.qos) == 1 else "")
-                for association in associations
-            ),
-            "",
-        )
-        return self.qos_named(default or "normal")
+    def accounts(self) -> list[str]:
+        """The user's accounts, the default one first."""
+        associations = sorted(self.associations or (), key=lambda association: not association.is_default)
+        return list(dict.fromkeys(association.account for association in associations))
 
     @cached_property
     def default(self) -> Partition | None:
@@ -241,11 +149,6 @@ class ClusterFacts:
         """Return the nodes of the partition that ``sinfo`` lists, including nodes that are down."""
         return [node for node in self.nodes if node.partition == partition]
 
-    def lists_all_nodes(self, partition: Partition) -> bool:
-        """Return True if all nodes of the partition were listed: ``sinfo`` may hide powered-down nodes."""
-        total = partition.number("TotalNodes")
-        return total is None or len(self.nodes_of(partition.name)) >= total
-
 
 def read() -> ClusterFacts:
     """Query Slurm. Raises NoSchedulerError if there is none or no answer, RefusedError if it refuses."""
@@ -253,13 +156,10 @@ def read() -> ClusterFacts:
     # --all: hidden partitions accept jobs as well.
     partitions = commands.run(["scontrol", "--all", "--oneliner", "show", "partition"])
     nodes = commands.run(["sinfo", "--all", "--noheader", "--Node", f"--format={_FORMAT}"])
-    facts = ClusterFacts(config, parsed_partitions(partitions), parsed_nodes(nodes), node_names=_node_names())
-    reservations = _reservations()
+    facts = ClusterFacts(config, parsed_partitions(partitions), parsed_nodes(nodes))
     if not facts.has_accounting:
-        return replace(facts, reservations=reservations)
-    with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), mostly waiting
-        associations, qos = pool.submit(_associations, facts.text("ClusterName")), pool.submit(_qos)
-    return replace(facts, associations=associations.result(), qos=qos.result(), reservations=reservations)
+        return facts
+    return replace(facts, associations=_associations(facts.text("ClusterName")))
 
 
 def parsed_partitions(output: str) -> list[Partition]:
@@ -273,70 +173,110 @@ def parsed_nodes(output: str) -> list[PartitionNode]:
 
 
 def parsed_associations(output: str, cluster: str = "") -> list[Association]:
-    """Return the associations with this cluster: lines of ``_ASSOCIATION_FIELDS``, maybe without the last.
-
-    ``cluster``: empty if its name is unknown; then associations with all clusters.
-    """
-    associations = _parsed_associations(output)
+    """Return the associations with this cluster, or with all if its name is unknown (``""``)."""
+    rows = [line.split("|") for line in output.split("\n")]
     return [
-        association
-        for association in associations
-        if not cluster or association.cluster in {"", cluster.lower()}
+        Association(row[0], row[0] == row[1])
+        for row in rows
+        if len(row) == len(_ASSOCIATION_FIELDS) and row[0] and cluster.lower() in {"", row[2].lower()}
     ]
 
 
-def _parsed_associations(output: str) -> Iterator[Association]:
-    for line in output.split("\n"):
-        parts = line.split("|")
-        if len(parts) < _NEEDED_FIELDS or not parts[0]:
-            continue
-        fields = dict(zip(_ASSOCIATION_FIELDS, parts, strict=False))
-        most = int(fields["maxsubmit"]) if fields["maxsubmit"].isdecimal() else None
-        names = tuple(name for name in fields["qos"].lower().split(",") if name)
-        yield Association(
-            fields["account"],
-            fields["partition"],
-            names,
-            most,
-            fields["account"] == fields["defaultaccount"],
-            fields.get("defaultqos", "").lower(),
-            Limits.parse(_NO_LIMITS.owner, fields),
-            fields.get("cluster", "").lower(),
-        )
-
-
-def parsed_reservations(output: str) -> list[str]:
-    """Return the names in ``scontrol --oneliner show reservation``."""
-    return re.findall(r"^ReservationName=(\S+)", output, re.MULTILINE)
-
-
 def _associations(cluster: str) -> list[Association] | None:
-    import getpass
-
+    """Return the user's associations; None if ``sacctmgr`` is not here, or its database is down."""
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "withassoc"]
-    output = _answer([*argv, f"format={','.join(_ASSOCIATION_FIELDS)}"])
-    return None if output is None else parsed_associations(output, cluster)
-
-
-def _qos() -> list[Qos] | None:
-    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={','.join(QOS_FIELDS)}"]
-    output = _answer(argv)
-    return None if output is None else parsed_qos(output)
-
-
-def _reservations() -> list[str] | None:
-    output = _answer(["scontrol", "--oneliner", "show", "reservation"])
-    return None if output is None else parsed_reservations(output)
-
-
-def _node_names() -> list[str] | None:
-    output = _answer(["scontrol", "--all", "--oneliner", "show", "node"])
-    return None if output is None else re.findall(r"^NodeName=(\S+)", output, re.MULTILINE)
-
-
-def _answer(argv: Sequence[str]) -> str | None:
-    """Return the program's output; None if it is not installed here, or its database is down."""
     try:
-        return commands.run(argv)
+        output = commands.run([*argv, f"format={','.join(_ASSOCIATION_FIELDS)}"])
     except (NoSchedulerError, commands.RefusedError):
         return None
+    return parsed_associations(output, cluster)
+
+
+def job_section(facts: ClusterFacts, name: str | None, gpus: int | None) -> JobSection:
+    """Return a job of one node in this partition, or in the best one, with all GPUs of a node.
+
+    Names that a batch script can't contain are not written. Raises UsageError if there is no such partition,
+    or it has fewer GPUs.
+    """
+    partition = _chosen(facts, name)
+    values: dict[str, str | int] = {}
+    nodes = [member.node for member in facts.nodes_of(partition.name)] if partition else []
+    if partition is not None and re.fullmatch(SLURM_WORD_PATTERN, partition.name):
+        values["partition"] = partition.name
+    values["nodes"] = 1
+    kind, most = _gpus(nodes)
+    if gpus is not None and gpus > most:
+        label = partition.name if partition else "there is no partition, and"
+        raise UsageError(f"--gpus: {gpus}, but a node of {shortened(label)} has at most {most}")
+    count = most if gpus is None else gpus
+    values |= _gpu_keys(kind, count, nodes)
+    if partition is not None and (limit_s := partition.max_time_s):
+        values["time_limit"] = format_duration(max(1, min(_TIME_MIN, limit_s // 60)))
+    else:
+        values["time_limit"] = format_duration(_TIME_MIN)
+    if account := _account(facts):
+        values["account"] = account
+    return JobSection(values, max(1, count), count > 0, list(_notes(facts)))
+
+
+def _chosen(facts: ClusterFacts, name: str | None) -> Partition | None:
+    """Return the partition: the default one if it has GPUs or none has."""
+    if name is not None:
+        partition = facts.partition(name)
+        if partition is None:
+            names = ", ".join(shortened(candidate.name) for candidate in facts.partitions[:_LISTED])
+            raise UsageError(f"--queue: there is no partition {name!r}; there are {names or 'none'}")
+        return partition
+    possible = [candidate for candidate in facts.partitions if candidate.is_up]
+    possible.sort(key=lambda candidate: not candidate.is_default)
+    with_gpus = [
+        candidate
+        for candidate in possible
+        if _gpus([node.node for node in facts.nodes_of(candidate.name)])[1]
+    ]
+    return next(iter([*with_gpus, *possible]), None)
+
+
+def _gpus(nodes: list[Node]) -> tuple[str, int]:
+    """Return the kind of GPU of which a node has most, and their number; no kind if all are the same."""
+    kinds = {kind for node in nodes for kind in node.gpus}
+    counts = [(count, kind) for node in nodes for kind, count in node.gpus.items()]
+    most = max(counts, default=(0, ""))
+    needs_kind = len(kinds) > 1 and re.fullmatch(GPU_TYPE_PATTERN, most[1])
+    return most[1] if needs_kind else "", most[0]
+
+
+def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
+    if not count:
+        return {}
+    keys: dict[str, str | int] = {"gpus_per_node": count}
+    if kind:
+        keys["gpu_type"] = kind
+    fewest = min((node.cpus for node in nodes if sum(node.gpus.values()) >= count), default=count)
+    total = max((sum(node.gpus.values()) for node in nodes), default=count)
+    keys["cpus_per_gpu"] = max(1, min(_CPUS_MAX, fewest // max(total, 1)))
+    return keys
+
+
+def _account(facts: ClusterFacts) -> str | None:
+    """Return the account to name, only if there are several."""
+    first, *more = facts.accounts or [""]
+    return first if more and re.fullmatch(SLURM_WORD_PATTERN, first) else None
+
+
+def _notes(facts: ClusterFacts) -> Iterator[str]:
+    """Yield one line per partition, and the accounts."""
+    for partition in facts.partitions[:_LISTED]:
+        nodes = [member.node for member in facts.nodes_of(partition.name)]
+        _, gpus = _gpus(nodes)
+        kinds = sorted({kind for node in nodes for kind in node.gpus if kind})[:_LISTED]
+        limit_s = partition.max_time_s
+        limit = "no time limit" if limit_s is None else f"at most {format_duration(max(1, limit_s // 60))}"
+        gpu_text = f"{gpus} GPUs ({', '.join(kinds)})" if kinds else f"{gpus} GPUs"
+        state = "" if partition.is_up else f", {partition.values.get('State')}"
+        label = shortened(partition.name) + (" (default)" if partition.is_default else "")
+        yield f"partition {label}: {len(nodes)} nodes with {gpu_text if gpus else 'no GPUs'}, {limit}{state}"
+    if len(facts.partitions) > _LISTED:
+        yield f"and {len(facts.partitions) - _LISTED} more partitions: sinfo"
+    if facts.accounts:
+        yield f"accounts: {', '.join(facts.accounts[:_LISTED])}"

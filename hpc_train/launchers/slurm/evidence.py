@@ -116,6 +116,8 @@ def evidence(facts: Facts) -> Evidence:
     complaints = _COMPLAINT.findall(facts.output)
     srun_end = f"srun: exit code {facts.srun_code}"
     has_failed_node = _NODE_FAILURE.search(facts.output)
+    has_stopped = _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN
+    has_stopped = has_stopped or (facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes)
     return Evidence(
         is_completed=facts.is_completed,
         is_cancelled=facts.is_cancelled,
@@ -129,7 +131,7 @@ def evidence(facts: Facts) -> Evidence:
         step=facts.step,
         failed_nodes=_FAILED_NODE.findall(facts.output) if has_failed_node else None,
         silent=_silent_end(facts),
-        stop=stop_by(facts.signal, facts.is_early) if _has_stopped(facts) else None,
+        stop=stop_by(facts.signal, facts.is_early) if has_stopped else None,
         launch_end=srun_end if facts.srun_code else None,
         launch_error=complaints[-1] if complaints else f"{srun_end}, and it said nothing",
         more_memory=MORE_MEMORY,
@@ -139,13 +141,6 @@ def evidence(facts: Facts) -> Evidence:
 def stop_by(name: str | None, is_early: bool = False) -> Stop:
     """Return the reason for a stop by this signal: SIGUSR2 is the warning before the time limit."""
     return Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
-
-
-def _has_stopped(facts: Facts) -> bool:
-    """Return True if the ranks ended on a stop request."""
-    if _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN:
-        return True
-    return facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes
 
 
 def _agreed_to_stop(facts: Facts) -> bool:

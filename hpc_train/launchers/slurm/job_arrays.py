@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
-from hpc_train.launchers.base import Ranks, StartRequest
-from hpc_train.launchers.queue_changes import prepared
+from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
     commands,
+    job_refusals,
     options,
-    pending_reasons,
     profiles,
+    queue,
     save_window,
     sbatch,
-    sbatch_errors,
     script,
-    unsatisfiable,
 )
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.script import Batch
@@ -36,19 +36,25 @@ from hpc_train.recovery.history import nodes_to_exclude
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import remove_folder
-from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
+from hpc_train.run.files import remove_folder, write_text
 
 if TYPE_CHECKING:
-    from hpc_train.config.cluster_sections import SlurmConfig
+    pass
 
 #: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
+#: Reasons of the first moment; then Slurm names the limit.
+_UNDECIDED = {"None", "PartitionConfig"}
 _FINISH = (
     "what is made stays: submit the file again, or resume a run of it, to finish this; to train on this "
     "machine instead, submit with --local --new"
 )
+#: ``sbatch: Job 1 to start at 2026-11-25T01:42:26 using 1 processors on nodes n1 in partition low``.
+_STARTS = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b.*? on (?:nodes? )?(\S+)")
+_ERROR = re.compile(r"(sbatch: )?(error: |fatal: )?(allocation failure: )?")
+#: Jobs of a sweep whose start is queried: each query takes a fraction of a second.
+_JOBS_ASKED = 20
 #: Placeholders, in scripts that are only shown, for names that a submission sets.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
@@ -62,79 +68,109 @@ class _Job:
     runs: list[StartRequest]
 
 
-class JobArrays:
-    """The jobs of an experiment's runs, as ``Launcher``'s methods of these names describe."""
+def scripts(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+    """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
+    return [script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))]
 
-    def __init__(self) -> None:
-        #: Within ``submitting``, before ``start``: the runs that are in a submission, once read.
-        self._recorded: set[str] | None = None
 
-    def ranks(self, slurm: SlurmConfig) -> Ranks:
-        """Return the ranks of a run with this section."""
-        per_node = ranks_on_each_node(slurm)
-        nodes = max_nodes(slurm)
-        limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
-        return Ranks(
-            most=nodes * per_node,
-            per_node=per_node,
-            fewest=min_nodes(slurm) * per_node,
-            gpu_hours=_gpu_hours(slurm),
-            gpus=nodes * slurm.gpus_per_node,
-            cores=nodes * unsatisfiable.needed_cpus(slurm),
-            attempt_s=None if limit_s is None else limit_s - options.lead_of(slurm),
-        )
+def forecast(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+    """Return the forecast for each job of the runs; empty if Slurm is not installed, as for plans elsewhere.
 
-    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
-        """Return the batch scripts; the arrays' sizes are not bounded, since Slurm is not queried."""
-        return [
-            script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))
-        ]
-
-    @contextmanager
-    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
-        """Hold the lock; finish the submissions of killed commands."""
+    Raises NoSchedulerError if Slurm does not answer, BadFileError if no script can be made.
+    """
+    try:
         sbatch.check_programs()
-        with steps.locked(folder):
-            self._recorded = None
-            for paths, record in steps.unfinished(folder):
-                if steps.is_elsewhere(record):
-                    say(f"submission {record.token}: left to cluster {record.cluster}, where it began")
-                elif steps.may_be_at_work(record.creator, record.created):
-                    assert record.creator is not None
-                    say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
-                else:
-                    _finish(folder, paths, record)
-            yield
+    except NoSchedulerError:
+        return []
+    batches = shown_batches(folder, runs, array_limit())
+    return [_forecast(batch, group) for batch, group in batches[:_JOBS_ASKED]]
 
-    def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Return True if no job and no submission has the run; reads submissions once per ``submitting``."""
-        if not steps.is_without_job(paths):
-            return False
-        if self._recorded is None:
-            self._recorded = steps.recorded_runs(paths.siblings)
-        return paths.folder.name not in self._recorded
 
-    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        """Submit all, held; release them once all are recorded. TRY_AGAIN if a job can never start."""
-        self._recorded = None
-        with prepared(runs):
-            return self._submit(folder, runs)
+def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
+    paths, experiment = [run.paths for run in runs], runs[0].experiment
+    try:
+        output = sbatch.tested(batch, len(runs))
+    except commands.RefusedError as error:
+        problems = job_refusals.refused_in_test(error.words, experiment)
+        return JobForecast(paths, note=_ERROR.sub("", error.words), problems=problems)
+    problems = job_refusals.time_limit_problems(experiment)
+    match = _STARTS.search(output)
+    if match is None:
+        return JobForecast(paths, problems=problems)
+    start = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
+    return JobForecast(paths, start.isoformat(), match[2], problems=problems)
 
-    def _submit(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
-        try:
-            groups = _groups(runs, array_limit())
-            jobs = [_prepared(folder, group) for group in groups]
-            _send_all(jobs)
-            for job in jobs:
-                job.record = steps.place(folder, job.paths, job.record)
-            for job in jobs:
-                steps.release(job.paths, job.record)
-        except NoSchedulerError as error:
-            raise NoSchedulerError(f"{error}; {_FINISH}") from error
-        except KeyboardInterrupt:
-            say(f"interrupted; {_FINISH}")
-            raise
-        return _tell(jobs)
+
+@contextmanager
+def submitting(folder: ExperimentPaths) -> Iterator[None]:
+    """Hold the experiment's lock; first finish the submissions of killed commands."""
+    sbatch.check_programs()
+    with steps.locked(folder):
+        for paths, record in steps.unfinished(folder):
+            if steps.is_elsewhere(record):
+                say(f"submission {record.token}: left to cluster {record.cluster}, where it began")
+            elif steps.may_be_at_work(record.creator, record.created):
+                assert record.creator is not None
+                say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
+            else:
+                _finish(folder, paths, record)
+        yield
+
+
+def start(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+    """Submit all, held; release them once all are recorded; withdraw those that can never start."""
+    with prepared(runs):
+        jobs = _submit(folder, runs)
+        refusals_by_job = _never_starting(jobs)
+        for job_id in refusals_by_job:
+            _withdraw(jobs[job_id], refusals_by_job[job_id][0])
+        lines = list(dict.fromkeys(line for lines in refusals_by_job.values() for line in lines))
+        if len(refusals_by_job) == len(jobs):
+            raise BadFileError(lines)
+    _report([job for job_id, job in jobs.items() if job_id not in refusals_by_job])
+    for line in lines:
+        say(line)
+    return ExitCode.BAD_FILE if lines else ExitCode.DONE
+
+
+@contextmanager
+def prepared(runs: Sequence[StartRequest]) -> Iterator[None]:
+    """Prepare the runs' next attempts; undo all changes on a BadFileError."""
+    before: dict[Path, str | None] = {}
+    try:
+        for run in runs:
+            paths = run.paths
+            for path in (paths.run, paths.status, paths.cancelled):
+                before[path] = path.read_text("utf-8") if path.exists() else None
+            run.prepare(newest_number(paths) + 1)
+            paths.cancelled.unlink(missing_ok=True)
+        yield
+    except BadFileError:
+        for path, text in before.items():
+            if not path.parent.exists():
+                continue  # a run that was never queued has been removed
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_text(path, text, sync=True)
+        raise
+
+
+def _submit(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> dict[str, _Job]:
+    """Submit all, held, and release them; return the jobs by their id."""
+    try:
+        jobs = [_prepared(folder, group) for group in _groups(runs, array_limit())]
+        _send_all(jobs)
+        for job in jobs:
+            job.record = steps.place(folder, job.paths, job.record)
+        for job in jobs:
+            steps.release(job.paths, job.record)
+    except NoSchedulerError as error:
+        raise NoSchedulerError(f"{error}; {_FINISH}") from error
+    except KeyboardInterrupt:
+        say(f"interrupted; {_FINISH}")
+        raise
+    return {str(job.record.job_id): job for job in jobs}
 
 
 def shown_batches(
@@ -143,14 +179,6 @@ def shown_batches(
     """Return the script and the runs of each job that these runs would be, at most ``limit`` per array."""
     shown = folder.submission(_SHOWN_TOKEN)
     return [(_batch(shown, group), group) for group in _groups(runs, limit)]
-
-
-def _gpu_hours(slurm: SlurmConfig) -> float | None:
-    if slurm.gpus_per_node == 0:
-        return 0.0
-    if slurm.time_limit is None:
-        return None
-    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
 
 
 def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:
@@ -241,7 +269,7 @@ def _send_all(jobs: Sequence[_Job]) -> None:
             _send(job)
     except commands.RefusedError as error:
         for sent_job in jobs:
-            _take_back(sent_job, [run.paths for run in sent_job.runs], f"Slurm refused it: {error.words}")
+            _withdraw(sent_job, f"Slurm refused it: {error.words}")
         raise BadFileError(_refusal(job.runs[0], error.words)) from None
 
 
@@ -250,19 +278,22 @@ def _send(job: _Job) -> None:
     job.record = replace(job.record, job_id=sbatch.send(job.paths, job.record.batch, len(job.runs)))
 
 
-def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
+def _withdraw(job: _Job, reason: str) -> None:
+    """Cancel the job, if it was submitted, and remove its runs, or mark them as failed."""
     if job.record.job_id is not None:
         commands.cancel_jobs([job.record.job_id])
-    for run in runs:
-        steps.withdraw(run, reason)
+    for run in job.runs:
+        steps.withdraw(run.paths, reason, job.record.job_id)
     remove_folder(job.paths.folder)
 
 
-def _refusal(run: StartRequest, output: str) -> str:
-    advice = sbatch_errors.advice(output, run.experiment)
-    problem = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
-    text = re.sub(r"sbatch: (error: |fatal: )?", "", output)
-    return problem(advice.key, f"Slurm refuses it: {text}", advice.remedy)
+def _refusal(run: StartRequest, output: str) -> list[str]:
+    return _lines(run, job_refusals.refused(output, run.experiment))
+
+
+def _lines(run: StartRequest, problems: Sequence[KeyProblem]) -> list[str]:
+    render = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
+    return [render(*problem) for problem in problems]
 
 
 def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
@@ -273,7 +304,7 @@ def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission)
             return
         record = placed
     steps.release(paths, record)
-    say(f"{_job_words(record)}: finished what another command had begun to submit")
+    say(f"{_description(record)}: finished what another command had begun to submit")
 
 
 def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> Submission | None:
@@ -293,23 +324,24 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
             return steps.place(folder, paths, job.record)
     except commands.RefusedError as error:
         reason = f"Slurm refused it: {error.words}"
-        say(_refusal(job.runs[0], error.words))
+        for line in _refusal(job.runs[0], error.words):
+            say(line)
     except BadFileError as error:
         say_text(str(error))
-    _take_back(job, runs, reason)
+    for run in runs:
+        steps.withdraw(run, reason)
+    remove_folder(paths.folder)
     return None
 
 
-def _tell(jobs: Sequence[_Job]) -> ExitCode:
-    """Print the jobs; return TRY_AGAIN if one of them can never start."""
+def _report(jobs: Sequence[_Job]) -> None:
     for job in jobs:
         held = ", held: `scontrol release` lets it start" if job.record.stays_held else ""
-        say(f"{_job_words(job.record)}{held}")
+        say(f"{_description(job.record)}{held}")
     if len(jobs) > 1 and jobs[0].record.max_parallel is not None:
-        say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
+        say(f"  max_parallel applies to each of the {len(jobs)} jobs separately")
     for warning in dict.fromkeys(text for job in jobs for text in _short_times(job)):
         say(f"  {warning}")
-    return ExitCode.TRY_AGAIN if _say_stuck(jobs) else ExitCode.DONE
 
 
 def _short_times(job: _Job) -> list[str]:
@@ -319,7 +351,7 @@ def _short_times(job: _Job) -> list[str]:
     return save_window.warnings(profile.applied(run.experiment), run.paths.siblings)
 
 
-def _job_words(record: Submission) -> str:
+def _description(record: Submission) -> str:
     """Return ``job 12: an array of 6 runs, 2 at a time``."""
     count = len(record.runs)
     if count == 1:
@@ -328,40 +360,34 @@ def _job_words(record: Submission) -> str:
     return f"job {record.job_id}: an array of {count} runs{throttle}"
 
 
-def _say_stuck(jobs: Sequence[_Job]) -> bool:
-    """Print the jobs that Slurm accepted but will never start, and why; return True if there is one.
+def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
+    """Return the lines on jobs that Slurm has accepted and will never start, by job.
 
-    Slurm determines this a moment after the submission.
+    Slurm checks a job's limits when it is released. A job of several partitions is judged by one of them
+    only, so it is not included.
     """
-    by_id = {str(job.record.job_id): job for job in jobs if not job.record.stays_held}
-    is_stuck = False
-    for job_id, reasons in _judged(list(by_id)).items():
-        for reason in sorted(reasons):
-            if text := pending_reasons.never_starts(reason):
-                is_stuck = True
-                say(f"  job {job_id} {text}")
-                for line in _causes(by_id[job_id], reason):
-                    say(f"    {line}")
-            elif sbatch_errors.may_never_start(reason):
-                say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
-    return is_stuck
+    ids = [job_id for job_id, job in jobs.items() if not job.record.stays_held]
+    lines_by_job = {}
+    reasons_by_job = _pending_reasons(ids)
+    for job_id in ids:
+        reasons = reasons_by_job.get(job_id, set())
+        run, batch = jobs[job_id].runs[0], jobs[job_id].record.batch
+        assert batch is not None
+        if "," in str(batch.parameters.get("partition")):
+            continue
+        problems = [
+            problem
+            for reason in sorted(reasons)
+            for problem in job_refusals.never_starts(reason, run.experiment)
+        ]
+        if problems:
+            lines_by_job[job_id] = _lines(run, problems)
+        elif shared := sorted(filter(queue.is_shared_limit, reasons)):
+            say(f"  job {job_id} waits: {shared[0]}; if it alone exceeds that limit, it never starts")
+    return lines_by_job
 
 
-def _causes(job: _Job, reason: str) -> list[str]:
-    """Return the requests that no node satisfies if Slurm's reason does not name them."""
-    if reason != "BadConstraints":
-        return []
-    run = job.runs[0]
-    assert run.experiment.slurm is not None
-    slurm = _profile(run.experiment.slurm.profile, run.problem).applied(run.experiment).slurm
-    assert slurm is not None
-    if causes := unsatisfiable.unsatisfied(slurm):
-        return causes
-    requests = ", ".join(unsatisfiable.requested(slurm))
-    return [f"no node satisfies all of: {requests}; `sinfo -N -o '%N %c %m %G %f'` shows what nodes have"]
-
-
-def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
+def _pending_reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
     """Return why the jobs wait, once Slurm has evaluated them, or after a while."""
     reasons_by_job: dict[str, set[str]] = {}
     for look in range(_REASON_LOOKS if job_ids else 0):
@@ -370,6 +396,6 @@ def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
             reasons_by_job = steps.reasons(job_ids)
         except NoSchedulerError:
             return {}  # the jobs are submitted; status queries again
-        if not any("None" in reasons for reasons in reasons_by_job.values()):
+        if not any(reasons & _UNDECIDED for reasons in reasons_by_job.values()):
             break
     return reasons_by_job

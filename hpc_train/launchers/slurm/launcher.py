@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import (
     CheckRequest,
+    Finding,
     JobForecast,
     JobSection,
     JobUsage,
@@ -18,15 +18,13 @@ from hpc_train.launchers.base import (
     Ranks,
     StartRequest,
 )
-from hpc_train.launchers.findings import Finding
-from hpc_train.launchers.slurm import queue_status, scancel
+from hpc_train.launchers.slurm import queue_status, scancel, submission
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
-    from hpc_train.launchers.slurm.job_arrays import JobArrays
     from hpc_train.plan.devices import Device
 
 _NO_SECTION = KeyProblem(
@@ -43,12 +41,9 @@ class SlurmLauncher:
 
     title, is_queue = "Slurm", True
 
-    @cached_property
-    def _job_arrays(self) -> JobArrays:
-        """The module that starts runs, imported late so that `status` and `cancel` are fast."""
-        from hpc_train.launchers.slurm.job_arrays import JobArrays
-
-        return JobArrays()
+    def __init__(self) -> None:
+        #: Within ``submitting``, before ``start``: the runs that are in a submission, once read.
+        self._recorded: set[str] | None = None
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
         """Return a problem if there is no section ``slurm``; its keys are checked with the file."""
@@ -60,34 +55,49 @@ class SlurmLauncher:
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         """Return the ranks that the section ``slurm`` requests; 1 without the section."""
+        from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of
 
         slurm = slurm_of(experiment)
-        return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else self._job_arrays.ranks(slurm)
+        return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else options.ranks(slurm)
 
     def device(self, experiment: Experiment, size: Ranks) -> Device | None:
         """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
+        from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of
-        from hpc_train.launchers.slurm.rank_memory import device_of_job
 
         slurm = slurm_of(experiment)
-        return None if slurm is None else device_of_job(slurm, experiment.device, size)
+        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch script of each job array, with a placeholder for the submission's token."""
-        return self._job_arrays.scripts(folder, runs)
+        from hpc_train.launchers.slurm import job_arrays
 
-    def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
+        return job_arrays.scripts(folder, runs)
+
+    @contextmanager
+    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
         """Hold the experiment's submission lock. Raises NoSchedulerError if Slurm's programs are missing."""
-        return self._job_arrays.submitting(folder)
+        from hpc_train.launchers.slurm import job_arrays
+
+        with job_arrays.submitting(folder):
+            self._recorded = None
+            yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
         """Return True if no job and no submission has the run. Only within ``submitting``."""
-        return self._job_arrays.is_unsubmitted(paths)
+        if not submission.is_without_job(paths):
+            return False
+        if self._recorded is None:
+            self._recorded = submission.recorded_runs(paths.siblings)
+        return paths.folder.name not in self._recorded
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
         """Submit the runs as held job arrays; release them once all are recorded."""
-        return self._job_arrays.start(folder, runs)
+        from hpc_train.launchers.slurm import job_arrays
+
+        self._recorded = None
+        return job_arrays.start(folder, runs)
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
         """Query Slurm for active runs; unless ``is_fresh``, answers may be up to ``MAX_AGE_S`` old."""
@@ -121,21 +131,15 @@ class SlurmLauncher:
 
     def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
         """Return the section ``slurm`` for one node of the partition ``queue``, or of the best one."""
-        from hpc_train.launchers.slurm import cluster_facts, section
+        from hpc_train.launchers.slurm import cluster_facts
 
-        return section.job_section(cluster_facts.read(), queue, gpus_per_node)
-
-    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
-        """Compare the requests with the limits of the cluster; empty if Slurm is not installed."""
-        from hpc_train.launchers.slurm import forecast
-
-        return forecast.never_starts(experiments)
+        return cluster_facts.job_section(cluster_facts.read(), queue, gpus_per_node)
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
         """Query ``sbatch --test-only``; empty if Slurm is not installed."""
-        from hpc_train.launchers.slurm import forecast
+        from hpc_train.launchers.slurm import job_arrays
 
-        return forecast.forecast(folder, runs)
+        return job_arrays.forecast(folder, runs)
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""

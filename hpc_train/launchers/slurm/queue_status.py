@@ -15,8 +15,15 @@ from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.slurm.batch_job import limit_words
 from hpc_train.launchers.slurm.commands import cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
-from hpc_train.launchers.slurm.pending_reasons import waiting_words
-from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, RUNNING, JobKey, JobState, ask
+from hpc_train.launchers.slurm.queue import (
+    ELSEWHERE,
+    FORGOTTEN,
+    RUNNING,
+    JobKey,
+    JobState,
+    ask,
+    waiting_words,
+)
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.launchers.slurm.submission import RELEASED
 from hpc_train.paths import RunPaths, SubmissionPaths
@@ -30,8 +37,15 @@ from hpc_train.recovery.diagnosis import (
     stop_reason,
 )
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run.attempts import AttemptRecord, job_cluster, job_ids, newest_number, now, write_record
-from hpc_train.run.events import noted_signal
+from hpc_train.run.attempts import (
+    AttemptRecord,
+    job_cluster,
+    job_ids,
+    newest_number,
+    noted_signal,
+    now,
+    write_record,
+)
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
@@ -101,7 +115,10 @@ class Folder:
         """
         if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
             return False
-        return self.record is None or not self._is_newest_job(self.record) or _is_inferred(self.record)
+        record = self.record
+        if record is None or not self._is_newest_job(record):
+            return True
+        return record.end is not None and "end" not in record.events and record.exit_codes is None
 
     def began_by(self, job: JobState) -> bool:
         """Return True if the job, since its last requeue, has begun the newest attempt."""
@@ -132,11 +149,6 @@ class Folder:
         return silent_s(self.paths, record) > _ALIVE_S
 
 
-def _is_inferred(record: AttemptRecord) -> bool:
-    """Return True if the attempt's end was inferred from its job, not written by its batch script."""
-    return record.end is not None and "end" not in record.events and record.exit_codes is None
-
-
 def newest_key(paths: RunPaths, record: AttemptRecord | None) -> JobKey | None:
     """Return id and cluster of the run's newest job; ``record`` is of its newest attempt."""
     facts = run_facts(paths)
@@ -151,12 +163,6 @@ def other_cluster(paths: RunPaths) -> str | None:
     if folder.cluster is None or folder.status.state not in GOING_ON:
         return None
     return folder.cluster if cluster_name() not in {folder.cluster, None} else None
-
-
-def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
-    """Return the id of the run's newest job; ``record`` is of its newest attempt."""
-    key = newest_key(paths, record)
-    return key and key[0]
 
 
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
@@ -299,7 +305,7 @@ def output_without_logs(paths: RunPaths) -> Path | None:
     log.
     """
     record = newest_record(paths)
-    job = newest_job(paths, record)
+    job, _ = newest_key(paths, record) or (None, None)
     has_logs = paths.attempt(newest_number(paths)).files_of_ranks(".log")
     if job is None or (record is not None and record.job == job and has_logs):
         return None
@@ -315,14 +321,13 @@ def _requeued(folder: Folder, job: JobState) -> RunStatus:
         status = _correct(folder, replace(status, state="requeued", reason=_requeue_reason(folder)))
     if status.state != "requeued":
         return status
-    wait = waiting_words(job) if job.is_waiting else _on_its_way(job)
+    if job.is_waiting:
+        wait = waiting_words(job)
+    elif job.state == "COMPLETING":
+        wait = "waits: its nodes are being cleared"
+    else:
+        wait = f"starting on {job.nodes}" if job.nodes else "starting"
     return replace(status, reason="; ".join(filter(None, (status.reason, wait))))
-
-
-def _on_its_way(job: JobState) -> str:
-    if job.state == "COMPLETING":
-        return "waits: its nodes are being cleared"
-    return f"starting on {job.nodes}" if job.nodes else "starting"
 
 
 def _requeue_reason(folder: Folder) -> str:

@@ -59,8 +59,9 @@ def send(paths: SubmissionPaths, batch: Batch, runs: int) -> str:
             if job is None and is_submitted:
                 raise NumberUnknownError("sbatch has submitted the job, but squeue does not list it yet")
             job = job or sbatch(batch, runs)
-            if is_unclear:
-                _cancel_others(paths, job)
+            duplicates = [other for other in _own_jobs(paths) if other != job] if is_unclear else []
+            if duplicates:
+                commands.cancel_jobs(duplicates)
             return job
         except commands.NoAnswerError as error:
             is_submitted = is_submitted or isinstance(error, NumberUnknownError)
@@ -83,11 +84,6 @@ def _own_jobs(paths: SubmissionPaths) -> list[str]:
     # By the path's end: the runs folder may have several names.
     folder = f"/{paths.folder.parent.name}/{paths.token}/"
     return sorted((job for job, path in commands.own_jobs() if folder in path), key=int)
-
-
-def _cancel_others(paths: SubmissionPaths, job: str) -> None:
-    if duplicates := [candidate for candidate in _own_jobs(paths) if candidate != job]:
-        commands.cancel_jobs(duplicates)
 
 
 def could_start(batch: Batch) -> bool:

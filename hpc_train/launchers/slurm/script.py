@@ -150,12 +150,14 @@ def _setup(
 ) -> dict[str, Any]:
     slurm = experiment.slurm
     assert slurm is not None
+    variables = path_variables(search_path)
     return {
         "submission": submission,
         "python": python,
-        "exclude": _excluded(experiment),
+        "exclude": slurm.exclude or "",  # nodes that a run excludes are temporary
         "ranks_per_node": ranks_on_each_node(slurm) if isinstance(slurm.nodes, str) else None,
-        **_search_variables(search_path),
+        "search_path": variables["PYTHONPATH"],
+        "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
         "variables": profile.variables(),
@@ -170,12 +172,6 @@ def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
         "lines": profile.setup,
         "module_init": _expanded(profile.module_init or ""),
     }
-
-
-def _excluded(experiment: Experiment) -> str:
-    """Return the nodes that the file excludes; nodes excluded by a run are temporary."""
-    assert experiment.slurm is not None
-    return experiment.slurm.exclude or ""
 
 
 def rendered(template: str, values: Mapping[str, Any]) -> list[str]:
@@ -207,11 +203,6 @@ def quoted(value: object) -> str:
     if not isinstance(value, str | int | Path):
         raise TypeError(f"{value!r} has no place in a script")
     return shlex.quote(str(value))
-
-
-def _search_variables(search_path: Sequence[str]) -> dict[str, str]:
-    variables = path_variables(search_path)
-    return {"search_path": variables["PYTHONPATH"], "late_path": variables[LATE_VARIABLE]}
 
 
 def _expanded(path: str) -> str:

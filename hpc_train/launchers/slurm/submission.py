@@ -7,6 +7,7 @@ in the submission's folder; if there is no job, sbatch runs again, without the r
 
 from __future__ import annotations
 
+import os
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.console import say
-from hpc_train.errors import StorageError
+from hpc_train.errors import NoSchedulerError, StorageError
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import add_job, job_ids, now_ms
@@ -115,18 +116,15 @@ def locked(folder: ExperimentPaths) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say(f"{folder.folder.name}: waits for {_holder_words(holder)}, which is submitting runs of it")
+        process = Process.from_json(read_json(holder))
+        owner = "another command" if process is None else f"process {process.pid} on {process.host}"
+        say(f"{folder.folder.name}: waits for {owner}, which is submitting runs of it")
         lock.acquire()
     try:
         write_json(holder, Process.current().to_json())
         yield
     finally:
         lock.release()
-
-
-def _holder_words(holder: Path) -> str:
-    process = Process.from_json(read_json(holder))
-    return "another command" if process is None else f"process {process.pid} on {process.host}"
 
 
 def make_private(folder: Path) -> None:
@@ -217,7 +215,10 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
         note_job(run, job, submission.cluster)
 
     in_parallel(place_task, range(len(submission.runs)))
-    _remove_leftovers(paths)
+    # Pickles that submitit names by chance and has not moved, since its process died.
+    for path in paths.folder.glob("*.pkl"):
+        if not path.name.endswith("_submitted.pkl"):
+            path.unlink(missing_ok=True)
     sync_folder(paths.folder)
     submitted = replace(submission, state=SUBMITTED)
     write(paths, submitted)
@@ -264,13 +265,6 @@ def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:
         write_status(run, replace(status, state="pending", reason=None))
 
 
-def _remove_leftovers(paths: SubmissionPaths) -> None:
-    """Remove the pickles that submitit names by chance and has not moved, its submitter having died."""
-    for path in paths.folder.glob("*.pkl"):
-        if not path.name.endswith("_submitted.pkl"):
-            path.unlink(missing_ok=True)
-
-
 def release(paths: SubmissionPaths, submission: Submission) -> None:
     """Release the job. It may be gone already, if it was cancelled manually while it was held."""
     assert submission.job_id is not None
@@ -279,13 +273,9 @@ def release(paths: SubmissionPaths, submission: Submission) -> None:
             commands.release(submission.job_id)
         except commands.RefusedError:
             # Slurm refuses for a job that has ended, and for a released job that can't start.
-            if _is_held(submission.job_id):
+            if "JobHeldUser" in reasons([submission.job_id]).get(submission.job_id, set()):
                 raise
     write(paths, replace(submission, state=RELEASED))
-
-
-def _is_held(job_id: str) -> bool:
-    return "JobHeldUser" in reasons([job_id]).get(job_id, set())
 
 
 def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
@@ -302,9 +292,14 @@ def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
     return by_job
 
 
-def is_unsubmitted(paths: RunPaths) -> bool:
-    """Return True if the run was made for Slurm by a command that died before it recorded a submission."""
-    return is_without_job(paths) and paths.folder.name not in recorded_runs(paths.siblings)
+def has_running_jobs() -> bool:
+    """Return True if a job of this user has nodes, or if Slurm does not answer."""
+    states = "RUNNING,CONFIGURING,COMPLETING,SUSPENDED"
+    argv = ["squeue", "--noheader", f"--user={os.getuid()}", f"--states={states}", "--format=%F"]
+    try:
+        return bool(commands.run(argv).strip())
+    except (NoSchedulerError, commands.RefusedError):
+        return True
 
 
 def is_without_job(paths: RunPaths) -> bool:
@@ -321,12 +316,16 @@ def recorded_runs(folder: ExperimentPaths) -> set[str]:
     return {run_id for submission in recorded if submission is not None for run_id in submission.runs}
 
 
-def withdraw(paths: RunPaths, reason: str) -> None:
-    """Withdraw a run that Slurm has refused: remove it if it was never queued, else mark it as failed."""
+def withdraw(paths: RunPaths, reason: str, job_id: str | None = None) -> None:
+    """Withdraw a run that Slurm has refused, or whose job ``job_id`` it would never start.
+
+    Removes it if it was in no other job, else marks it as failed.
+    """
     facts = read_json(paths.run)
     if facts is None:
         return
-    if job_ids(facts) or paths.attempt_folders():
+    other_jobs = [job for job in job_ids(facts) if job.partition("_")[0] != job_id]
+    if other_jobs or paths.attempt_folders():
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
     remove_folder(paths.folder)

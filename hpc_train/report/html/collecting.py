@@ -1,55 +1,99 @@
-"""Reads runs for the page: each file once, and only the metric rows that are shown."""
+"""Reads runs for the page: each file once, only rows of metrics and evaluations that are shown.
+
+Another user may have written the files: reading is bounded, and links out of a run's folder are not followed.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.html.curves import MAX_STEP, Curve, curves_of, non_finite_ends
 from hpc_train.report.html.limits import (
     ALL_ROWS,
     CURVE_POINTS,
     DETAILED,
     DETAILED_ROWS,
+    METRICS,
     MIN_EVALUATIONS,
     MIN_ROWS,
+    NAME_LENGTH,
+    PICTURE_BYTES,
+    PICTURES,
+    SAMPLE_CHARS,
+    TABLE_BYTES,
 )
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
-from hpc_train.report.metrics_reader import sampled_rows
-from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, elapsed_s, first_step_words
-from hpc_train.report.step_layout import ranks_of
+from hpc_train.report.metrics_reader import Row, number, sampled_rows
+from hpc_train.report.run_files import RunFiles, ranks_of
+from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.time_use import attempt_cause, time_use
+from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.files import open_regular, read_text
 from hpc_train.run.find import run_names
+from hpc_train.run.metric_rows import POSITION
 from hpc_train.run.run_status import RunStatus
 
 #: Prefixes of metrics of single classes.
 CLASSES = ("iou_", "ema_iou_")
+#: The share of a step in which it waits for data, in percent: made of two columns of a training row.
+DATA_WAIT = Metric("train", "data_wait_percent")
+#: More than any step; arithmetic on larger numbers is not exact, or overflows.
+MAX_STEP = 2**53
+#: ``bool`` is excluded.
+_NUMBERS = {int, float}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Finite values by step, in the order of the steps."""
+
+    steps: array[int]
+    values: array[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def thinned(self, max_points: int) -> Curve:
+        """Return at most ``max_points`` (or 4) points: first and last, and lowest and highest of each part.
+
+        So no peak is lost, unlike with a mean or every k-th point.
+        """
+        count = len(self)
+        if count <= max(max_points, 4):
+            return self
+        parts = max(1, (max_points - 2) // 2)
+        places = {0, count - 1}
+        for part in range(parts):
+            span = range(1 + part * (count - 2) // parts, 1 + (part + 1) * (count - 2) // parts)
+            if span:
+                places |= {min(span, key=self.values.__getitem__), max(span, key=self.values.__getitem__)}
+        return Curve(
+            array("q", [self.steps[place] for place in sorted(places)]),
+            array("d", [self.values[place] for place in sorted(places)]),
+        )
 
 
 @dataclass(frozen=True)
 class Attempt:
     """From one start of a run's ranks to their end; None: unknown."""
 
-    number: int
-    #: UTC, as recorded: ISO 8601.
-    start: str
+    record: AttemptRecord
     cause: str
-    reason: str | None
-    nodes: list[str]
     ranks: int | None
     #: Seconds since 1970.
     span: tuple[float, float] | None
-    #: Parts of the time of its first step; empty if unknown.
-    first_step_words: str
-    #: The last step of its rows; None if it has none.
-    last_step: int | None
 
 
 @dataclass(frozen=True)
@@ -125,20 +169,20 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     has_details = len(runs) > DETAILED
     share = ALL_ROWS // max(len(runs), 1) // 2
     # Metrics of classes are shown for the best runs only.
-    left_out = CLASSES if has_details and not (wanted or "").rpartition("/")[2].startswith(CLASSES) else ()
-    found = [
-        _read(paths, status, names[paths], values[paths], share, left_out)
+    omitted = CLASSES if has_details and not (wanted or "").rpartition("/")[2].startswith(CLASSES) else ()
+    read = [
+        _read(paths, status, names[paths], values[paths], share, omitted)
         for paths, status in zip(runs, statuses(runs), strict=True)
     ]
-    metric = find_metric((metric for run in found for metric in run.curves), wanted)
+    metric = find_metric((metric for run in read for metric in run.curves), wanted)
     if metric is not None:
-        found.sort(key=lambda run: sort_key(run.best(metric), metric))
+        read.sort(key=lambda run: sort_key(run.best(metric), metric))
     if has_details:
-        best = [_read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) for run in found[:DETAILED]]
+        best = [_read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) for run in read[:DETAILED]]
         if metric is not None:
             best.sort(key=lambda run: sort_key(run.best(metric), metric))
-        found[:DETAILED] = best
-    return Collected(found, metric)
+        read[:DETAILED] = best
+    return Collected(read, metric)
 
 
 def _read(
@@ -147,11 +191,11 @@ def _read(
     name: str,
     values: dict[str, Any],
     max_rows: int,
-    left_out: tuple[str, ...] = (),
+    omitted: tuple[str, ...] = (),
 ) -> RunData:
     run = RunFiles.read(paths)
     rows, is_sampled = sampled_rows(paths.metrics, max(MIN_ROWS, max_rows), max(MIN_EVALUATIONS, max_rows))
-    curves = curves_of(rows, CURVE_POINTS, left_out=left_out)
+    curves = curves_of(rows, CURVE_POINTS, omitted=omitted)
     return RunData(
         paths=paths,
         name=name,
@@ -159,7 +203,7 @@ def _read(
         status=status,
         facts=run.facts,
         values=values,
-        attempts=_attempts(run, status, _last_steps(rows)),
+        attempts=list(_attempts(run, status)),
         curves=curves,
         non_finite_ends=non_finite_ends(rows, curves),
         elapsed_s=elapsed_s(run, status),
@@ -175,30 +219,171 @@ def _time_use(run: RunFiles, status: RunStatus, rows: list[dict[str, Any]]) -> d
         return {}
 
 
-def _last_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for row in rows:
-        attempt, step = row.get("attempt"), row.get("step")
-        if type(attempt) is int and type(step) is int and 0 <= step < MAX_STEP:
-            found[attempt] = step
-    return found
-
-
-def _attempts(run: RunFiles, status: RunStatus, last_steps: Mapping[int, int]) -> list[Attempt]:
-    found = []
+def _attempts(run: RunFiles, status: RunStatus) -> Iterator[Attempt]:
     for attempt, record in run.recorded:
         is_running = run.is_running(record, status)
-        found.append(
-            Attempt(
-                number=attempt.number,
-                start=record.start,
-                cause=attempt_cause(record, is_running=is_running),
-                reason=record.reason,
-                nodes=record.hosts,
-                ranks=ranks_of(run.facts, record),
-                span=attempt_span(attempt, record, is_running=is_running),
-                first_step_words=first_step_words(record.first_step),
-                last_step=last_steps.get(attempt.number, record.saved_step),
-            )
+        yield Attempt(
+            record,
+            attempt_cause(record, is_running=is_running),
+            ranks_of(run.facts, record),
+            attempt_span(attempt, record, is_running=is_running),
         )
-    return found
+
+
+def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] = ()) -> dict[Metric, Curve]:
+    """Return the curve of each metric in the rows, at most ``max_points`` each.
+
+    ``omitted``: beginnings of the names of metrics that are not needed.
+    """
+    # By split, then by name: hashing a ``Metric`` per value would take most of the time.
+    by_split: dict[str, dict[str, Curve]] = {}
+    for row in rows:
+        step, split = row.get("step"), row.get("split")
+        if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
+            if omitted and split != "train":
+                row = {name: value for name, value in row.items() if not name.startswith(omitted)}  # noqa: PLW2901
+            _add(by_split.setdefault(split, {}), row, step)
+    curves = [
+        (_metric(split, name), curve)
+        for split, by_name in by_split.items()
+        for name, curve in by_name.items()
+        if max(len(split), len(name)) <= NAME_LENGTH
+    ]
+    return {metric: curve.thinned(max_points) for metric, curve in curves[:METRICS]}
+
+
+@lru_cache(METRICS)
+def _metric(split: str, name: str) -> Metric:
+    """Return the same object for thousands of runs: as a key it is compared by identity."""
+    return Metric(split, name)
+
+
+def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:
+    """Return the last step of each metric that was NaN or infinite after all of its finite values.
+
+    Rows have null for both.
+    """
+    ends: dict[Metric, int] = {}
+    for row in rows:
+        step, split = row.get("step"), row.get("split")
+        if type(step) is not int or not 0 <= step < MAX_STEP or not isinstance(split, str):
+            continue
+        for name, value in row.items():
+            if value is None or (type(value) is float and not math.isfinite(value)):
+                metric = Metric(split, name)
+                ends[metric] = max(step, ends.get(metric, 0))
+    return {
+        metric: step
+        for metric, step in ends.items()
+        if metric not in curves or step > curves[metric].steps[-1]
+    }
+
+
+def _add(curves: dict[str, Curve], row: Row, step: int) -> None:
+    wait = _data_wait(row)
+    for name, value in (row if wait is None else {**row, DATA_WAIT.name: wait}).items():
+        if type(value) not in _NUMBERS or name in POSITION:
+            continue
+        finite = value if type(value) is float else number(value)
+        if finite is None or not math.isfinite(finite):
+            continue
+        curve = curves.get(name)
+        if curve is None:
+            if len(curves) >= METRICS:
+                continue
+            curve = curves[name] = Curve(array("q"), array("d"))
+        steps = curve.steps
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            curve.values.append(finite)
+
+
+def _data_wait(row: Row) -> float | None:
+    if row["split"] != DATA_WAIT.split:
+        return None
+    step_s, wait_s = number(row.get("step_s")), number(row.get("data_wait_s"))
+    return 100 * wait_s / step_s if step_s and wait_s is not None and step_s > 0 else None
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A CSV file of an evaluation, such as a confusion matrix."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The files of one evaluation."""
+
+    step: int
+    tables: list[Table] = field(default_factory=list)
+    #: Title and data URI of each PNG file.
+    pictures: list[tuple[str, str]] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.pictures or self.texts)
+
+
+def confined_text(path: Path, run: RunPaths, max_bytes: int) -> str | None:
+    """Return the text of a file of the run; None if it is missing, too large, or a link out of the folder."""
+    with suppress(OSError, ValueError):
+        if is_confined(path, run):
+            return read_text(path, max_bytes, errors="replace")
+    return None
+
+
+def is_confined(path: Path, run: RunPaths) -> bool:
+    """Return True if the file is in the run's folder once links are followed."""
+    return path.resolve().is_relative_to(run.folder.resolve())
+
+
+def newest_evaluation(run: RunPaths) -> Evaluation | None:
+    """Return the newest evaluation with files that can be shown."""
+    try:
+        folders = run.evaluation_folders()
+    except OSError:
+        return None
+    for step in sorted(folders, reverse=True):
+        with suppress(OSError):
+            if evaluation := _evaluation(step, folders[step], run):
+                return evaluation
+    return None
+
+
+def _evaluation(step: int, folder: Path, run: RunPaths) -> Evaluation:
+    evaluation = Evaluation(step)
+    for path in sorted(folder.iterdir())[:1000]:
+        match path.suffix:
+            case ".csv" if text := confined_text(path, run, TABLE_BYTES):
+                evaluation.tables.extend(_table(path.stem, text))
+            case ".png" if len(evaluation.pictures) < PICTURES and (uri := _picture(path, run)):
+                evaluation.pictures.append((path.stem, uri))
+            case ".txt" if text := confined_text(path, run, TABLE_BYTES):
+                evaluation.texts.append((path.stem, text[:SAMPLE_CHARS]))
+    return evaluation
+
+
+def _table(title: str, text: str) -> Iterator[Table]:
+    """Yield the table, unless the file is empty or damaged."""
+    with suppress(csv.Error):
+        if rows := [row for row in csv.reader(io.StringIO(text)) if row]:
+            yield Table(title, rows[0], rows[1:])
+
+
+def _picture(path: Path, run: RunPaths) -> str | None:
+    """Return a PNG file as a data URI; None if it is not one, or too large."""
+    content = b""
+    with suppress(OSError, ValueError):
+        if is_confined(path, run):
+            with open_regular(path) as file:
+                content = file.read(PICTURE_BYTES + 1)
+    if not content.startswith(_PNG) or len(content) > PICTURE_BYTES:
+        return None
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

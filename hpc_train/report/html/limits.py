@@ -15,26 +15,22 @@ CHARTS = 24
 #: Maximum number of metrics per run; a run with 150 classes has this many.
 METRICS = 400
 NAME_LENGTH = 100
-#: Number of runs, the best first, that have a colour; confusion matrices and pictures; their file.
+#: Number of runs, the best first, that have a colour; files of their evaluation; their experiment file.
 HIGHLIGHTED = 8
 EVALUATED = 4
 DETAILED = 12
 #: Training rows that are read of each highlighted run, and as many evaluation rows.
 DETAILED_ROWS = 8000
-#: Bars of the time use and rows of its table.
-TIME_BARS = 20
+#: Rows of the table of times.
+TIME_ROWS = 20
 #: Lines of the table of attempts.
 ATTEMPT_LINES = 400
-#: Marks of attempts that ended, per chart.
-MARKS = 400
 CELL_LENGTH = 160
 FILE_CHARS = 40_000
-#: An evaluation's files: bytes of a table, classes of a confusion matrix that is shown whole, bytes and
-#: number of the pictures of a run.
+#: An evaluation's files: bytes, rows and columns of a table, bytes and number of the pictures of a run.
 TABLE_BYTES = 4 << 20
-CONFUSION_CLASSES = 16
-CONFUSED_PAIRS = 10
-CLASS_LINES = 200
+TABLE_ROWS = 200
+TABLE_COLUMNS = 20
 PICTURE_BYTES = 512 << 10
 PICTURES = 6
 SAMPLE_CHARS = 4_000

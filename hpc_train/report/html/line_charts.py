@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.report.html.collecting import CLASSES, Collected, RunData
-from hpc_train.report.html.curves import DATA_WAIT, Curve
-from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED, MARKS
-from hpc_train.report.html.scales import Scale, short
+from hpc_train.report.html.collecting import CLASSES, DATA_WAIT, Collected, Curve, RunData
+from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED
 from hpc_train.report.metric_values import Metric
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
 GRID = 1000
-#: Attempts with these causes have no mark.
-_UNMARKED = {"completed", "running", "unknown"}
+#: A positive range that spans more than this factor is shown on a logarithmic scale. Assumed.
+_LOG_FROM = 50.0
 #: Shown as throughput and data wait.
 _SHOWN_ELSEWHERE = {Metric("train", "step_s"), Metric("train", "data_wait_s")}
 #: Training metrics in the order of their charts; others follow.
@@ -39,6 +37,52 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Maps ``low``…``high`` to 0…1."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Scale:
+        """Return a scale with room for all values, which are finite."""
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        if low > 0 and high / low > _LOG_FROM:
+            return cls(low / 1.1, _bounded(high * 1.1), is_log=True)
+        margin = 0.1 * (high / 2 - low / 2)  # their difference may overflow
+        if low == high:
+            margin = abs(low) * 0.1 or 1.0
+        return cls(_bounded(low - margin), _bounded(high + margin))
+
+    def place(self, value: float) -> float:
+        """Return the position of ``value``, from 0 to 1."""
+        return self.places([value])[0]
+
+    def places(self, values: Iterable[float]) -> list[float]:
+        """Return the positions of the values, each from 0 to 1."""
+        if self.is_log:
+            low = _log(self.low)
+            span = _log(self.high) - low
+            above = [_log(value) - low for value in values]
+        else:
+            low = self.low / 2  # halves: the difference of two floats may overflow
+            span = self.high / 2 - low
+            above = [value / 2 - low for value in values]
+        return [min(max(part / span, 0.0), 1.0) if span > 0 else 0.5 for part in above]
+
+    def ticks(self, about: int = 4) -> list[float]:
+        """Return about this many round numbers within the scale, in ascending order."""
+        if self.is_log:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            every = max(1, round((last - first) / about))
+            powers = [10.0**power for power in range(first, last + 1, every)]
+            if len(powers) > 1:
+                return powers
+        return _round_numbers(self.low, self.high, about)
+
+
+@dataclass(frozen=True)
 class Line:
     """One run's curve; ``color`` is the number of its colour, None in the background."""
 
@@ -51,15 +95,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """An attempt that ended early, in percent from the left."""
-
-    x: float
-    color: int | None
-    text: str
-
-
-@dataclass(frozen=True)
 class LineChart:
     """One metric of all runs."""
 
@@ -68,9 +103,8 @@ class LineChart:
     lines: list[Line]
     x: Scale
     y: Scale
-    marks: list[Mark] = field(default_factory=list)
     #: Description of the chart for screen readers.
-    summary: str = ""
+    summary: str
 
     @property
     def x_ticks(self) -> list[tuple[float, str]]:
@@ -116,35 +150,33 @@ def line_charts(collected: Collected) -> list[LineChart]:
     max_points = min(CURVE_POINTS, max(4, ALL_POINTS // max(num_curves, 1)))
     steps = [curve.steps[-1] for run in collected.runs for curve in run.curves.values() if curve]
     x = Scale(0.0, float(max(steps, default=1) or 1))
-    marks = list({(mark.x, mark.color): mark for mark in _marks(collected.runs, x)}.values())[:MARKS]
-    return [_chart(metric, collected, x, max_points, marks) for metric in metrics]
+    return [_chart(metric, collected, x, max_points) for metric in metrics]
 
 
 def _ordered(collected: Collected) -> Iterator[Metric]:
     """Yield the metrics that have a chart; classes' IoU has a separate section."""
-    found = [
-        each
-        for each in collected.metrics
-        if not each.name.startswith(CLASSES) and each not in _SHOWN_ELSEWHERE
-    ]
     if collected.metric is not None:
         yield collected.metric
-    rest = [each for each in found if each != collected.metric]
-    yield from (each for each in rest if each.split != "train")
-    training = [each for each in rest if each.split == "train"]
-    known = {name: place for place, name in enumerate(_TRAINING)}
-    yield from sorted(training, key=lambda each: known.get(each.name, len(known)))
+    rest = [
+        metric
+        for metric in collected.metrics
+        if not metric.name.startswith(CLASSES) and metric not in {*_SHOWN_ELSEWHERE, collected.metric}
+    ]
+    yield from (metric for metric in rest if metric.split != "train")
+    places = {name: place for place, name in enumerate(_TRAINING)}
+    training = [metric for metric in rest if metric.split == "train"]
+    yield from sorted(training, key=lambda metric: places.get(metric.name, len(places)))
 
 
-def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int, marks: list[Mark]) -> LineChart:
-    found = [(place, curve) for place, run in enumerate(collected.runs) if (curve := run.curves.get(metric))]
-    values = [value for _, curve in found for value in (min(curve.values), max(curve.values))]
+def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int) -> LineChart:
+    curves = [(place, curve) for place, run in enumerate(collected.runs) if (curve := run.curves.get(metric))]
+    values = [value for _, curve in curves for value in (min(curve.values), max(curve.values))]
     y = Scale.over(values)
     # The best run is drawn last, on top of the others.
-    lines = [_line(place, curve, x, y, max_points) for place, curve in reversed(found)]
+    lines = [_line(place, curve, x, y, max_points) for place, curve in reversed(curves)]
     title = _TITLES.get(str(metric), str(metric))
-    summary = _summary(metric, title, [collected.runs[place] for place, _ in found])
-    return LineChart(title, metric, lines, x, y, marks, summary)
+    summary = _summary(metric, title, [collected.runs[place] for place, _ in curves])
+    return LineChart(title, metric, lines, x, y, summary)
 
 
 def _line(run: int, curve: Curve, x: Scale, y: Scale, max_points: int) -> Line:
@@ -169,12 +201,27 @@ def _summary(metric: Metric, title: str, runs: Sequence[RunData]) -> str:
     return f"{title} over steps of {len(lasts)} runs; last values {', '.join(span + nans)}"
 
 
-def _marks(runs: Sequence[RunData], x: Scale) -> Iterator[Mark]:
-    """Yield a mark for each attempt that ended early, at its last row; highlighted runs come first."""
-    for place, run in enumerate(runs):
-        for attempt in run.attempts:
-            step = attempt.last_step
-            if attempt.cause not in _UNMARKED and step is not None and step >= 0:
-                text = f"{run.name}: attempt {attempt.number} ended, {attempt.cause}, at step {step}"
-                color = place if place < HIGHLIGHTED else None
-                yield Mark(round(100 * x.place(float(step)), 2), color, text)
+def _log(value: float) -> float:
+    return math.log(max(value, 5e-324))
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -1.7e308), 1.7e308)
+
+
+def _round_numbers(low: float, high: float, about: int) -> list[float]:
+    raw = high / about - low / about
+    if not 1e-300 < raw < 1e300:
+        return [low, high]
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    numbers = ((first + count) * step for count in range(about + 3))
+    return [value for value in numbers if low <= value <= high + step * 1e-9]
+
+
+def short(value: float) -> str:
+    """Return a number with at most four digits: ``0.9312``, ``12,000``, ``1e-05``."""
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"

@@ -10,7 +10,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -20,12 +19,10 @@ from hpc_train import __version__
 from hpc_train.errors import printable, shortened
 from hpc_train.report.changed_keys import short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import Collected, RunData
-from hpc_train.report.html.evaluations import Evaluation, confined_text, newest_evaluation
-from hpc_train.report.html.line_charts import LineChart, line_charts
-from hpc_train.report.html.scales import short
+from hpc_train.report.html.collecting import Collected, RunData, confined_text, newest_evaluation
+from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
-from hpc_train.report.run_times import short_duration
+from hpc_train.report.run_times import first_step_words, short_duration
 from hpc_train.report.time_use import PARTS, summed
 
 if TYPE_CHECKING:
@@ -43,43 +40,8 @@ _PART_TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of the table of runs, and its sort key; an empty text is last."""
-
-    text: str
-    key: float | str | None = None
-
-
-@dataclass(frozen=True)
-class RunLine:
-    """A row of the table of runs; ``place`` counts from the best."""
-
-    place: int
-    run: RunData
-    cells: list[Cell]
-
-
-@dataclass(frozen=True)
-class PartBar:
-    """A part of a bar of time use; position and width in percent."""
-
-    part: str
-    x: float
-    width: float
-    text: str
-
-
-@dataclass(frozen=True)
-class TimeBar:
-    """The time use of a run, or of all."""
-
-    title: str
-    parts: list[PartBar]
-    total: str
-    #: Duration by part.
-    durations: list[str]
-    goodput: str
+#: Text and sort key of a cell of the table of runs; an empty text is last.
+_Cell = tuple[str, float | str | None]
 
 
 def render(collected: Collected) -> str:
@@ -102,6 +64,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "cut": _cut,
         "duration": short_duration,
+        "first_step": first_step_words,
         "short": short,
         "thousands": lambda number: f"{number:,}",
     }
@@ -121,7 +84,7 @@ def _content(collected: Collected) -> dict[str, Any]:
     bests = [point for run in runs if metric and (point := run.best(metric))]
     return {
         "version": __version__,
-        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "title": _title(runs),
         "style": _Trusted(style),
         "script": _Trusted(script),
@@ -137,13 +100,17 @@ def _content(collected: Collected) -> dict[str, Any]:
         "interruptions": _interruptions(runs),
         "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
         "keys": [short_names(keys)[key] for key in keys],
-        "lines": [_run_line(place, run, collected) for place, run in enumerate(runs)],
+        "cells": [_cells(run, collected) for run in runs],
         "charts": charts,
-        "data": _Trusted(_embedded_json(_data(collected, charts))),
+        "data": _Trusted(_embedded_json(runs, charts)),
         "has_attempts": any(run.attempts for run in runs),
-        "times": _time_bars(runs),
-        "parts": [(part, _PART_TITLES[part]) for part in PARTS],
-        "evaluations": _evaluations(runs),
+        "times": _time_rows(runs),
+        "parts": [_PART_TITLES[part] for part in PARTS],
+        "evaluations": [
+            (run, evaluation)
+            for run in runs[: limits.EVALUATED]
+            if (evaluation := newest_evaluation(run.paths)) is not None
+        ],
         "ious": _ious(runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
         "is_sampled": any(run.is_sampled for run in runs),
@@ -157,8 +124,10 @@ class _Trusted(str):
         return str(self)
 
 
-def _embedded_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that can't end the element around it."""
+def _embedded_json(runs: Sequence[RunData], charts: Sequence[LineChart]) -> str:
+    """Return the data of the page's script as JSON that can't end the element around it."""
+    names = [_cut(run.name, limits.NAME_LENGTH) for run in runs]
+    data = {"runs": names, "highlighted": limits.HIGHLIGHTED, "charts": [chart.data() for chart in charts]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for char in "<>&'":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -198,86 +167,69 @@ def _title(runs: Sequence[RunData]) -> str:
 
 def _interruptions(runs: Sequence[RunData]) -> list[tuple[str, int]]:
     """Return how often attempts ended early, by cause, the most frequent first."""
-    causes = [attempt.cause for run in runs for attempt in run.attempts]
-    return Counter(each for each in causes if each not in {"completed", "running", "unknown"}).most_common()
+    causes = Counter(attempt.cause for run in runs for attempt in run.attempts)
+    return [pair for pair in causes.most_common() if pair[0] not in {"completed", "running", "unknown"}]
 
 
-def _run_line(place: int, run: RunData, collected: Collected) -> RunLine:
-    metric = collected.metric
+def _cells(run: RunData, collected: Collected) -> list[_Cell]:
+    """Return the run's cells after its state."""
+    metric, total = collected.metric, run.status.total_steps
     last, best = (run.last(metric), run.best(metric)) if metric else (None, None)
-    steps = (
-        f"{run.status.step:,} / {'?' if run.status.total_steps is None else f'{run.status.total_steps:,}'}"
-    )
-    cells = [
+    return [
         *(_value_cell(run.values.get(key)) for key in collected.keys),
-        Cell(steps, run.status.step),
+        (f"{run.status.step:,} / {'?' if total is None else f'{total:,}'}", run.status.step),
         _point_cell(last),
         _point_cell(best),
-        Cell("" if best is None else f"{best.step:,}", None if best is None else best.step),
-        Cell(str(len(run.attempts)), len(run.attempts)),
-        Cell(short_duration(run.elapsed_s), run.elapsed_s),
-        Cell(_share(run.goodput), run.goodput),
+        ("", None) if best is None else (f"{best.step:,}", best.step),
+        (str(len(run.attempts)), len(run.attempts)),
+        (short_duration(run.elapsed_s), run.elapsed_s),
+        (_share(run.goodput), run.goodput),
     ]
-    return RunLine(place, run, cells)
 
 
-def _value_cell(value: Any) -> Cell:
+def _value_cell(value: Any) -> _Cell:
     is_number = type(value) in {int, float} and abs(value) < 1e300
-    return Cell(_cut(value_text(value)), float(value) if is_number else _cut(value_text(value)))
+    text = _cut(value_text(value))
+    return text, float(value) if is_number else text
 
 
-def _point_cell(point: Point | None) -> Cell:
+def _point_cell(point: Point | None) -> _Cell:
     if point is None:
-        return Cell("")
-    return Cell(f"{point.value:.6g}", point.value if math.isfinite(point.value) else "")
+        return "", None
+    return f"{point.value:.6g}", point.value if math.isfinite(point.value) else ""
 
 
-def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:
-    names = [_cut(run.name, limits.NAME_LENGTH) for run in collected.runs]
-    return {"runs": names, "highlighted": limits.HIGHLIGHTED, "charts": [chart.data() for chart in charts]}
-
-
-def _time_bars(runs: Sequence[RunData]) -> list[TimeBar]:
-    """Return the bar of all runs together, then the bars of the first runs."""
+def _time_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str], str]]:
+    """Return title, goodput, duration by part, and total: of all runs together, then of the first runs."""
     timed = [run for run in runs if run.time_use]
-    bars = [_time_bar(run.name, run.time_use) for run in timed[: limits.TIME_BARS]]
+    rows = [(run.name, run.time_use) for run in timed[: limits.TIME_ROWS]]
     if len(timed) > 1:
-        bars.insert(0, _time_bar(f"all {len(timed):,} runs", summed(run.time_use for run in timed)))
-    return bars
-
-
-def _time_bar(title: str, use: Mapping[str, float]) -> TimeBar:
-    total = sum(use.values())
-    x, parts = 0.0, []
-    for part in PARTS:
-        width = 100 * use[part] / total
-        if width > 0:
-            words = f"{_PART_TITLES[part]} {width:.1f}%, {short_duration(use[part])}"
-            parts.append(PartBar(part, round(x, 3), round(width, 3), words))
-        x += width
-    durations = [short_duration(use[part]) if use[part] else "" for part in PARTS]
-    return TimeBar(title, parts, short_duration(total), durations, _share(use["training"] / total))
-
-
-def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation]]:
-    newest = ((run, newest_evaluation(run.paths)) for run in runs[: limits.EVALUATED])
-    return [(run, evaluation) for run, evaluation in newest if evaluation is not None]
+        rows.insert(0, (f"all {len(timed):,} runs", summed(run.time_use for run in timed)))
+    return [
+        (
+            title,
+            _share(use["training"] / sum(use.values())),
+            [short_duration(use[part]) if use[part] else "" for part in PARTS],
+            short_duration(sum(use.values())),
+        )
+        for title, use in rows
+    ]
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
-    """Return the IoU of each class in the newest evaluation, and its step, for runs that have any."""
-    found = []
+    """Return the step and the IoU of each class in the newest evaluation, for runs that have any."""
+    ious = []
     for run in runs[: limits.EVALUATED]:
-        pairs = [
-            (metric.name.removeprefix("iou_"), curve)
+        curves = {
+            metric.name.removeprefix("iou_"): curve
             for metric, curve in run.curves.items()
             if metric.split == "val" and metric.name.startswith("iou_") and curve
-        ]
-        if pairs:
-            step = max(curve.steps[-1] for _, curve in pairs)
-            ious = [(name, min(max(curve.values[-1], 0.0), 1.0)) for name, curve in pairs]
-            found.append((run, step, ious[: limits.CLASS_LINES]))
-    return found
+        }
+        if curves:
+            values = [(name, curve.values[-1]) for name, curve in curves.items()]
+            step = max(curve.steps[-1] for curve in curves.values())
+            ious.append((run, step, values[: limits.TABLE_ROWS]))
+    return ious
 
 
 def _details(run: RunData) -> dict[str, Any]:
@@ -289,7 +241,7 @@ def _details(run: RunData) -> dict[str, Any]:
     return {
         "run": run,
         "file": None if text is None else _cut(text, limits.FILE_CHARS),
-        "facts": [(label, _cut(words)) for label, words in _facts(run, code, source) if words],
+        "facts": [(label, _cut(value)) for label, value in _facts(run, code, source) if value],
         "changes": [
             (number, _cut(change))
             for number, listed in (changes if isinstance(changes, dict) else {}).items()

@@ -1,4 +1,4 @@
-"""The table of ``watch``: the text of each cell, and the columns that fit the screen."""
+"""The table of ``watch``: its runs and their order, the text of each cell, the columns that fit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from hpc_train.console import one_line
 from hpc_train.errors import shortened
 from hpc_train.report.live.live_runs import LiveRun
 from hpc_train.report.run_times import short_duration
+from hpc_train.run.run_status import STATES
 
 STATE_STYLES = {
     "running": "cyan",
@@ -42,8 +44,8 @@ class Column:
 
 def _note(run: LiveRun) -> str:
     """Return the reason for the run's state, else its newest metric."""
-    if words := run.status.reason or run.status.activity:
-        return words
+    if note := run.status.reason or run.status.activity:
+        return note
     name, value = run.metric or ("", None)
     metric = f"{name} {'nan' if value is None else format(value, '.4g')}" if name else ""
     slow = run.status.slow_words if run.state == "running" else ""
@@ -157,3 +159,52 @@ def short_number(value: float) -> str:
         if math.isfinite(value) and abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
+
+
+#: In order of interest: states that need attention come first.
+_BY_STATE = ("failed", "unknown", "running", "requeued", "pending", "interrupted", "cancelled", "completed")
+
+
+def _newest_loss(run: LiveRun) -> float:
+    loss = run.losses[-1] if run.losses else math.inf
+    return loss if math.isfinite(loss) else math.inf
+
+
+#: Name of an order → its key; runs with equal keys are ordered by experiment and name.
+SORTS: dict[str, Callable[[LiveRun], Any]] = {
+    "name": lambda run: 0,
+    "state": lambda run: _BY_STATE.index(run.state),
+    "progress": lambda run: -run.share,
+    "ETA": lambda run: math.inf if run.eta_s is None else run.eta_s,
+    "loss": _newest_loss,
+}
+
+
+def selected(runs: Sequence[LiveRun], filter_text: str, sort: str) -> list[LiveRun]:
+    """Return the runs that match all words, in the order ``sort``.
+
+    A word that is a state matches that state; any other matches a part of a run's name, experiment, job,
+    nodes or reason, ignoring case.
+    """
+    matching = [run for run in runs if all(_matches(run, word) for word in filter_text.lower().split())]
+    return sorted(matching, key=lambda run: (SORTS[sort](run), run.experiment, run.name))
+
+
+def _matches(run: LiveRun, word: str) -> bool:
+    if word in STATES:
+        return run.state == word
+    texts = (run.name, run.experiment, run.state, run.job or "", *run.nodes, run.status.reason or "")
+    return any(word in text.lower() for text in texts)
+
+
+def next_sort(sort: str) -> str:
+    """Return the order after this one."""
+    names = list(SORTS)
+    return names[(names.index(sort) + 1) % len(names)]
+
+
+def counts(runs: Sequence[LiveRun]) -> str:
+    """Return ``3 runs: 1 failed, 2 running``."""
+    by_state = {state: sum(run.state == state for run in runs) for state in _BY_STATE}
+    listed = ", ".join(f"{count} {state}" for state, count in by_state.items() if count)
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}{': ' if listed else ''}{listed}"

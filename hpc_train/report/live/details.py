@@ -1,24 +1,65 @@
-"""Details of one run, for the pane below the table and the view on ``enter``."""
+"""Details of one run, for the pane below the table and the view on ``enter``, and the end of its log."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_train.console import one_line
 from hpc_train.errors import HpcTrainError, shortened
+from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.report.live.cells import rate_words
 from hpc_train.report.live.live_runs import LiveRun, stamp
-from hpc_train.report.live.log_tail import LogTail, log_of
 from hpc_train.report.metric_values import Metric, find_metric, last_and_best
 from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, number
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import attempt_span, short_duration
-from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.files import UnreadableFileError, open_regular
+
+#: Bytes read of an existing log, and of the text added between two calls; the rest is skipped.
+TAIL_BYTES = 1 << 16
+#: Characters of a line that are shown.
+_MAX_LINE = 2000
+
+
+def log_of(paths: RunPaths) -> Path:
+    """Return rank 0's log of the newest attempt; before its ranks start, the job's output, if any."""
+    return launcher_of(paths).output(paths) or paths.attempt(max(newest_number(paths), 1)).log(0)
+
+
+class LogTail:
+    """Yields the last lines of a file, then appended lines; a replaced file is read again."""
+
+    def __init__(self, path: Path, tail_bytes: int = TAIL_BYTES) -> None:
+        self.path = path
+        self._tail_bytes = tail_bytes
+        self._inode = self._offset = 0
+
+    def new_lines(self) -> list[str]:
+        """Return the complete lines since the last call, safe for a terminal; none if there is no file."""
+        try:
+            file = open_regular(self.path)
+        except (OSError, UnreadableFileError):
+            return []
+        with file:
+            seen = os.fstat(file.fileno())
+            is_new = seen.st_ino != self._inode or seen.st_size < self._offset
+            start = max(0 if is_new else self._offset, seen.st_size - self._tail_bytes)
+            file.seek(start)
+            data = file.read(self._tail_bytes)
+        end = data.rfind(b"\n") + 1
+        skips_part = start > 0 and (is_new or start > self._offset)
+        self._inode, self._offset = seen.st_ino, start + end
+        lines = data[:end].decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        return [one_line(line[:_MAX_LINE]) for line in lines[1 if skips_part else 0 : -1]]
+
 
 #: Attempts and lines of log in the pane; the view shows more.
 FEW, MANY = 2, 100
@@ -73,7 +114,7 @@ class DetailsReader:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
         with suppress(HpcTrainError):  # a checkpoint of a later version
             if best := kept_best(self.paths):
-                return f"{best}, in a checkpoint"
+                return f"{best}, saved"
         seen = stamp(self.paths.metrics)
         if seen is None or seen[0] != self._inode:
             self._evaluations, self._inode = [], seen[0] if seen else None
@@ -106,14 +147,14 @@ _SPEED = {"step_s", "data_wait_s", "samples_per_s", "tokens_per_s", "tflops_per_
 
 
 def _speed(run: LiveRun) -> str:
-    words = [rate_words(run)]
+    parts = [rate_words(run)]
     if (step_s := number(run.train.get("step_s"))) is not None:
-        words.append(f"{step_s:.3g} s per step")
+        parts.append(f"{step_s:.3g} s per step")
     if run.data_wait is not None:
-        words.append(f"{run.data_wait:.1%} of it waits for data")
+        parts.append(f"{run.data_wait:.1%} data wait")
     if run.mfu is not None:
-        words.append(f"MFU {run.mfu:.1%}")
-    return ", ".join(filter(None, words))
+        parts.append(f"MFU {run.mfu:.1%}")
+    return ", ".join(filter(None, parts))
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -85,16 +85,16 @@ class LiveRun:
     @property
     def metric(self) -> tuple[str, float | None] | None:
         """The judged metric of the newest evaluation, else of the newest training row."""
-        found = last_metric([row for row in (self.train, self.evaluation) if row])
-        return None if found is None else (str(found["name"]), found["value"])
+        newest = last_metric([row for row in (self.train, self.evaluation) if row])
+        return None if newest is None else (str(newest["name"]), newest["value"])
 
 
 class RunsReader:
-    """Reads the runs that ``words`` mean, or all without words, at each call."""
+    """Reads the runs that ``selectors`` name, or all without any, at each call."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = list(words)
-        self._known: dict[RunPaths, _Known] = {}
+    def __init__(self, selectors: Sequence[str]) -> None:
+        self._selectors = list(selectors)
+        self._tracked: dict[RunPaths, _TrackedRun] = {}
         self._names: Mapping[RunPaths, str] = {}
         self._folders: tuple[object, ...] = ()
 
@@ -105,29 +105,29 @@ class RunsReader:
         """
         self._find()
         now_s = time.monotonic()
-        known = [self._known.setdefault(paths, _Known(paths)) for paths in self._names]
-        asked = [each for each in known if each.is_to_be_asked(now_s)]
-        for each, status in zip(asked, statuses([each.paths for each in asked]), strict=True):
-            each.answered(status, now_s)
-        return [each.shown(self._names[each.paths]) for each in known]
+        runs = [self._tracked.setdefault(paths, _TrackedRun(paths)) for paths in self._names]
+        due = [run for run in runs if run.is_due(now_s)]
+        for run, status in zip(due, statuses([run.paths for run in due]), strict=True):
+            run.set_status(status, now_s)
+        return [run.shown(self._names[run.paths]) for run in runs]
 
     def _find(self) -> None:
         """Look for new and removed runs in folders that have changed."""
-        folders = _stamps_of_folders(self._words)
+        folders = _stamps_of_folders(self._selectors)
         if folders == self._folders:
             return
         try:
-            found = find_and_skip(self._words)[0]
+            runs = find_and_skip(self._selectors)[0]
         except UsageError:  # the run that a word means was removed
-            found = [paths for paths in self._names if is_run(paths)]
-        self._folders, self._names = folders, run_names(found)
-        self._known = {paths: known for paths, known in self._known.items() if paths in self._names}
+            runs = [paths for paths in self._names if is_run(paths)]
+        self._folders, self._names = folders, run_names(runs)
+        self._tracked = {paths: run for paths, run in self._tracked.items() if paths in self._names}
 
 
-def _stamps_of_folders(words: Sequence[str]) -> tuple[object, ...]:
+def _stamps_of_folders(selectors: Sequence[str]) -> tuple[object, ...]:
     """Return a value that changes when a run is created or removed."""
     root = runs_root()
-    folders = [root, *(Path(word) for word in words if os.sep in word)]
+    folders = [root, *(Path(word) for word in selectors if os.sep in word)]
     with suppress(OSError), os.scandir(root) as entries:
         folders += [Path(entry) for entry in entries if entry.name[0] != "."]
     return tuple((str(folder), stamp(folder)) for folder in folders)
@@ -142,25 +142,25 @@ def stamp(path: Path) -> _Stamp:
     return seen.st_ino, seen.st_size, seen.st_mtime_ns
 
 
-class _Known:
+class _TrackedRun:
     """A run, and the content read from it so far."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self._status = RunStatus()
-        self._asked_s = float("-inf")
+        self._queried_s = float("-inf")
         self._stamps: tuple[_Stamp, ...] = ()
         self._record: AttemptRecord | None = None
         self._metrics = MetricsTail(paths.metrics)
 
-    def is_to_be_asked(self, now_s: float) -> bool:
+    def is_due(self, now_s: float) -> bool:
         """Return True if its status may have changed."""
         stamps = tuple(map(stamp, (self.paths.status, self.paths.run, self.paths.attempts)))
         has_changed, self._stamps = stamps != self._stamps, stamps
-        return has_changed or self._status.state in GOING_ON or now_s - self._asked_s >= ENDED_EVERY_S
+        return has_changed or self._status.state in GOING_ON or now_s - self._queried_s >= ENDED_EVERY_S
 
-    def answered(self, status: RunStatus, now_s: float) -> None:
-        self._status, self._asked_s = status, now_s
+    def set_status(self, status: RunStatus, now_s: float) -> None:
+        self._status, self._queried_s = status, now_s
         if status.attempt:  # none before the first attempt
             self._record = newest_record(self.paths)
 

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
-from hpc_train.report.live.details import Details
-from hpc_train.report.live.log_tail import LogTail, log_of
+from hpc_train.report.live.details import Details, LogTail, log_of
 from hpc_train.report.live.reading_thread import problem_words
 
 #: Key, as printed → its effect; the table of docs/watch.md.
@@ -50,9 +49,9 @@ class Question(ModalScreen[bool]):
     """
     BINDINGS = [("y", "dismiss(True)", "yes"), ("n,escape,q", "dismiss(False)", "no")]
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, question: str) -> None:
         super().__init__()
-        self._words = words
+        self._words = question
 
     @override
     def compose(self) -> ComposeResult:
@@ -99,8 +98,8 @@ class DetailsView(Screen[None]):
 def styled(lines: Iterable[tuple[str, str]]) -> Text:
     """Return labels and texts as lines, labels in bold."""
     text = Text()
-    for place, (label, words) in enumerate(lines):
-        text.append("\n" if place else "").append(label, style="bold").append(words)
+    for place, (label, line) in enumerate(lines):
+        text.append("\n" if place else "").append(label, style="bold").append(line)
     return text
 
 

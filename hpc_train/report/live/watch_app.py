@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,14 +24,61 @@ from typing_extensions import override
 
 from hpc_train.console import one_line
 from hpc_train.errors import shortened
+from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
 from hpc_train.report.live import cells as table_cells
-from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column
-from hpc_train.report.live.child_commands import Command
-from hpc_train.report.live.choosing import chosen, counts, next_sort
+from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column, counts, next_sort, selected
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
 from hpc_train.report.live.reading_thread import Reading, ReadingThread
 from hpc_train.report.live.screens import DetailsView, Help, LogView, Question, styled
+from hpc_train.run.processes import exit_code, start_in_own_session
+
+
+class Command:
+    """``hpc-train cancel RUN`` or ``hpc-train resume RUN``, started when it is made."""
+
+    def __init__(self, command: str, paths: RunPaths, name: str) -> None:
+        """``name``: the run's name in messages."""
+        self.title = f"{command} {name}"
+        # A file, not a pipe: the reader may have exited.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
+        self._read = 0
+        self._last = ""
+        self._process = start_in_own_session(  # the terminal's signals are for the screen
+            [sys.executable, "-m", "hpc_train", command, str(paths.folder)],
+            env=with_package(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._output,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command, which may outlive the screen."""
+        return self._process.pid
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended; its last lines may not have been read."""
+        return exit_code(self._process) is not None
+
+    def new_lines(self) -> list[str]:
+        """Return its output since the last call, safe for a terminal."""
+        is_over = self.is_over
+        data = os.pread(self._output.fileno(), 1 << 16, self._read)
+        end = len(data) if is_over else data.rfind(b"\n") + 1
+        self._read += end
+        lines = data[:end].decode("utf-8", "replace").splitlines()
+        printed = [one_line(line) for line in lines if line.strip()]
+        self._last = printed[-1] if printed else self._last
+        return printed
+
+    def end(self) -> str:
+        """Return how it ended and its last line; close its output."""
+        self._output.close()
+        code = exit_code(self._process, block=True)
+        return f"{self.title}: {'done' if code == 0 else f'exit code {code}'}; {self._last}".rstrip("; ")
+
 
 _HINT = "⏎ details  l log  c cancel  r resume  / filter  s sort  ? help  q quit"
 _NO_RUNS = "no runs yet; `hpc-train submit FILE` starts some"
@@ -153,26 +203,26 @@ class WatchApp(App[None]):
                 self.screen.show(reading.details)
 
     def _show_head(self) -> None:
-        found = counts(self._listed) if self._has_read else "reading…"
-        words = [f"hpc-train watch  {found}", f"sort: {self._sort}"]
-        words += [f"filter: {one_line(self._words)}"] if self._words else []
-        words += [time.strftime("%H:%M:%S")] if self._has_read else []
-        for line, shown in (("#head", "  ".join(words)), ("#hint", _HINT)):
+        number_of_runs = counts(self._listed) if self._has_read else "reading…"
+        parts = [f"hpc-train watch  {number_of_runs}", f"sort: {self._sort}"]
+        parts += [f"filter: {one_line(self._words)}"] if self._words else []
+        parts += [time.strftime("%H:%M:%S")] if self._has_read else []
+        for line, shown in (("#head", "  ".join(parts)), ("#hint", _HINT)):
             self.query_one(line, Static).update(Text(shown.ljust(self.size.width), no_wrap=True))
 
-    def _show_problem(self, words: str) -> None:
+    def _show_problem(self, text: str) -> None:
         line = self.query_one("#problem", Static)
-        line.display = bool(words.strip())
-        line.update(Text(one_line(" ".join(words.split()))))
+        line.display = bool(text.strip())
+        line.update(Text(one_line(" ".join(text.split()))))
 
-    def _say(self, words: str) -> None:
-        self._message = words
+    def _say(self, text: str) -> None:
+        self._message = text
         for line in self.query("#message").results(Static):
-            line.update(Text(one_line(words), no_wrap=True))
+            line.update(Text(one_line(text), no_wrap=True))
 
     def _show_runs(self) -> None:
         """Bring the table up to date: changed cells only, unless rows or columns differ."""
-        self._listed = chosen(self._runs, self._words, self._sort)
+        self._listed = selected(self._runs, self._words, self._sort)
         self._show_head()
         table = self.query_one(RunTable)
         columns = table_cells.columns_for(self._listed, table.size.width - 2)  # the event of a scroll bar
@@ -263,14 +313,14 @@ class WatchApp(App[None]):
 
     def action_filter(self) -> None:
         """Open the input line for words that select runs."""
-        words = self.query_one("#filter", Input)
-        words.display = True
-        words.focus()
+        line = self.query_one("#filter", Input)
+        line.display = True
+        line.focus()
 
     def action_clear_filter(self) -> None:
         """Show all runs again; close the input line."""
-        words = self.query_one("#filter", Input)
-        words.value, words.display = "", False
+        line = self.query_one("#filter", Input)
+        line.value, line.display = "", False
         self.query_one(RunTable).focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -283,7 +333,7 @@ class WatchApp(App[None]):
         event.input.display = False
         self.query_one(RunTable).focus()
 
-    def action_ask(self, words: str) -> None:
+    def action_ask(self, command: str) -> None:
         """``cancel`` or ``resume`` the selected run after confirmation."""
         run = self._run()
         if run is None:
@@ -291,12 +341,12 @@ class WatchApp(App[None]):
 
         def answered(is_wanted: bool | None) -> None:
             if is_wanted:
-                self._start(words, run)
+                self._start(command, run)
 
-        self.push_screen(Question(_QUESTIONS[words].format(one_line(run.name))), answered)
+        self.push_screen(Question(_QUESTIONS[command].format(one_line(run.name))), answered)
 
-    def _start(self, words: str, run: LiveRun) -> None:
-        command = Command(words, run.paths, run.name)
+    def _start(self, name: str, run: LiveRun) -> None:
+        command = Command(name, run.paths, run.name)
         self._commands.append(command)
         self._say(f"{command.title} …")
         self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.slurm import check_job
 from hpc_train.launchers.slurm.check_job import CheckJob
 

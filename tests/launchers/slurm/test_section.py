@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.launchers.slurm.cluster_facts import Association, ClusterFacts, Partition, parsed_nodes
-from hpc_train.launchers.slurm.section import job_section
+from hpc_train.launchers.slurm.cluster_facts import (
+    Association,
+    ClusterFacts,
+    Partition,
+    job_section,
+    parsed_nodes,
+)
 from tests.launchers.slurm.clusters import cluster
 
 
@@ -43,7 +48,7 @@ def test_what_is_asked_for_must_exist() -> None:
 
 def test_an_account_is_written_where_there_are_several() -> None:
     facts = cluster()
-    some = [Association("nlp", "", (), None, False), Association("vision", "", (), None, True)]
+    some = [Association("nlp", False), Association("vision", True)]
     mine = ClusterFacts(facts.config, facts.partitions, facts.nodes, some)
     job = job_section(mine, None, None)
     assert job.values["account"] == "vision" and job.notes[-1] == "accounts: vision, nlp"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import StartRequest
-from hpc_train.launchers.slurm import commands, job_arrays, sbatch, sbatch_errors
+from hpc_train.launchers.slurm import commands, job_arrays, job_refusals, sbatch
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.script import Batch
@@ -52,6 +53,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     found.put("scancel", "true")
     monkeypatch.setattr(commands, "_ATTEMPTS", 1)
     commands.config.cache_clear()
+    commands.partition.cache_clear()
     return found
 
 
@@ -113,16 +115,16 @@ def test_only_an_unseen_command_of_late_may_be_at_work(
 
 def test_a_run_is_unsubmitted_until_a_submission_holds_it(tmp_path: Path, folder: ExperimentPaths) -> None:
     runs = _runs(tmp_path, folder)
-    assert all(steps.is_unsubmitted(run.paths) for run in runs)
+    assert all(SlurmLauncher().is_unsubmitted(run.paths) for run in runs)
     paths = steps.new_paths(folder)
     recorded = [runs[0].paths]
     steps.prepare(paths, recorded, Batch(paths.folder, "python", {}), max_parallel=None, stays_held=False)
     claim_attempt(runs[1].paths, "local")
-    assert [steps.is_unsubmitted(run.paths) for run in runs] == [False, False, True]
+    assert [SlurmLauncher().is_unsubmitted(run.paths) for run in runs] == [False, False, True]
     facts = read_json(runs[2].paths.run)
     assert facts is not None
     write_json(runs[2].paths.run, facts | {"launcher": "local"})
-    assert not steps.is_unsubmitted(runs[2].paths)
+    assert not SlurmLauncher().is_unsubmitted(runs[2].paths)
 
 
 def test_a_refused_run_goes_unless_it_holds_something(tmp_path: Path, folder: ExperimentPaths) -> None:
@@ -227,7 +229,7 @@ def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str,
 )
 def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str) -> None:
     experiment = loaded(tmp_path, more="slurm: {extra: {foo_bar: 1, begin: now}}\n").experiment
-    assert sbatch_errors.advice(words, experiment).key == key
+    assert job_refusals.advice(words, experiment).key == key
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_a_sites_own_words_get_no_remedy_that_contradicts_them(
 ) -> None:
     experiment = loaded(tmp_path, more=f"slurm: {section}\n").experiment
     text = f"{words}; Batch job submission failed: Unspecified error"
-    found = sbatch_errors.advice(text, experiment)
+    found = job_refusals.advice(text, experiment)
     assert found.key == key
     assert remedy in found.remedy
 
@@ -429,13 +431,8 @@ def test_a_job_whose_number_is_unclear_is_looked_for_in_the_queue(
         ("constraint: a100", "no node satisfies all of: slurm.nodes: 1, slurm.constraint: a100"),
     ],
 )
-def test_a_job_that_can_never_start_is_told_with_the_request_at_fault(
-    tmp_path: Path,
-    folder: ExperimentPaths,
-    programs: Programs,
-    capsys: pytest.CaptureFixture[str],
-    asked: str,
-    told: str,
+def test_a_job_that_can_never_start_is_withdrawn_with_the_request_at_fault(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, asked: str, told: str
 ) -> None:
     programs.put("squeue", "echo '12|BadConstraints'")
     programs.put("sinfo", "echo '16|64000|gpu:a100:4(S:0-1)|a100,nvme'; echo '16|64000|(null)|(null)'")
@@ -443,12 +440,73 @@ def test_a_job_that_can_never_start_is_told_with_the_request_at_fault(
     slurm = read_value(f"{{{asked.strip('{}')}}}")[0]
     section = SlurmConfig.model_validate(slurm)
     experiment = run.experiment.model_copy(update={"slurm": section})
+    with pytest.raises(BadFileError) as refused:
+        _enqueue(folder, [replace(run, experiment=experiment)])
+    assert told in str(refused.value)
+    assert programs.calls("scancel") == ["12"]
+    assert not run.paths.folder.exists() and folder.submission_folders() == []
+
+
+def test_only_the_jobs_that_can_never_start_are_withdrawn(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs.put("scontrol", 'echo "MaxArraySize = 2"')
+    calls = programs.folder / "sbatch.calls"
+    programs.put("sbatch", f"echo Submitted batch job $((10 + $(wc -l < {calls})))")
+    programs.put("squeue", "echo '11|Priority'; echo '12|MaxMemPerLimit'")
+    runs = _runs(tmp_path, folder)
     launcher = SlurmLauncher()
     with launcher.submitting(folder):
-        assert launcher.start(folder, [replace(run, experiment=experiment)]) == ExitCode.TRY_AGAIN
-    said = capsys.readouterr().err
-    assert "job 12 never starts: BadConstraints" in said
-    assert told in said
+        assert launcher.start(folder, runs) == ExitCode.BAD_FILE
+    message = capsys.readouterr().err
+    assert "job 11: an array of 2 runs" in message
+    assert "exp.yaml:11:" in message and "slurm.mem_gb: Slurm accepts the job, but never" in message
+    assert [run.paths.folder.exists() for run in runs] == [True, True, False]
+    assert (programs.calls("scancel"), len(folder.submission_folders())) == (["12"], 1)
+
+
+def test_a_resumed_run_whose_job_can_never_start_is_as_before(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    (run,) = _runs(tmp_path, folder, "[1]")
+    claim_attempt(run.paths, "slurm", job="7")
+    before = [path.read_text() for path in (run.paths.run, run.paths.status)]
+    programs.put("squeue", "echo '12|PartitionTimeLimit'")
+    with pytest.raises(BadFileError, match=r"slurm\.time_limit: Slurm accepts the job, but never"):
+        _enqueue(folder, [run])
+    assert [path.read_text() for path in (run.paths.run, run.paths.status)] == before
+
+
+@pytest.mark.parametrize(
+    ("reason", "running", "partition", "is_withdrawn"),
+    [
+        ("Resources", "", "low", False),
+        ("PartitionTimeLimit", "", "low", True),
+        # Slurm gives the reason of one partition only.
+        ("PartitionTimeLimit", "", "low,high", False),
+        ("QOSMaxNodePerUserLimit", "", "low", True),
+        ("QOSMaxNodePerUserLimit", "11", "low", False),
+        ("AssocGrpCpuLimit", "", "low", False),
+        ("Job's account not permitted to use this partition (low denies a including a)", "", "low", True),
+    ],
+)
+def test_a_job_that_may_start_later_is_not_withdrawn(
+    tmp_path: Path,
+    folder: ExperimentPaths,
+    programs: Programs,
+    reason: str,
+    running: str,
+    partition: str,
+    is_withdrawn: bool,
+) -> None:
+    programs.put("squeue", f"""case "$*" in *RUNNING*) echo {running};; *) echo "12|{reason}";; esac""")
+    (run,) = _runs(tmp_path, folder, "[1]")
+    assert run.experiment.slurm is not None
+    section = run.experiment.slurm.model_copy(update={"partition": partition})
+    run = replace(run, experiment=run.experiment.model_copy(update={"slurm": section}))
+    with pytest.raises(BadFileError) if is_withdrawn else nullcontext():
+        _enqueue(folder, [run])
+    assert run.paths.folder.exists() is not is_withdrawn
 
 
 def test_what_another_host_may_be_doing_is_left_to_it(

@@ -11,11 +11,19 @@ import pytest
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.live import live_runs as reading_module
-from hpc_train.report.live.cells import COLUMNS, bar, cells, columns_for, short_number, sparkline
-from hpc_train.report.live.choosing import chosen, counts, next_sort
-from hpc_train.report.live.details import DetailsReader
+from hpc_train.report.live.cells import (
+    COLUMNS,
+    bar,
+    cells,
+    columns_for,
+    counts,
+    next_sort,
+    selected,
+    short_number,
+    sparkline,
+)
+from hpc_train.report.live.details import DetailsReader, LogTail
 from hpc_train.report.live.live_runs import ENDED_EVERY_S, LiveRun, RunsReader
-from hpc_train.report.live.log_tail import LogTail
 from hpc_train.run.files import remove_folder
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.calls import work_of
@@ -45,7 +53,7 @@ def test_a_run_is_shown_as_its_files_say() -> None:
     write_status(paths, RunStatus("failed", 30, 100, 1.0, 1, "rank 0: no"))
     details = dict(DetailsReader(paths).read(run, is_full=True).lines)
     assert details["best"] == "accuracy 0.3 at step 30"
-    assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% of it waits for data, MFU 41.0%"
+    assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% data wait, MFU 41.0%"
     assert details["folder"] == str(paths.folder)
 
 
@@ -157,15 +165,15 @@ def _runs() -> list[LiveRun]:
 
 def test_runs_are_filtered_by_words_and_states_and_sorted() -> None:
     runs = _runs()
-    assert [run.name for run in chosen(runs, "", "name")] == ["a1", "b2", "c3"]
-    assert [run.name for run in chosen(runs, "FAILED", "name")] == ["b2"]
-    assert [run.name for run in chosen(runs, "small valueerror", "name")] == ["b2"]
-    assert chosen(runs, "small nothing", "name") == []
+    assert [run.name for run in selected(runs, "", "name")] == ["a1", "b2", "c3"]
+    assert [run.name for run in selected(runs, "FAILED", "name")] == ["b2"]
+    assert [run.name for run in selected(runs, "small valueerror", "name")] == ["b2"]
+    assert selected(runs, "small nothing", "name") == []
     orders = {"state": "b2 a1 c3", "progress": "c3 a1 b2", "ETA": "a1 b2 c3", "loss": "c3 a1 b2"}
     sort = "name"
     for _ in orders:
         sort = next_sort(sort)
-        assert " ".join(run.name for run in chosen(runs, "", sort)) == orders[sort]
+        assert " ".join(run.name for run in selected(runs, "", sort)) == orders[sort]
     assert next_sort(sort) == "name"
     assert counts(runs) == "3 runs: 1 failed, 1 running, 1 completed"
 
