@@ -38,7 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring import conditions, growth, parser, report
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import Group, Timeouts, join
+from hpc_train.distributed.process_group import Group, join
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.health.progress import Progress
 from hpc_train.health.watchdog import Watchdog

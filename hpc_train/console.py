@@ -23,10 +23,19 @@ JSON_VERSION = 1
 _FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
-def say(words: str) -> None:
-    """Print a message to stderr; ignored if terminal or pipe are gone."""
+def say(*lines: str) -> None:
+    """Print a message to stderr, one line per argument; ignored if terminal or pipe are gone.
+
+    Here, in ``put`` and in ``columns`` control characters and line breaks of an argument are shown as
+    escapes: text of a file or a log can neither control the terminal nor forge a line. Callers don't escape.
+    """
     with tolerating_closed_stderr():
-        print(printable(words), file=sys.stderr, flush=True)
+        print("\n".join(map(_as_line, lines)), file=sys.stderr, flush=True)
+
+
+def say_text(text: str) -> None:
+    """Print a message of several lines to stderr: an error, the output of a child process."""
+    say(*text.split("\n"))
 
 
 @contextmanager
@@ -47,9 +56,13 @@ def redirect_to_devnull(stream: TextIO) -> None:
 
 
 def put(*lines: str) -> None:
-    """Print lines of data to stdout; several at once reach a terminal or pipe together."""
+    """Print lines of data to stdout, escaped like in ``say``; they reach a terminal or pipe together."""
     if lines:
-        print("\n".join(map(printable, lines)), flush=True)
+        print("\n".join(map(_as_line, lines)), flush=True)
+
+
+def _as_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 def put_json(data: Mapping[str, object]) -> None:

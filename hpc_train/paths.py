@@ -6,10 +6,10 @@ import errno
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from hpc_train.errors import UsageError, printable
+from hpc_train.errors import UsageError
 
 #: Valid names of experiments: used for a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
@@ -40,7 +40,7 @@ def runs_root() -> Path:
     except RuntimeError as error:
         home = given.parts[0]
         raise UsageError(
-            f"HPC_TRAIN_RUNS: {printable(str(given))!r} starts with {printable(home)!r}, and this machine "
+            f"HPC_TRAIN_RUNS: {str(given)!r} starts with {home!r}, and this machine "
             "knows no such home folder; write the folder's full path"
         ) from error
 
@@ -54,21 +54,31 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("hpc-train")
 
 
+class _Entry:
+    """A file or folder below another path of its object; the path is computed once."""
+
+    def __init__(self, name: str, parent: str = "folder") -> None:
+        self.name, self.parent = name, parent
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._attribute = attribute
+
+    def __get__(self, paths: Any, owner: type) -> Path:
+        path: Path = getattr(paths, self.parent) / self.name
+        vars(paths)[self._attribute] = path
+        return path
+
+
 @dataclass(frozen=True)
 class CheckpointPaths:
     """The files of one checkpoint folder; it is valid only once ``manifest`` exists."""
 
     folder: Path
 
-    @property
-    def manifest(self) -> Path:
-        """Names, sizes and hashes of the files; written last."""
-        return self.folder / "manifest.json"
-
-    @property
-    def state(self) -> Path:
-        """Everything that is not a tensor, and the location of each tensor's shards."""
-        return self.folder / "state.json"
+    #: Names, sizes and hashes of the files; written last.
+    manifest = _Entry("manifest.json")
+    #: Everything that is not a tensor, and the location of each tensor's shards.
+    state = _Entry("state.json")
 
     def shard(self, rank: int) -> Path:
         """The tensors that a rank wrote."""
@@ -98,32 +108,17 @@ class AttemptPaths:
         """Counts from 1."""
         return int(self.folder.name)
 
-    @property
-    def record(self) -> Path:
-        """``attempt.json``: process and place of the attempt, and its termination reason."""
-        return self.folder / "attempt.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Rank 0's published address of the store that the others connect to."""
-        return self.folder / "rendezvous.json"
-
-    @property
-    def events(self) -> Path:
-        """Timestamps of rank 0's events; merged into ``record`` when that is read."""
-        return self.folder / "events.json"
-
-    @property
-    def notices(self) -> Path:
-        """Lines from rank 0 for the command that follows the run: loaded pretrained weights, files that
-        `predict --data` does not read.
-        """
-        return self.folder / "notices.json"
-
-    @property
-    def trial_rendezvous(self) -> Path:
-        """Like ``rendezvous``, for the processes that try micro-batch sizes."""
-        return self.folder / "trial-rendezvous.json"
+    #: ``attempt.json``: process and place of the attempt, and its termination reason.
+    record = _Entry("attempt.json")
+    #: Rank 0's published address of the store that the others connect to.
+    rendezvous = _Entry("rendezvous.json")
+    #: Timestamps of rank 0's events; merged into ``record`` when that is read.
+    events = _Entry("events.json")
+    #: Lines from rank 0 for the command that follows the run: loaded pretrained weights, files that `predict
+    #: --data` does not read.
+    notices = _Entry("notices.json")
+    #: Like ``rendezvous``, for the processes that try micro-batch sizes.
+    trial_rendezvous = _Entry("trial-rendezvous.json")
 
     def log(self, rank: int) -> Path:
         """The output of a rank."""
@@ -151,15 +146,10 @@ class AttemptPaths:
         """NCCL's last collectives, from its flight recorder, at the same moment."""
         return self.folder / f"rank-{rank}.nccl.json"
 
-    @property
-    def profile_trace(self) -> Path:
-        """The trace of ``profile``, in Chrome's format."""
-        return self.folder / "profile.json.gz"
-
-    @property
-    def profile_table(self) -> Path:
-        """The bottleneck of the profiled steps, and the operations that take longest."""
-        return self.folder / "profile.txt"
+    #: The trace of ``profile``, in Chrome's format.
+    profile_trace = _Entry("profile.json.gz")
+    #: The bottleneck of the profiled steps, and the operations that take longest.
+    profile_table = _Entry("profile.txt")
 
     def heartbeat(self, node: str) -> Path:
         """The last known activity of the ranks of a node."""
@@ -169,10 +159,8 @@ class AttemptPaths:
         """Whether a node has a copy of the data; written by its first rank, for the others."""
         return self.folder / f"staging-{node}.json"
 
-    @property
-    def kept_nodes(self) -> Path:
-        """Nodes that the next attempt should exclude but needs to start; written by the batch script."""
-        return self.folder / "kept-nodes"
+    #: Nodes that the next attempt should exclude but needs to start; written by the batch script.
+    kept_nodes = _Entry("kept-nodes")
 
     def bad_samples(self, rank: int) -> Path:
         """Samples that a rank could not read and skipped, one per line."""
@@ -185,10 +173,8 @@ class SubmissionPaths:
 
     folder: Path
 
-    @property
-    def record(self) -> Path:
-        """``submission.json``: its runs, its job and its progress."""
-        return self.folder / "submission.json"
+    #: ``submission.json``: its runs, its job and its progress.
+    record = _Entry("submission.json")
 
     @property
     def token(self) -> str:
@@ -202,20 +188,12 @@ class ExperimentPaths:
 
     folder: Path
 
-    @property
-    def submissions(self) -> Path:
-        """One folder per submission to Slurm."""
-        return self.folder / ".slurm"
-
-    @property
-    def submission_lock(self) -> Path:
-        """Locked by the command that submits."""
-        return self.submissions / "lock"
-
-    @property
-    def mlflow_lock(self) -> Path:
-        """Locked while a run looks for its experiment in MLflow, or creates it."""
-        return self.folder / ".mlflow.lock"
+    #: One folder per submission to Slurm.
+    submissions = _Entry(".slurm")
+    #: Locked by the command that submits.
+    submission_lock = _Entry("lock", "submissions")
+    #: Locked while a run looks for its experiment in MLflow, or creates it.
+    mlflow_lock = _Entry(".mlflow.lock")
 
     @property
     def snapshots(self) -> Path:
@@ -245,39 +223,22 @@ class ExperimentPaths:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run. Paths that ``status`` needs several times are cached."""
+    """The files of one run."""
 
     folder: Path
 
-    @cached_property
-    def experiment(self) -> Path:
-        """The experiment for people, without defaults."""
-        return self.folder / "experiment.yaml"
-
-    @property
-    def resolved(self) -> Path:
-        """The experiment with every default; read by attempts."""
-        return self.folder / "resolved.json"
-
-    @cached_property
-    def run(self) -> Path:
-        """Facts that were recorded at the run's creation, and changes of later attempts."""
-        return self.folder / "run.json"
-
-    @cached_property
-    def status(self) -> Path:
-        """The state and progress of the run."""
-        return self.folder / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per row of metrics."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def evaluated_checkpoint(self) -> Path:
-        """Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train."""
-        return self.folder / "evaluation.json"
+    #: The experiment for people, without defaults.
+    experiment = _Entry("experiment.yaml")
+    #: The experiment with every default; read by attempts.
+    resolved = _Entry("resolved.json")
+    #: Facts that were recorded at the run's creation, and changes of later attempts.
+    run = _Entry("run.json")
+    #: The state and progress of the run.
+    status = _Entry("status.json")
+    #: One JSON object per row of metrics.
+    metrics = _Entry("metrics.jsonl")
+    #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.
+    evaluated_checkpoint = _Entry("evaluation.json")
 
     def predictions(self, rank: int) -> Path:
         """A rank's predictions for ``predict``, in a folder whose ranks do not train."""
@@ -287,126 +248,60 @@ class RunPaths:
         """Return the files of all ranks, in no order."""
         return list(self.folder.glob("predictions-*.jsonl"))
 
-    @property
-    def code(self) -> Path:
-        """Link to the snapshot of the code."""
-        return self.folder / "code"
-
-    @property
-    def micro_batch(self) -> Path:
-        """The result of ``micro_batch_size: auto``, from the run's first attempt on."""
-        return self.folder / "micro_batch.json"
-
-    @property
-    def cancelled(self) -> Path:
-        """The run was cancelled: it is not requeued, whatever its ranks report. Removed by a resume."""
-        return self.folder / "cancelled.json"
+    #: Link to the snapshot of the code.
+    code = _Entry("code")
+    #: The result of ``micro_batch_size: auto``, from the run's first attempt on.
+    micro_batch = _Entry("micro_batch.json")
+    #: The run was cancelled: it is not requeued, whatever its ranks report. Removed by a resume.
+    cancelled = _Entry("cancelled.json")
 
     @property
     def siblings(self) -> ExperimentPaths:
         """The folder of all runs of the experiment."""
         return ExperimentPaths(self.folder.parent)
 
-    @property
-    def wandb(self) -> Path:
-        """wandb's files."""
-        return self.folder / "wandb"
-
-    @property
-    def wandb_sent(self) -> Path:
-        """The rows that wandb may have received."""
-        return self.wandb / "sent.json"
-
-    @property
-    def wandb_offline(self) -> Path:
-        """The rows in wandb's offline files, which may be uploaded."""
-        return self.wandb / "offline.json"
-
-    @property
-    def wandb_lock(self) -> Path:
-        """Locked by the process that talks to wandb for the run."""
-        return self.wandb / ".lock"
-
-    @property
-    def wandb_offline_lock(self) -> Path:
-        """Locked by the process that writes wandb's offline files."""
-        return self.wandb / ".offline.lock"
-
-    @property
-    def wandb_sync(self) -> Path:
-        """wandb's files while ``sync`` sends; removed afterwards."""
-        return self.wandb / "sync"
-
-    @property
-    def mlflow(self) -> Path:
-        """Records of the rows sent to MLflow: one folder per store."""
-        return self.folder / "mlflow"
-
-    @property
-    def mlflow_lock(self) -> Path:
-        """Locked by the process that talks to MLflow for the run."""
-        return self.mlflow / ".lock"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.folder / "tensorboard"
-
-    @property
-    def tensorboard_flushed(self) -> Path:
-        """The step up to which the event files have all rows."""
-        return self.tensorboard / "flushed.json"
-
-    @property
-    def tensorboard_lock(self) -> Path:
-        """Locked by the process that writes event files."""
-        return self.tensorboard / ".lock"
-
-    @property
-    def synced(self) -> Path:
-        """Records of the rows that ``sync`` has sent, by destination."""
-        return self.folder / "sync.json"
-
-    @property
-    def csv(self) -> Path:
-        """Final rows as tables."""
-        return self.folder / "csv"
-
-    @property
-    def cache(self) -> Path:
-        """Compile caches."""
-        return self.folder / "cache"
-
-    @cached_property
-    def attempts(self) -> Path:
-        """One folder per attempt."""
-        return self.folder / "attempts"
-
-    @property
-    def claim_lock(self) -> Path:
-        """Locked while an attempt is claimed, and while ``clean`` removes files."""
-        return self.folder / ".claim.lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.folder / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """Files of evaluations besides their rows: tables, pictures."""
-        return self.folder / "evaluations"
+    #: wandb's files.
+    wandb = _Entry("wandb")
+    #: The rows that wandb may have received.
+    wandb_sent = _Entry("sent.json", "wandb")
+    #: The rows in wandb's offline files, which may be uploaded.
+    wandb_offline = _Entry("offline.json", "wandb")
+    #: Locked by the process that talks to wandb for the run.
+    wandb_lock = _Entry(".lock", "wandb")
+    #: Locked by the process that writes wandb's offline files.
+    wandb_offline_lock = _Entry(".offline.lock", "wandb")
+    #: wandb's files while ``sync`` sends; removed afterwards.
+    wandb_sync = _Entry("sync", "wandb")
+    #: Records of the rows sent to MLflow: one folder per store.
+    mlflow = _Entry("mlflow")
+    #: Locked by the process that talks to MLflow for the run.
+    mlflow_lock = _Entry(".lock", "mlflow")
+    #: TensorBoard's event files.
+    tensorboard = _Entry("tensorboard")
+    #: The step up to which the event files have all rows.
+    tensorboard_flushed = _Entry("flushed.json", "tensorboard")
+    #: Locked by the process that writes event files.
+    tensorboard_lock = _Entry(".lock", "tensorboard")
+    #: Records of the rows that ``sync`` has sent, by destination.
+    synced = _Entry("sync.json")
+    #: Final rows as tables.
+    csv = _Entry("csv")
+    #: Compile caches.
+    cache = _Entry("cache")
+    #: One folder per attempt.
+    attempts = _Entry("attempts")
+    #: Locked while an attempt is claimed, and while ``clean`` removes files.
+    claim_lock = _Entry(".claim.lock")
+    #: One folder per checkpoint.
+    checkpoints = _Entry("checkpoints")
+    #: Files of evaluations besides their rows: tables, pictures.
+    evaluations = _Entry("evaluations")
 
     @classmethod
     def entry_names(cls) -> set[str]:
-        """Return all names that hpc-train uses in a run's folder: the properties above."""
-        run = cls(Path("run"))
-        values = [
-            getattr(run, name)
-            for name, kind in vars(cls).items()
-            if isinstance(kind, property | cached_property)
-        ]
-        return {value.name for value in values if isinstance(value, Path) and value.parent == run.folder}
+        """Return all names that hpc-train uses in a run's folder."""
+        entries = [entry for entry in vars(cls).values() if isinstance(entry, _Entry)]
+        return {entry.name for entry in entries if entry.parent == "folder"}
 
     def attempt(self, number: int) -> AttemptPaths:
         """The files of one attempt, which may not exist yet."""

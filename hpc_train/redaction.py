@@ -43,7 +43,8 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     ``environment``: variables whose values are searched for; by default this process's.
     """
     text = without_credentials(text)
-    for secret in _by_length(known_secrets(os.environ if environment is None else environment)):
+    secrets = known_secrets(os.environ if environment is None else environment)
+    for secret in sorted(secrets, key=len, reverse=True):  # a secret may be a part of another
         text = text.replace(secret, MARK)
     return text
 
@@ -66,7 +67,11 @@ def open_unredirected(request: Request, timeout_s: float) -> Any:
 
 def known_secrets(environment: Mapping[str, str]) -> set[str]:
     """Return the secrets in an environment, in netrc and in the files in which trackers store a key."""
-    secrets = {value for name, value in environment.items() if _names_secret(name) and not _is_path(value)}
+    secrets = {
+        value
+        for name, value in environment.items()
+        if _names_secret(name) and not value.startswith(("/", "~/", "./"))
+    }
     for value in environment.values():
         for url in _URL.findall(value) if "://" in value and "@" in value else ():
             secrets |= {password for password in [_password(url)] if password}
@@ -83,18 +88,9 @@ def netrc_file(environment: Mapping[str, str]) -> Path:
     return other if other.exists() and not own.exists() else own
 
 
-def _by_length(secrets: set[str]) -> list[str]:
-    """Return the secrets, the longest first: a secret may be a part of another."""
-    return sorted(secrets, key=len, reverse=True)
-
-
 def _names_secret(name: str) -> bool:
     words = re.findall(r"[a-z0-9]+", name.lower())
     return bool(words) and bool(_SECRET_WORDS & set(words)) and words[-1] not in _NO_SECRET
-
-
-def _is_path(value: str) -> bool:
-    return value.startswith(("/", "~/", "./"))
 
 
 def _in_files(environment: Mapping[str, str]) -> Iterator[str]:

@@ -48,9 +48,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "smp": "hpc_train.models.segmentation_models:build",
     },
     "loggers": {
-        "wandb": "hpc_train.loggers.wandb:WandbLogger",
+        "wandb": "hpc_train.loggers.process_logger:WandbLogger",
         "tensorboard": "hpc_train.loggers.tensorboard:TensorboardLogger",
-        "mlflow": "hpc_train.loggers.mlflow:MlflowLogger",
+        "mlflow": "hpc_train.loggers.process_logger:MlflowLogger",
         "csv": "hpc_train.loggers.csv_files:CsvLogger",
     },
     "launchers": {

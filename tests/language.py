@@ -2,7 +2,7 @@
 
 Docstrings should read like those of other projects (torchtitan, per 1,000 sentences: "what" 2, say or tell 1;
 bindings named ``found``, ``said`` and the like: 23 of 26,374). Exit code 1 if a count exceeds its limit.
-``LIMITS`` may only fall, to ``AIMS`` in the end.
+``LIMITS`` have reached ``AIMS`` and may only fall.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHRASES = {
 #: Variables and arguments with these names are counted themselves.
 NAMES = frozenset({"found", "said", "each", "known", "given", "made", "kept", "words", "own"})
 AIMS = dict.fromkeys(PHRASES, 8.0) | {"names": 100.0}
-LIMITS = AIMS | {"names": 490.0}
+LIMITS = AIMS
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

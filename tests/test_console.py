@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpc_train
+from hpc_train import console
 from hpc_train.console import csv_line
 
 
@@ -44,3 +45,17 @@ def test_csv_is_written_by_one_function() -> None:
 
 def test_a_line_is_read_back() -> None:
     assert next(csv.reader([csv_line(["a,b", 'c"d', 0.5])])) == ["a,b", 'c"d', "0.5"]
+
+
+#: Would clear the screen, forge a line, and show text from right to left.
+HOSTILE = "a\x1b[2J\nforged: OK\u202e\rb"
+SHOWN = "a\\x1b[2J\\nforged: OK\\u202e\\rb"
+
+
+def test_text_neither_controls_the_terminal_nor_forges_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say(HOSTILE, "second")
+    console.put(HOSTILE, "second")
+    assert capsys.readouterr() == (f"{SHOWN}\nsecond\n", f"{SHOWN}\nsecond\n")
+    assert console.columns([[HOSTILE, "b"], ["c", "d"]])[0] == f"{SHOWN}  b"
+    console.say_text(f"first\n{HOSTILE}")
+    assert capsys.readouterr().err == "first\na\\x1b[2J\nforged: OK\\u202e\\rb\n"

@@ -20,11 +20,12 @@ from hpc_train.checkpoint.plain_weights import plain_weights
 from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.checkpoint.shards import Entry, write_safetensors
 from hpc_train.checkpoint.state import EMA
-from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError, printable
+from hpc_train.console import say, say_text
+from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, find_step, verify
 from hpc_train.run.files import read_json, sync_folder
-from hpc_train.run.output_files import refuse_target
+from hpc_train.run.find import refuse_target
 from hpc_train.run.storage_errors import storage_error
 
 _WEIGHTS, *_PROGRAMS = "safetensors", "onnx", "torch-export"
@@ -90,7 +91,7 @@ def _newest_whole(run: RunPaths) -> CheckpointPaths:
         problems = verify(checkpoint)
         if not problems:
             return checkpoint
-        print(printable(f"{checkpoint.folder.name} is damaged: {'; '.join(problems)}"), file=sys.stderr)
+        say(f"{checkpoint.folder.name} is damaged: {'; '.join(problems)}")
     raise StorageError(f"{run.checkpoints}: every checkpoint is damaged; resume the run to make a new one")
 
 
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
             step=options.step,
         )
     except HpcTrainError as error:
-        print(printable(str(error)), file=sys.stderr)
+        say_text(str(error))
         return int(error.exit_code)
     return int(ExitCode.DONE)
 

@@ -29,7 +29,7 @@ from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize, mean_and_std
 from hpc_train.datasets.types import Batch
-from hpc_train.errors import BadFileError, HpcTrainError, printable
+from hpc_train.errors import BadFileError, HpcTrainError
 from hpc_train.models.building import build_model
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
@@ -232,7 +232,7 @@ def _cause(error: BaseException) -> str:
 
 def _first_lines(text: str, count: int = _CAUSE_LINES) -> str:
     lines = [line.rstrip()[:_CAUSE_WIDTH] for line in text.splitlines() if line.strip()]
-    return printable("\n".join(lines[:count]))
+    return "\n".join(lines[:count])
 
 
 def _traced(model: Model) -> torch.export.ExportedProgram:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_train.cli.command_options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
-from hpc_train.console import put_json, say
+from hpc_train.console import put_json, say, say_text
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
@@ -21,7 +21,7 @@ def cancel(options: CancelOptions) -> ExitCode:
     runs = find_runs(options.runs)
     codes, errors = cancel_runs(runs)
     for error in errors:
-        say(str(error))
+        say_text(str(error))
     if options.as_json:
         put_json(rows_json(rows_of(runs)))
     return max([*codes, *(error.exit_code for error in errors)])

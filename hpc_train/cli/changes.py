@@ -17,7 +17,7 @@ from hpc_train.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
-from hpc_train.console import one_line, say
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
@@ -111,7 +111,7 @@ def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
 
 def value_in_words(value: Any) -> str:
     """Return a value for a message, shortened."""
-    return "absent" if value is None else shortened(one_line(_text(value)))
+    return "absent" if value is None else shortened(_text(value))
 
 
 def _differences(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:

@@ -33,7 +33,7 @@ def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tupl
     if answer is not None:
         del lines[max(index for index, line in enumerate(lines) if answer_in(line) is not None)]
     if "".join(lines):
-        say("\n".join(lines))
+        say(*lines)
     return exit_code, answer or {}
 
 

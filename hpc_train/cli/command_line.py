@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import typer
 
 from hpc_train import __version__
-from hpc_train.console import redirect_to_devnull, say
+from hpc_train.console import redirect_to_devnull, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, UserError
 
 _O = TypeVar("_O", bound="Options")
@@ -121,10 +121,10 @@ def exit_code_of(body: Callable[[], int]) -> int:
     try:
         return int(body())
     except UserError as error:
-        say(str(error))
+        say_text(str(error))
         return int(error.exit_code)
     except HpcTrainError as error:
-        say(f"{type(error).__name__}: {error}")
+        say_text(f"{type(error).__name__}: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -132,19 +132,18 @@ def exit_code_of(body: Callable[[], int]) -> int:
         redirect_to_devnull(sys.stdout)  # the reader of the output is gone
         return int(ExitCode.IO)
     except OSError as error:
-        say(_problem(error))
+        say_text(_problem(error))
         return int(ExitCode.IO)
     except Exception as error:
-        from hpc_train.run.refusals import refusal
-        from hpc_train.run.tracebacks import users_traceback
+        from hpc_train.run.tracebacks import refusal, users_traceback
 
         if limited := refusal(error):
-            say(limited)
+            say_text(limited)
             return int(ExitCode.FAILED)
         shown = users_traceback(error)
         if shown is None:
             raise
-        say(f"{shown}\na plug-in of yours raised this when hpc-train loaded or called it; fix it there")
+        say_text(f"{shown}\na plug-in of yours raised this when hpc-train loaded or called it; fix it there")
         return int(ExitCode.FAILED)
     finally:
         _flush()

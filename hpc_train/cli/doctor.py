@@ -12,14 +12,13 @@ from hpc_train.cli.command_options import DoctorOptions, LauncherOptions, Notify
 from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
-from hpc_train.launchers.notifications import text_of
-from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file
+from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
@@ -144,12 +143,12 @@ def _webhook() -> Iterator[Finding]:
 
 def _lines(finding: Finding) -> Iterator[str]:
     """Yield the lines of a finding; names of a cluster may contain anything."""
-    yield f"{finding.level:<8} {one_line(finding.what)}"
+    yield f"{finding.level:<8} {finding.what}"
     details = {"why": finding.why, "remedy": finding.remedy}
     if finding.level is not Level.OK:
         for label, text in (*details.items(), ("read from", finding.source)):
             if text:
-                yield f"         {label}: {one_line(text)}"
+                yield f"         {label}: {text}"
 
 
 def _counted(number: int, what: str) -> str:
@@ -169,5 +168,5 @@ def notify(options: NotifyOptions) -> ExitCode:
         say(f"not sent: {error}")
         return ExitCode.IO
     events = ", ".join(sorted(webhook.events)) or "nothing"
-    put(f"sent to {one_line(webhook.host)}; runs report there: {events}")
+    put(f"sent to {webhook.host}; runs report there: {events}")
     return ExitCode.DONE

@@ -22,7 +22,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.task_starts import IMAGE_SIZE, STARTS, Start
-from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
+from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
@@ -76,9 +76,7 @@ def init(options: InitOptions) -> ExitCode:
         _put_examples(as_json=options.as_json)
         return ExitCode.DONE
     if output.exists() or output.is_symlink():
-        raise UsageError(
-            f"{printable(str(output))}: exists, and is not overwritten; write another name after -o"
-        )
+        raise UsageError(f"{output}: exists, and is not overwritten; write another name after -o")
     options = _with_answers(options) if _is_terminal() and not options.yes else options
     job = None if options.local else _job_section(options)
     gpus = count_gpus(os.environ) if options.gpus is None else options.gpus
@@ -129,13 +127,12 @@ def _lines_to_change(text: str) -> list[int]:
 
 
 def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) -> None:
-    shown = one_line(str(output))
     where = "" if job is not None else " --local"
-    say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
+    say(f"{output}: written for {'this cluster' if job is not None else 'this machine'}")
     if to_change:
         lines = "line" if len(to_change) == 1 else "lines"
         say(f"  change {lines} {', '.join(map(str, to_change))}")
-    steps = (f"validate {shown}", f"prepare {shown}", f"plan {shown}{where}", f"submit {shown}{where}")
+    steps = (f"validate {output}", f"prepare {output}", f"plan {output}{where}", f"submit {output}{where}")
     for command in steps:
         say(f"  `hpc-train {command}`")
 
@@ -213,7 +210,7 @@ def _from_example(options: InitOptions, output: Path, job: JobSection | None) ->
     name = options.example.removesuffix(".yaml")
     if name not in recipes_by_name:
         remedy = suggestion(name, recipes_by_name, "`hpc-train init --from list` lists them")
-        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {remedy}")
+        raise UsageError(f"--from: there is no recipe {name!r}; {remedy}")
     text = recipes_by_name[name].read_text(encoding="utf-8")
     if options.root is not None:
         text = _with_root(text, options.root)

@@ -161,7 +161,7 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
         raise UsageError(f"{run_name(paths)}: there is no attempt {attempt}; the run has {attempts}")
     there = [path.name for path in paths.attempt(attempt).files_of_ranks(".log").values()]
     if not there and (reason := (read_json(paths.status) or {}).get("reason")):
-        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {printable(str(reason))}")
+        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {reason}")
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
         f"the newest attempt is {newest}"
@@ -172,7 +172,7 @@ def _not_started(paths: RunPaths) -> str:
     (status,) = statuses([paths])
     if status.state in GOING_ON:
         return f"{run_name(paths)}: has not started yet; `logs -f` waits for it"
-    reason = f": {printable(status.reason)}" if status.reason else ""
+    reason = f": {status.reason}" if status.reason else ""
     return f"{run_name(paths)}: {status.state} before it started{reason}"
 
 

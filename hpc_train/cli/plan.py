@@ -220,8 +220,7 @@ def show(
         if hint:
             say(hint)
     for script in scripts:
-        put("")
-        put(script.rstrip("\n"))
+        put("", *script.rstrip("\n").split("\n"))
 
 
 def _table(

@@ -23,7 +23,7 @@ from hpc_train.paths import expanded
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.bad_samples import BadSample, all_known
 from hpc_train.run.files import read_json, replacing
-from hpc_train.run.output_files import refuse_target
+from hpc_train.run.find import refuse_target
 
 _FORMATS = (".jsonl", ".csv")
 #: Number of skipped samples that are named.

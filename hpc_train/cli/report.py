@@ -12,7 +12,7 @@ from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import replacing
-from hpc_train.run.output_files import refuse_target
+from hpc_train.run.find import refuse_target
 
 _ENDINGS = (".html", ".htm")
 

@@ -203,7 +203,8 @@ def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
         record = newest_record(paths)
         if record is not None and record.cause == "diverged":
             lines = next_steps(paths, read_status(paths))
-            say("\n  ".join([f"{run_name(paths)}: its last attempt diverged ({record.reason})", *lines]))
+            say(f"{run_name(paths)}: its last attempt diverged ({record.reason})")
+            say(*(f"  {line}" for line in lines))
 
 
 def _outlives(paths: RunPaths, request: _Request) -> bool:

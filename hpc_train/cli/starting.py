@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.cli.run_row import RunRow, rows_json
 from hpc_train.config.schema import Experiment
-from hpc_train.console import columns, one_line, put, put_json, say
+from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -84,7 +84,7 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
         return
     names = run_names([row.paths for row in rows])
     lines = ((names[row.paths], row.state, row.progress, row.path) for row in rows)
-    put(*("  ".join(map(one_line, line)) for line in lines))
+    put(*("  ".join(line) for line in lines))
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:
@@ -115,7 +115,7 @@ def _profile(paths: RunPaths) -> list[tuple[str, str]]:
     if table is None or not table.is_file():
         return []
     limits = [line for line in read_text(table).splitlines() if line.startswith("limited by: ")]
-    return [("profile", from_here(table)), *(("", one_line(line)) for line in limits[:1])]
+    return [("profile", from_here(table)), *(("", line) for line in limits[:1])]
 
 
 def _results(paths: RunPaths, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -102,8 +102,7 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     if bad := bad_samples.in_words(paths):
         details.append(("bad samples", bad))
-    for line in columns([(f"  {label}", text) for label, text in details]):
-        put(line)
+    put(*columns([(f"  {label}", text) for label, text in details]))
 
 
 def _print_error(paths: RunPaths) -> None:
@@ -115,8 +114,7 @@ def _print_error(paths: RunPaths) -> None:
     named = [rank for rank in errors if reason.startswith(f"rank {rank}:")]
     for rank in (named or list(errors))[:1]:
         text = read_text(errors[rank], errors="replace").rstrip()
-        put("")
-        put(shortened_traceback(text, newest.log(rank)))
+        put("", *shortened_traceback(text, newest.log(rank)).split("\n"))
 
 
 def _sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:

@@ -7,10 +7,9 @@ from typing import TypedDict
 
 from hpc_train.cli.command_options import SyncOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations
-from hpc_train.loggers.syncing import Synced
+from hpc_train.loggers.syncing import DESTINATIONS, Synced, Target, find_target, named_destinations
 from hpc_train.loggers.syncing import sync as sync_rows
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
@@ -70,7 +69,7 @@ def sync(options: SyncOptions) -> ExitCode:
 def _check(options: SyncOptions) -> None:
     for to in options.to:
         if to not in DESTINATIONS:
-            raise UsageError(f"--to: {one_line(to)!r} is not one of {', '.join(DESTINATIONS)}")
+            raise UsageError(f"--to: {to!r} is not one of {', '.join(DESTINATIONS)}")
     if options.output is not None and set(options.to) != {"tensorboard"}:
         raise UsageError("-o: is the folder of TensorBoard's event files; add --to tensorboard")
     if options.project is not None and not (set(options.to) <= {"wandb", "mlflow"}):
@@ -104,14 +103,14 @@ def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
 def _show(paths: RunPaths, synced: Synced) -> None:
     name = f"{run_name(paths)}: {synced.to}"
     for note in synced.notes:
-        say(f"{name}: {one_line(note)}")
+        say(f"{name}: {note}")
     if synced.error is not None:
-        say(f"{name}: {one_line(synced.error)}")
+        say(f"{name}: {synced.error}")
     elif synced.rows == 0:
         put(f"{name}: no rows yet that a checkpoint has made final")
     else:
         what = f"{_rows(synced.rows_sent)} sent, now" if synced.rows_sent else "nothing new,"
-        where = f"  {one_line(synced.target)}" if synced.target else ""
+        where = f"  {synced.target}" if synced.target else ""
         put(f"{name}: {what} {_rows(synced.rows)} up to step {synced.step:,}{where}")
 
 

@@ -38,6 +38,8 @@ def cached_schema() -> Node:
     _allow_also(
         schema["$defs"]["DataConfig"]["properties"]["normalize"], {"const": "weights", "type": "string"}
     )
+    name = schema["$defs"]["TransformConfig"]["properties"]["name"]
+    _allow_also(schema["$defs"]["DataConfig"]["properties"]["transform"], deepcopy(name))
     _for_editors(schema)
     return schema
 

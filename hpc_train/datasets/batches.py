@@ -219,19 +219,10 @@ def _training_reader(
     source: DataSource, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
 ) -> SlotReader:
     data, seed = experiment.data, experiment.seed
-    transform = None
-    if data.transform is not None and not moves_targets(target_spec):
-        transform = OwnTransform(data.transform, source.info.channels)
     augmentation = Augmentation(data.augment, _square(data, target_spec), seed, data.interpolation)
     moving_key, image_key = _moving_key(data), _image_key(data)
 
     def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
-        if transform is not None:
-            _refuse_whole_structures(inputs)
-            if not is_structured(_first(inputs)):
-                refuse_moved_masks(inputs, targets, "data.transform")
-            keys = Keys(seed, slot.epoch, slot.indices, slot.repeats)
-            inputs = transform.inputs(inputs, keys, slot.indices)
         if image_key is None and isinstance(inputs, Tensor) and inputs.dim() != 4:
             return inputs
         _refuse_no_images(inputs, image_key)
@@ -240,9 +231,11 @@ def _training_reader(
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
         return augmentation(inputs, slot.epoch, slot.indices, slot.repeats)
 
-    prepare = _prepare(
-        prepare_images, data, seed, target_spec, is_training=True, channels=source.info.channels
-    )
+    prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
+    if data.transform is not None:
+        prepare = _transformed_first(
+            OwnTransform(data.transform, source.info.channels), seed, target_spec, prepare
+        )
     targets = TargetCheck(experiment.task, target_spec)
     return SlotReader(
         source.train,
@@ -292,6 +285,29 @@ def _evaluation_reader(
     )
 
 
+def _transformed_first(
+    transform: OwnTransform, seed: int, target_spec: TargetSpecs, then: Prepare
+) -> Prepare:
+    """Return a function that applies ``data.transform`` to each sample before ``then``."""
+
+    def prepare(inputs: Any, targets: Tensors, slot: Slot) -> tuple[Tensors, Tensors]:
+        if is_structured(inputs):
+            raise BadFileError(
+                "data.transform: transforms one sample at a time, and the data set returns batches of "
+                "several inputs; take it out, and transform them in the data set"
+            )
+        keys = Keys(seed, slot.epoch, slot.indices, slot.repeats)
+        if moves_targets(target_spec):
+            inputs, targets = transform.with_targets(inputs, targets, target_spec, keys, slot.indices)
+        else:
+            if not is_structured(_first(inputs)):
+                refuse_moved_masks(inputs, targets, "data.transform")
+            inputs = transform.inputs(inputs, keys, slot.indices)
+        return then(inputs, targets, slot)
+
+    return prepare
+
+
 def _square(data: DataConfig, target_spec: TargetSpecs) -> int | None:
     """Return the side to which images without masks and boxes are resized."""
     if moves_targets(target_spec):
@@ -310,14 +326,11 @@ def _prepare(
     *,
     is_training: bool,
     has_targets: bool = True,
-    channels: int | None = None,
 ) -> Prepare:
     """Return a function that prepares inputs and targets; ``images`` prepares inputs alone."""
     if not moves_targets(target_spec):
         return lambda inputs, targets, slot: (images(inputs, targets, slot), targets)
-    joint = JointTransform(
-        data, seed, target_spec if has_targets else None, is_training=is_training, channels=channels
-    )
+    joint = JointTransform(data, seed, target_spec if has_targets else None, is_training=is_training)
 
     def prepare(inputs: Any, targets: Tensors, slot: Slot) -> tuple[Tensors, Tensors]:
         if is_structured(_first(inputs)) or _first(inputs).dim() != 3:
@@ -353,15 +366,6 @@ def _image_key(data: DataConfig) -> str | None:
     if data.augment != AugmentConfig():
         return "data.augment"
     return None if data.image_size is None else "data.image_size"
-
-
-def _refuse_whole_structures(inputs: Tensors | Sequence[Tensors]) -> None:
-    """Raise BadFileError if a data set returned a batch of several inputs, for ``data.transform``."""
-    if is_structured(inputs):
-        raise BadFileError(
-            "data.transform: transforms one sample at a time, and the data set returns batches of several "
-            "inputs; take it out, and transform them in the data set"
-        )
 
 
 def _refuse_no_images(inputs: Tensors | Sequence[Tensors], key: str | None) -> None:

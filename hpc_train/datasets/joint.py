@@ -1,5 +1,5 @@
 # ruff: noqa: N806  (shape suffixes)
-"""``data.transform``, ``augment`` and ``image_size`` for images with masks or boxes.
+"""``data.augment`` and ``data.image_size`` for images with masks or boxes.
 
 A ``Geometry`` is one map from an image to the model's canvas, drawn from the sample's random numbers; it is
 applied to the image (bilinear or bicubic with antialiasing), the mask (nearest neighbour) and the boxes.
@@ -28,7 +28,6 @@ from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.structures import Tensors
 from hpc_train.datasets.targets import parts_moved_as
-from hpc_train.datasets.transforms import OwnTransform
 from hpc_train.datasets.types import TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
 
@@ -257,19 +256,10 @@ class JointTransform:
     Raises BadFileError if ``data.augment`` moves pixels in a way that masks and boxes can't follow.
     """
 
-    def __init__(
-        self,
-        data: DataConfig,
-        seed: int,
-        spec: TargetSpecs,
-        *,
-        is_training: bool,
-        channels: int | None = None,
-    ) -> None:
+    def __init__(self, data: DataConfig, seed: int, spec: TargetSpecs, *, is_training: bool) -> None:
         if problem := not_for_masks(data):
             raise problem.as_error()
         self._spec = spec
-        self._transform = OwnTransform(data.transform, channels) if is_training and data.transform else None
         self._seed = seed
         self._interpolation = data.interpolation
         self._augment = data.augment if is_training else AugmentConfig()
@@ -285,10 +275,8 @@ class JointTransform:
         ``targets`` come from ``TargetCheck``, masks (B, H, W) or a list of B. Raises UndecodableError.
         """
         images = list(inputs)
-        keys = Keys(self._seed, slot.epoch, slot.indices, slot.repeats)
-        if self._transform is not None:
-            images, targets = self._transform.with_targets(images, targets, self._spec, keys, slot.indices)
         self._refuse_other_sides(images, targets, slot)
+        keys = Keys(self._seed, slot.epoch, slot.indices, slot.repeats)
         geometries = self._geometries(images, keys)
         moved = self._moved(targets, geometries)
         names = self._interpolations(keys, len(images))

@@ -177,7 +177,7 @@ def _part(entry: Any) -> PackedPart:
         for name, extent in entry["arrays"].items()
     }
     is_channels_first = entry["is_channels_first"]
-    has_decoded = entry.get("has_decoded", False)  # missing in packs of an earlier version
+    has_decoded = entry["has_decoded"]
     if arrays.keys() != DTYPES.keys() or type(is_channels_first) is not bool or type(has_decoded) is not bool:
         raise ValueError("other arrays or flags")
     samples = _count(entry["samples"])

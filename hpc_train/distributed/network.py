@@ -46,8 +46,9 @@ def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[so
     check_interfaces(environ, ("GLOO_SOCKET_IFNAME",))
     names = _names(environ) if num_nodes > 1 else []
     for address in _addresses(environ, names) if num_nodes > 1 else [LOOPBACK]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError):  # not an address of this node
-            listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
+            listener = socket.create_server((address, 0), family=family, backlog=backlog)
             return listener, list(dict.fromkeys([address, *names]))
     raise UsageError(
         f"MASTER_ADDR: not set, and this node, {socket.gethostname()}, has no address that {num_nodes} nodes "
@@ -187,10 +188,6 @@ def is_loopback(address: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class _SocketAddress(ctypes.Structure):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +35,6 @@ from hpc_train.errors import (
     TransientStorageError,
     listed,
 )
-from hpc_train.health import gpu_state
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.files import sync_file
 from hpc_train.run.storage_errors import FULL, TRANSIENT, error_words, storage_error
@@ -53,6 +55,12 @@ _PAUSE_S = 1.0
 _TIMED_SIZE, _SLOW_FACTOR = 4096, 1.3
 _MOST_NAMED = 16
 _log = logging.getLogger(__name__)
+#: Timeout of nvidia-smi and of dmesg.
+_DRIVER_LIMIT_S = 10.0
+#: The forms in which drivers print a flag that is set.
+_YES = {"1", "Yes"}
+#: Maximum number of lines of the kernel's log in a message.
+_MOST_XID_LINES = 3
 
 
 def check(
@@ -173,7 +181,7 @@ def _needed_beyond(free: int, experiment: Experiment | None, facts: RankFacts) -
 def _holders(device: torch.device) -> str:
     """Return nvidia-smi's list of processes that use memory of ``device``; empty if unknown."""
     query = "--query-compute-apps=pid,process_name,used_memory"
-    listed = gpu_state.smi(f"--id={_uuid(device)}", query, "--format=csv,noheader")
+    listed = smi(f"--id={_uuid(device)}", query, "--format=csv,noheader")
     lines = [f"process {line}" for line in listed.splitlines() if line.strip()]
     return f" ({'; '.join(lines)})" if lines else ""
 
@@ -186,11 +194,11 @@ def _check_gpu(device: torch.device) -> None:
     """Raise if the driver reports the GPU as broken; warn of problems that may be temporary."""
     if device.type != "cuda":
         return
-    state = gpu_state.read_state(_uuid(device))
+    state = read_state(_uuid(device))
     if state.fault:
         raise HpcTrainError(state.fault)
     address = affinity.pci_id(device.index or 0).removesuffix(".0")
-    for warning in [*state.warnings, *gpu_state.xid_lines(address)]:
+    for warning in [*state.warnings, *xid_lines(address)]:
         _log.warning("%s: %s", device, warning)
 
 
@@ -321,3 +329,79 @@ def _agree(failure: HpcTrainError | None, facts: RankFacts, group: dist.ProcessG
     if failed.any():
         named = ", ".join(str(rank) for rank in failed.nonzero().flatten().tolist())
         raise PeerLostError(f"the node of rank {named} failed its check; see rank-<r>.error of the attempt")
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU's counters."""
+
+    #: Uncorrectable memory errors since the driver was loaded.
+    ecc_errors: int = 0
+    #: A row of memory will be replaced at the next reset of the GPU; no spare row was left.
+    remap_pending: bool = False
+    remap_failed: bool = False
+    is_slowed: bool = False
+    links_up: int = 0
+    links_down: int = 0
+
+    @property
+    def fault(self) -> str | None:
+        """The fault that excludes the node, if any; only a reset or a repair removes it."""
+        if self.remap_failed:
+            return "a broken row of its memory could not be replaced; the GPU must be repaired"
+        return "a broken row of its memory waits for a reset of the GPU" if self.remap_pending else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Problems that may be temporary or have no effect on this run."""
+        faults = []
+        if self.ecc_errors:
+            faults.append(f"{self.ecc_errors} uncorrectable ECC errors since its driver was loaded")
+        if self.is_slowed:
+            faults.append("its hardware slows its clocks down: temperature or power")
+        if self.links_up and self.links_down:
+            faults.append(f"{self.links_down} of its {self.links_up + self.links_down} NVLinks are inactive")
+        return faults
+
+
+def read_state(uuid: str) -> GpuState:
+    """Return the state of the GPU with this UUID (``GPU-8f…``)."""
+    ecc = "ecc.errors.uncorrected.volatile.total"
+    errors, slowed = _row(uuid, "gpu", ecc, "clocks_throttle_reasons.hw_slowdown")
+    pending, failed = _row(uuid, "remapped-rows", "remapped_rows.pending", "remapped_rows.failure")
+    links = smi("nvlink", "--status", "-i", uuid)
+    return GpuState(
+        ecc_errors=int(errors) if errors.isdecimal() else 0,
+        remap_pending=pending in _YES,
+        remap_failed=failed in _YES,
+        is_slowed=slowed == "Active",
+        links_up=len(re.findall(r"Link \d+: [\d.]+ GB/s", links)),
+        links_down=len(re.findall(r"Link \d+: <inactive>", links)),
+    )
+
+
+def smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_LIMIT_S, check=True)
+        return done.stdout
+    return ""
+
+
+def xid_lines(address: str) -> list[str]:
+    """Return the last errors of the GPU at this PCI address (``0000:41:00``) in the kernel's log.
+
+    Empty if users may not read it.
+    """
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_DRIVER_LIMIT_S, check=True)
+        lines = [line for line in done.stdout.splitlines() if f"NVRM: Xid (PCI:{address}" in line]
+        return lines[-_MOST_XID_LINES:]
+    return []
+
+
+def _row(uuid: str, query: str, *columns: str) -> list[str]:
+    output = smi(f"--id={uuid}", f"--query-{query}={','.join(columns)}", "--format=csv,noheader")
+    values = [value.strip() for value in output.strip().split(",")]
+    return values if len(values) == len(columns) else [""] * len(columns)

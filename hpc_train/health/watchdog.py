@@ -24,11 +24,10 @@ from hpc_train.distributed import signals
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
-from hpc_train.health.alarm import Alarm
+from hpc_train.health.alarm import Alarm, Board
 from hpc_train.health.hang import Report
 from hpc_train.health.progress import CONNECTING, Progress
 from hpc_train.health.stacks import state_of
-from hpc_train.health.watch_board import Board
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.attempts import now
 from hpc_train.run.files import write_json
@@ -209,7 +208,7 @@ class Watchdog:
         reports = {
             rank: _report_json(report, at)
             for rank, (report, at) in list(self._reports.items())
-            if self._is_near(rank)
+            if rank in self._neighbours
         }
         reports[self._facts.rank] = _report_json(self._report(), self._heartbeat_at)
         data = {
@@ -218,9 +217,6 @@ class Watchdog:
         }  # fmt: skip
         path = self._attempt.heartbeat(self._node)
         self._writing.do(lambda: write_json(path, data), 0.0 if hang is None else _STORE_LIMIT_S)
-
-    def _is_near(self, rank: int) -> bool:
-        return rank in self._neighbours
 
     def _sound_alarm(self) -> None:
         """Agree with the others on the hung rank, and end the process."""

@@ -19,8 +19,8 @@ from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
-from hpc_train.run.refusals import refusal
 from hpc_train.run.resource_limits import explained, prepare_rank
+from hpc_train.run.tracebacks import refusal
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from hpc_train.config.schema import Experiment
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus, mig_variables
@@ -211,7 +211,7 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
 
 def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
     if outcome.reason is not None:
-        say(outcome.details)  # first, since the disk may be full for all else
+        say_text(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
     ended = replace(record.ended(ranks.exit_codes(), outcome.reason), cause=outcome.cause)
     write_record(request.paths.attempt(request.attempt), ended)

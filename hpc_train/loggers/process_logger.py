@@ -1,7 +1,9 @@
-"""A logger whose rows a separate process sends, so that a server can't affect the run.
+"""A logger whose rows a separate process sends, so that a tracker can't affect the run.
 
-The process runs ``loggers.sending.main``. The next attempt sends the rows that an attempt could not send:
-``metrics.jsonl`` has every row, ``loggers.sent_rows`` records the sent rows.
+wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes
+without one. Importing MLflow takes seconds, and a server that does not answer blocks it. So only the process,
+``loggers.sending_process``, imports them. The next attempt sends the rows that an attempt could not send:
+``metrics.jsonl`` has every row, ``loggers.sending`` records the sent rows.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
-from hpc_train.loggers.tracker_environment import Tracker, in_a_line
+from hpc_train.config.schema import MlflowConfig, WandbConfig
+from hpc_train.console import one_line
+from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
+from hpc_train.loggers.tracker_environment import Tracker, in_a_line, passed_on
+from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode
 from hpc_train.package_path import with_package
 from hpc_train.redaction import redacted
 from hpc_train.run.processes import exit_code, start_in_own_session
@@ -31,73 +36,84 @@ _START_LIMIT_S = 60.0
 #: How long it waits after that for the process to report missing rows, and for its end.
 _REPORT_LIMIT_S = 4.0
 _KILLED_LIMIT_S = 1.0
+#: Defaults, which the environment overrides. The client does not retry a request, since it can't know whether
+#: the first one arrived; failed rows are sent at the next commit.
+MLFLOW_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    # Another host, such as a captive portal, would accept the rows, and they would be recorded as sent.
+    "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Folders need no server and no database, and MLflow refuses them otherwise.
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
 
 
 class ProcessLogger:
     """Sends the process the newest final step; the process reads the rows from ``metrics.jsonl`` itself.
 
-    Only the newest state is queued, so that a slow process costs neither memory nor rows.
+    Writing never waits, and only the newest state is queued, so that a slow process costs neither time nor
+    memory nor rows.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: str,
-        start_message: dict[str, Any],
-        environment: Mapping[str, str],
-        *,
-        waits_for_start: bool = False,
+        self, settings: dict[str, Any], environment: Mapping[str, str], *, waits_for_start: bool = False
     ) -> None:
-        """``name``: in warnings; ``module``: the program of the process, with this environment.
+        """``settings``: the first line of the process's input; ``environment``: its environment.
 
         ``waits_for_start``: if true, ``close`` gives the process ``_START_LIMIT_S`` to start; for a target
         that needs no server, since the start of any other may wait for one.
         """
-        self._name = name
-        self._module = module
-        self._environment = environment
-        self._start_message = start_message
+        self._settings = settings
         self._waits_for_start = waits_for_start
-        self._warned = threading.Event()
-        #: Cause of a failure of the process, for the warning.
-        self._cause = "its process ended"
-        self._process: subprocess.Popen[str] | None = None
-        #: Not yet known to the process: ``committed``, ``newest``, ``end``.
+        self._has_warned = False
+        #: Not yet written: ``committed``, ``newest``, ``end``; and the rest of a line that is being written.
         self._news: dict[str, Any] = {}
-        self._has_news = threading.Condition()
-        #: Both ends of the pipe to which the process writes once it has started.
-        self._started, self._starting = os.pipe()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._unwritten = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = start_process(environment)
+        except OSError as error:
+            self._warn(f"its process can't be started: {error}")
+        else:
+            os.set_blocking(_pipe(self._process.stdin).fileno(), False)
+            self._send(**settings)
 
     def rows_committed(self, up_to_step: int) -> None:
         """Send the rows up to this step."""
-        self._tell(committed=up_to_step)
+        self._send(committed=up_to_step)
 
     def close(self, state: str) -> None:
         """Give the process ``_CLOSE_LIMIT_S`` to finish, then have it report the missing rows, and end it."""
-        self._tell(end=0 if state == "completed" else 1)
-        has_started = self._wait_for_start()
-        os.close(self._started)
-        deadline = time.monotonic() + (_CLOSE_LIMIT_S if has_started else 0.0)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process is None:
             return
+        deadline = time.monotonic() + (_START_LIMIT_S if self._waits_for_start else _CLOSE_LIMIT_S)
+        self._send(end=0 if state == "completed" else 1)
+        while self._unwritten and _is_ready(self._process.stdin, select.POLLOUT, deadline):
+            self._write()
+        problem = f"it did not finish within {_CLOSE_LIMIT_S:g} s"
+        if self._waits_for_start:
+            if _is_ready(self._process.stdout, select.POLLIN, deadline):  # also if the process has ended
+                deadline = time.monotonic() + _CLOSE_LIMIT_S
+            else:
+                problem = f"its process did not start within {_START_LIMIT_S:g} s"
+        self._end(self._process, deadline, problem)
+
+    def _end(self, process: subprocess.Popen[bytes], deadline: float, problem: str) -> None:
         try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
+            problem = "its process ended"
         except subprocess.TimeoutExpired:
-            self._cause = f"it did not finish within {_CLOSE_LIMIT_S:g} s"
-            if not has_started:
-                self._cause = f"its process did not start within {_START_LIMIT_S:g} s"
-            os.kill(self._process.pid, signal.SIGALRM)
+            os.kill(process.pid, signal.SIGALRM)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_REPORT_LIMIT_S)
-            with suppress(ProcessLookupError):  # the service's client may still run
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._thread.join(_KILLED_LIMIT_S)
-        if self._process.returncode != 0:
-            self._warn(self._cause)
+                process.wait(_REPORT_LIMIT_S)
+            with suppress(ProcessLookupError):  # the tracker's client may still run
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            _pipe(pipe).close()
+        if process.returncode != 0:
+            self._warn(problem)
 
     @property
     def close_limit_s(self) -> float:
@@ -105,67 +121,138 @@ class ProcessLogger:
         start_limit_s = _START_LIMIT_S if self._waits_for_start else 0.0
         return start_limit_s + _CLOSE_LIMIT_S + _REPORT_LIMIT_S + _KILLED_LIMIT_S
 
-    def _wait_for_start(self) -> bool:
-        """Return False if the process has not started within ``_START_LIMIT_S``; True without waiting if its
-        start may need a server.
-        """
-        if not self._waits_for_start:
-            return True
-        poll = select.poll()  # unlike select, for descriptors above 1,023 too
-        poll.register(self._started, select.POLLIN)  # also readable if the process has ended
-        return bool(poll.poll(_START_LIMIT_S * 1000))
+    def _send(self, **news: Any) -> None:
+        self._news |= news
+        self._write()
 
-    def _tell(self, **news: Any) -> None:
-        with self._has_news:
-            self._news |= news
-            self._has_news.notify()
-
-    def _next_news(self) -> dict[str, Any]:
-        with self._has_news:
-            self._has_news.wait_for(lambda: self._news)
-            news, self._news = self._news, {}
-        return news
-
-    def _run(self) -> None:
-        """Send changes to the process until the end, or until it is gone."""
-        try:
-            self._process = process = _start_process(self._module, self._environment, self._starting)
-        except OSError as error:
-            self._warn(f"its process can't be started: {error}")
-            return
-        finally:
-            os.close(self._starting)
-        assert process.stdin is not None
-        try:
-            news = self._start_message
-            while True:
-                process.stdin.write(json.dumps(news) + "\n")
-                process.stdin.flush()
-                if "end" in news:
-                    return
-                news = self._next_news()
-        except OSError:
-            if exit_code(process, block=True) != 0:
-                self._warn(self._cause)
-            self._warned.set()  # otherwise it has reported the reason itself
-        finally:
-            with suppress(OSError):
-                process.stdin.close()
+    def _write(self) -> None:
+        """Write news until all are written, the pipe is full, or the process has ended."""
+        while self._process is not None and (self._unwritten or self._news):
+            if not self._unwritten:
+                self._unwritten, self._news = json.dumps(self._news).encode() + b"\n", {}
+            try:
+                written = os.write(_pipe(self._process.stdin).fileno(), self._unwritten)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unwritten, self._news = b"", {}
+                if exit_code(self._process, block=True) != 0:  # otherwise it has reported the reason itself
+                    self._warn("its process ended")
+                return
+            self._unwritten = self._unwritten[written:]
 
     def _warn(self, problem: str) -> None:
-        if not self._warned.is_set():
-            self._warned.set()
-            print(warning(self._name, problem, self._start_message["run_id"]), file=sys.stderr, flush=True)
+        if not self._has_warned:
+            self._has_warned = True
+            line = warning(self._settings["to"], problem, self._settings["run_id"])
+            print(line, file=sys.stderr, flush=True)
 
 
-def _start_process(module: str, environment: Mapping[str, str], started: int) -> subprocess.Popen[str]:
+class WandbLogger(ProcessLogger):
+    """Shows the newest row as the run's newest values; the curves show it once it is final."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        settings = context.experiment.logging.wandb
+        assert settings is not None, "the wandb logger needs logging.wandb"
+        if invalid := invalid_mode():
+            problem = f"WANDB_MODE={invalid} is not a mode and is ignored"
+            print(notice("wandb", problem), file=sys.stderr, flush=True)
+        message = wandb_settings(context, settings)
+        if message["mode"] == "disabled":
+            raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")
+        print_environment("wandb")
+        super().__init__(message, wandb_environment(), waits_for_start=message["mode"] == "offline")
+
+    def log(self, row: Row) -> None:
+        """Show the row's values."""
+        self._send(newest=row)
+
+
+def wandb_environment() -> dict[str, str]:
+    """Return the environment of a process that talks to wandb.
+
+    It contains the server's address, since wandb ignores its settings file if a line is invalid, but not the
+    mode, which is in the start message.
+    """
+    address = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
+    passed = passed_on("wandb", os.environ)
+    return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | address
+
+
+def wandb_settings(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
+    """Return the settings for the process; the API key is only in its environment."""
+    return {
+        "to": "wandb",
+        "mode": effective_mode(settings.mode),
+        "run_id": context.run_id,
+        "folder": str(context.paths.folder.absolute()),
+        "init": {
+            "project": settings.project,
+            "entity": settings.entity,
+            "tags": settings.tags,
+            "id": context.wandb_id,
+            "name": context.run_id,
+            "group": context.experiment.name,
+            "config": context.experiment.model_dump(mode="json"),
+        },
+    }
+
+
+class MlflowLogger(ProcessLogger):
+    """One MLflow run over all attempts: the experiment as its parameters, final rows as its metrics."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        settings = context.experiment.logging.mlflow
+        assert settings is not None, "the mlflow logger needs logging.mlflow"
+        message = mlflow_settings(context, settings)
+        print_environment("mlflow")
+        super().__init__(message, mlflow_environment())
+
+    def log(self, row: Row) -> None:
+        """Do nothing: MLflow can't withdraw a row that is not final."""
+
+
+def mlflow_environment() -> dict[str, str]:
+    """Return the environment of a process that talks to MLflow."""
+    return MLFLOW_DEFAULTS | passed_on("mlflow", os.environ)
+
+
+def mlflow_settings(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
+    """Return the settings for the process; credentials are only in its environment."""
+    return {
+        "to": "mlflow",
+        "run_id": context.run_id,
+        "folder": str(context.paths.folder.absolute()),
+        "tracking_uri": settings.tracking_uri,
+        "experiment": settings.experiment or context.experiment.name,
+        "id": context.wandb_id,
+        "name": context.run_id,
+        "params": context.experiment.model_dump(mode="json"),
+    }
+
+
+def start_process(environment: Mapping[str, str], **pipes: Any) -> subprocess.Popen[bytes]:
+    """Start the process that sends rows, with pipes for its input and output."""
     return start_in_own_session(  # Ctrl-C and a launcher's signals are handled by the rank
-        [sys.executable, "-P", "-m", module],
+        [sys.executable, "-P", "-m", "hpc_train.loggers.sending_process"],
+        bufsize=0,
         stdin=subprocess.PIPE,
-        stdout=started,
-        text=True,
+        stdout=subprocess.PIPE,
         env=with_package(environment),
+        **pipes,
     )
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def _is_ready(pipe: IO[bytes] | None, event: int, deadline: float) -> bool:
+    """Wait until the pipe is ready or broken; False after the deadline."""
+    poll = select.poll()  # unlike select, for descriptors above 1,023 too
+    poll.register(_pipe(pipe), event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def print_environment(tracker: Tracker) -> None:
@@ -176,7 +263,7 @@ def print_environment(tracker: Tracker) -> None:
 
 def notice(name: str, problem: str) -> str:
     """Return the line that reports a failure after which the attempt may still send all rows."""
-    return redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row")
+    return one_line(redacted(f"{name}: {problem}; the run continues, and metrics.jsonl has every row"))
 
 
 def warning(name: str, problem: str, run_id: str) -> str:

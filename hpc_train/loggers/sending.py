@@ -1,37 +1,35 @@
-"""Common parts of the processes of ``loggers.process_logger``: input, termination, and the lock of a run.
+"""Mirrors of a run's ``metrics.jsonl`` at a tracker, one class per tracker, and the rows that a tracker has.
 
-Such a process reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the
-step up to which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (0 if the run
-has completed). It writes a line to stdout once it has started, and ends with its input, or at SIGALRM. The
-first failure is one line on stderr, and a count of missing rows at the end is another; it exits with 0.
+The history of wandb and of MLflow is append-only. So a row is sent once a checkpoint contains its step,
+because no rollback or resume withdraws it after that. A resumed run continues after the last row that the
+tracker has. If rows that were sent are withdrawn nevertheless (the checkpoint that contained them is
+damaged), the whole file goes to another run of the tracker, ``<id>-2``: the next *segment*.
+
+The record, ``sent.json``, is written before rows are sent, so that it names at least those that the tracker
+may have. wandb's offline files have a separate record, since an offline attempt may write them while ``sync``
+sends; the next process reads both.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 import re
-import signal
-import sys
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-from hpc_train.errors import UserError, printable
+from hpc_train.errors import UserError
 from hpc_train.loggers.base import Row
-from hpc_train.loggers.process_logger import notice, warning
-from hpc_train.loggers.tracker_environment import Tracker
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
-from hpc_train.run.files import UnreadableFileError, open_regular
-from hpc_train.run.metric_rows import iter_rows
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json, write_json
+from hpc_train.run.metric_rows import iter_rows, parse_row
 
 #: Tracker → (package, oldest version) as in pyproject.toml; the first one that is installed is checked.
 OLDEST = {
@@ -39,11 +37,13 @@ OLDEST = {
     "mlflow": (("mlflow", "3"), ("mlflow-skinny", "3")),
     "tensorboard": (("tensorboard", "2.15"),),
 }
-#: After the input has ended without ``end`` (the rank was killed), at most this long.
+#: After the input of an attempt's process has ended without ``end`` (the rank was killed), at most this long.
 ORPHAN_LIMIT_S = 10
 #: ``sync`` is ended after this time, so that the process of an attempt does not wait for it any longer.
 SYNC_LIMIT_S = 600
 _LOCK_POLL_S = 0.1
+#: Rows sent between two writes of the record (assumed).
+_BATCH_ROWS = 1000
 
 
 class BusyError(Exception):
@@ -55,16 +55,13 @@ class TooOldPackageError(UserError):
 
 
 class Mirror(ABC):
-    """The rows of ``metrics.jsonl`` at a service. The first failure is reported; failed rows are sent at the
+    """The rows of ``metrics.jsonl`` at a tracker. The first failure is reported; failed rows are sent at the
     next commit.
     """
 
-    #: Package of the service's client.
-    name: Tracker
-
-    def __init__(self, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: dict[str, Any], report: Callable[[str], None]) -> None:
         self._settings = settings
-        self._tell = tell
+        self._report = report
         self._has_warned = False
         self._place = "the server"
         self._is_sync: bool = settings.get("is_sync", False)
@@ -73,37 +70,37 @@ class Mirror(ABC):
         self._committed_step = -1
         #: Why the newest attempt to send has failed; None if it has not.
         self._problem: str | None = None
-        #: The run's page or its id at the service; None if it has none.
+        #: The run's page or its id at the tracker; None if it has none.
         self.target: str | None = None
         #: Rows that this process has sent.
         self.num_sent = 0
 
     @abstractmethod
     def begin(self) -> None:
-        """Check the client's settings, and open the run if the service is there."""
+        """Check the client's settings, and open the run if the tracker is there."""
 
     @abstractmethod
     def send(self, committed_step: int) -> None:
-        """Send the rows up to this step that the service lacks."""
+        """Send the rows up to this step that the tracker lacks."""
 
-    def show(self, row: Row) -> None:  # noqa: B027 (most services can't)
-        """Show a row that may still be withdrawn, if the service can replace it."""
+    def show(self, row: Row) -> None:  # noqa: B027 (most trackers can't)
+        """Show a row that may still be withdrawn, if the tracker can replace it."""
 
     @abstractmethod
     def finish(self, exit_code: int | None) -> None:
         """End: 0 if the run has completed, None if the rank was killed or the run continues."""
 
     @abstractmethod
-    def _num_at_service(self) -> tuple[int, bool]:
-        """Return the number of rows that the service has at least, and whether that is the exact number."""
+    def _num_at_tracker(self) -> tuple[int, bool]:
+        """Return the number of rows that the tracker has at least, and whether that is the exact number."""
 
     def missing(self, committed_step: int, problem: str | None = None) -> str | None:
-        """Return how many rows up to a step the service has, and why some are missing; None if it has all.
+        """Return how many rows up to a step the tracker has, and why some are missing; None if it has all.
 
         ``problem``: another failure; with it the result is None only if there are no rows.
         """
         num_rows = sum(1 for row in iter_rows(self._paths.metrics) if row["step"] <= committed_step)
-        num_there, is_exact = self._num_at_service()
+        num_there, is_exact = self._num_at_tracker()
         problem = problem or self._problem
         if num_there >= num_rows and (problem is None or num_rows == 0):
             return None
@@ -112,7 +109,7 @@ class Mirror(ABC):
         return f"{self._place} has {has} of {num_rows:,} rows" + (f" ({reason})" if reason else "")
 
     def _refusal(self) -> str | None:
-        """Return why the service has refused rows; None if that is unknown."""
+        """Return why the tracker has refused rows; None if that is unknown."""
         return None
 
     def _take_lock(self, path: Path) -> None:
@@ -126,87 +123,134 @@ class Mirror(ABC):
             self._lock.close()
             self._lock = None
         self._problem = in_a_line(error)
-        self.tell_once(self._problem)
+        self.report_once(self._problem)
 
-    def tell_once(self, problem: str) -> None:
+    def report_once(self, problem: str) -> None:
         """Report a failure, unless one was reported before."""
         if not self._has_warned:
             self._has_warned = True
-            self._tell(problem)
+            self._report(problem)
 
 
-class _Input(threading.Thread):
-    """Reads stdin, so that the newest step is known while the mirror waits. None ends ``news``."""
+@dataclass(frozen=True)
+class Sent:
+    """The rows that the tracker may have: ``rows`` of them, the ``last`` one ending at byte ``end``."""
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.news: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self.committed_step = -1
+    segment: int
+    rows: int
+    end: int
+    last: str
 
-    def run(self) -> None:
-        with suppress(ValueError):  # the rank was killed while it wrote a line
-            for line in sys.stdin:
-                news = json.loads(line)
-                self.committed_step = news.get("committed", self.committed_step)
-                self.news.put(news)
-        self.news.put(None)
+    @classmethod
+    def read(cls, path: Path) -> Sent | None:
+        """Return the record; None if it is missing or damaged."""
+        data: dict[str, Any] = read_json(path) or {}
+        sent: dict[str, Any] = {name: data.get(name) for name in ("segment", "rows", "end", "last")}
+        is_valid = isinstance(sent.pop("last"), str) and all(
+            type(number) is int and number > 0 for number in sent.values()
+        )
+        return cls(**sent, last=data["last"]) if is_valid else None
+
+    def write(self, path: Path) -> None:
+        """Replace the record atomically; its folder is made if it is missing."""
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {"version": 1} | asdict(self))
 
 
-def main(mirror_class: type[Mirror]) -> NoReturn:
-    """Send the rows that stdin requests.
+class SentRows:
+    """The rows of a run folder's ``metrics.jsonl`` to send.
 
-    stdout and stderr are redirected to /dev/null for the service's client; the process exits without its
-    exit handlers, which would wait for unsent data.
+    ``record`` is written by one process at a time; ``others`` are read only, and the farthest record applies.
     """
-    ours = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
-    started = os.dup(sys.stdout.fileno())
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.dup2(null, sys.stderr.fileno())
-    # A job's signals reach all of its processes; this one ends with its input.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
 
-    def tell(problem: str) -> None:
-        print(notice(name, problem), file=ours, flush=True)
+    def __init__(self, metrics: Path, record: Path, *others: Path) -> None:
+        self._metrics = metrics
+        self._record = record
+        records = [sent for path in (record, *others) if (sent := Sent.read(path)) is not None]
+        self._sent = max(records, key=lambda sent: (sent.segment, sent.rows), default=None)
+        self._segment = 1 if self._sent is None else self._sent.segment
+        self._rows = self._end = 0
+        if self.has_withdrawn():
+            self.begin_segment()
 
-    name = mirror_class.name
-    settings = json.loads(next(sys.stdin))
-    mirror = mirror_class(settings, tell)
-    read = _Input()
-    read.start()
+    @property
+    def num_may_have(self) -> int:
+        """Number of rows, from the first one on, that the tracker may have."""
+        return 0 if self._sent is None else self._sent.rows
 
-    def end(problem: str | None = None) -> NoReturn:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # one report is enough
-        if (missing := mirror.missing(read.committed_step, problem)) is not None:
-            print(warning(name, missing, settings["run_id"]), file=ours, flush=True)
-        elif problem is not None:
-            mirror.tell_once(problem)
-        os._exit(0)
+    @property
+    def num_read(self) -> int:
+        """Number of rows, from the first one on, that were skipped or yielded."""
+        return self._rows
 
-    signal.signal(signal.SIGALRM, lambda *_: end("it did not answer in time"))
-    try:
-        check_version(name)
-        _send(mirror, read.news, started)
-    except Exception as error:
-        end(in_a_line(error))
-    end()
+    @property
+    def segment(self) -> int:
+        """Number of the tracker's run that receives the rows."""
+        return self._segment
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of that run's id and name."""
+        return "" if self._segment == 1 else f"-{self._segment}"
 
-def _send(mirror: Mirror, news: SimpleQueue[dict[str, Any] | None], started: int) -> None:
-    mirror.begin()
-    with suppress(OSError):  # the rank was killed
-        os.write(started, b"started\n")
-    exit_code = None
-    while changes := news.get():
-        if "committed" in changes:
-            mirror.send(changes["committed"])
-        if "newest" in changes:
-            mirror.show(changes["newest"])
-        exit_code = changes.get("end")
-    if exit_code is None:  # the rank was killed
-        signal.alarm(ORPHAN_LIMIT_S)
-    mirror.finish(exit_code)
+    def has_withdrawn(self) -> bool:
+        """Return True if rows that the tracker may have are no longer in the file."""
+        if self._sent is None or self._sent.rows == 0:
+            return False
+        last = self._sent.last.encode()
+        try:
+            with open_regular(self._metrics) as file:
+                file.seek(max(0, self._sent.end - len(last)))
+                return file.read(len(last)) != last
+        except (FileNotFoundError, UnreadableFileError):
+            return True
+
+    def begin_segment(self) -> None:
+        """Switch to another run of the tracker, which receives the file from its first row."""
+        self._segment += 1
+        self._sent = None
+        self._rows = self._end = 0
+
+    def skip(self, count: int) -> bool:
+        """Continue after the first ``count`` rows; False if they can't be rows that were sent."""
+        if count == 0:
+            return True
+        if self._sent is None or count > self._sent.rows:
+            return False
+        return sum(1 for _ in islice(self._read(), count)) == count
+
+    def batches_up_to(self, step: int) -> Iterator[list[tuple[int, Row]]]:
+        """Yield (number, row) of the rows up to ``step`` that were not yielded yet, in batches that are
+        recorded together.
+        """
+        number = self._rows
+        while batch := list(islice(self._read(step), _BATCH_ROWS)):
+            self._note(batch[-1][0])
+            yield [(number + index, row) for index, (_, row) in enumerate(batch)]
+            number += len(batch)
+
+    def _note(self, last: bytes) -> None:
+        """Record that the tracker may have all rows up to the last row read."""
+        if self._sent is None or self._rows > self._sent.rows:
+            self._sent = Sent(self._segment, self._rows, self._end, last.decode())
+            self._sent.write(self._record)
+
+    def _read(self, step: int | None = None) -> Iterator[tuple[bytes, Row]]:
+        """Yield the next (line, row), up to ``step``, and advance past each."""
+        try:
+            file = open_regular(self._metrics)
+        except (FileNotFoundError, UnreadableFileError):
+            return
+        with file:
+            file.seek(self._end)
+            for line in file:
+                row = parse_row(line)
+                if not line.endswith(b"\n") or (row is not None and step is not None and row["step"] > step):
+                    return
+                self._end += len(line)
+                if row is not None:
+                    self._rows += 1
+                    yield line, row
 
 
 def check_version(tracker: str) -> None:
@@ -228,7 +272,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 def in_a_line(error: Exception) -> str:
     """Return the error's type and the first line of its message, without secrets."""
-    first_line = printable(redacted(str(error))).strip().partition("\n")[0]
+    first_line = redacted(str(error)).strip().partition("\n")[0]
     if isinstance(error, TooOldPackageError):
         return first_line
     return f"{type(error).__name__}: {first_line}"

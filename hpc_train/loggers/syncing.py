@@ -1,32 +1,69 @@
 """Sends a run's final rows to wandb, MLflow or TensorBoard after the fact, each once (``hpc-train sync``).
 
-A child process, ``loggers.sync_process``, sends them with the code used during training. ``sync.json`` in the
-run folder records the rows that a target has, so that a repeated sync contacts no service.
+The process that sends an attempt's rows, ``loggers.sending_process``, sends them. ``sync.json`` in the run
+folder records the rows that a target has, so that a repeated sync contacts no server.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from hpc_train.loggers.final_rows import FinalRows, begins_with, step_of_row
+from pydantic import ValidationError
+
+from hpc_train.config.fields import Section
+from hpc_train.config.schema import Experiment, MlflowConfig, WandbConfig
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.loggers.base import LoggerContext
+from hpc_train.loggers.process_logger import (
+    mlflow_environment,
+    mlflow_settings,
+    start_process,
+    wandb_environment,
+    wandb_settings,
+)
 from hpc_train.loggers.sending import SYNC_LIMIT_S
-from hpc_train.loggers.sync_targets import Target
-from hpc_train.package_path import answer_in, with_package
+from hpc_train.loggers.tracker_environment import in_a_line
+from hpc_train.loggers.wandb_key import base_url, has_key
+from hpc_train.package_path import answer_in
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.redaction import redacted
-from hpc_train.run.files import read_json, write_json
-from hpc_train.run.processes import start_in_own_session
+from hpc_train.redaction import redacted, without_credentials
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json, write_json
+from hpc_train.run.metric_rows import Row, parse_row
 from hpc_train.run.run_status import GOING_ON
 
-_MODULE = "hpc_train.loggers.sync_process"
+DESTINATIONS = ("wandb", "mlflow", "tensorboard")
+_NO_ANSWER = {"error": "its process (python -m hpc_train.loggers.sending_process) ended without an answer"}
+_Config = TypeVar("_Config", bound=Section)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Destination of rows. ``key`` identifies it in ``sync.json``, without credentials."""
+
+    to: str
+    key: str
+    #: For the process that sends the rows.
+    settings: dict[str, Any]
+    environment: Mapping[str, str]
+    #: Folder of the event files; None for a server.
+    folder: Path | None = None
+
+    @property
+    def used_variables(self) -> str | None:
+        """The line that lists the shell variables in use; None if there are none."""
+        return in_a_line("wandb" if self.to == "wandb" else "mlflow", os.environ) if not self.folder else None
 
 
 @dataclass(frozen=True)
@@ -39,11 +76,77 @@ class Synced:
     step: int | None
     #: Number of rows that this command has sent.
     rows_sent: int = 0
-    #: The run's page, its id at the service, or the folder of the event files.
+    #: The run's page, its id at the server, or the folder of the event files.
     target: str | None = None
     error: str | None = None
     #: About lines of the file that can't be sent, and variables that are ignored.
     notes: tuple[str, ...] = ()
+
+
+def named_destinations(experiment: Experiment) -> list[str]:
+    """Return the destinations that the file's ``logging`` names."""
+    return [to for to in DESTINATIONS if getattr(experiment.logging, to) not in (None, False)]
+
+
+def find_target(
+    paths: RunPaths, experiment: Experiment, to: str, *, project: str | None, output: Path | None
+) -> Target:
+    """Return the target of a run's rows; ``project`` and ``output`` are options of the command line.
+
+    Raises UsageError if an API key or a URI is missing, BadFileError for a damaged ``run.json``.
+    """
+    context = _context(paths, experiment)
+    if to == "wandb":
+        return _wandb(context, project)
+    if to == "mlflow":
+        return _mlflow(context, project)
+    folder = paths.tensorboard.absolute() if output is None else output.absolute() / context.run_id
+    settings = {"to": to, "folder": str(paths.folder.absolute()), "event_files": str(folder)}
+    return Target(to, _key(to, str(folder)), settings, os.environ, folder)
+
+
+def _context(paths: RunPaths, experiment: Experiment) -> LoggerContext:
+    facts = read_json(paths.run) or {}
+    run_id, wandb_id = facts.get("id"), facts.get("wandb_id")
+    if not isinstance(run_id, str) or not isinstance(wandb_id, str) or run_id != Path(run_id).name:
+        raise BadFileError(f"{paths.run}: has no valid id and wandb_id; restore the file from a backup")
+    return LoggerContext(experiment, paths, run_id, newest_number(paths), wandb_id, {})
+
+
+def _wandb(context: LoggerContext, project: str | None) -> Target:
+    if not has_key():
+        raise UsageError("wandb: no API key is set; run `wandb login`, or set WANDB_API_KEY")
+    base = context.experiment.logging.wandb or WandbConfig(project=context.experiment.name)
+    config = base if project is None else _changed(base, "project", project)
+    overrides = {"mode": "online", "scratch": str(context.paths.wandb_sync.absolute())}
+    key = _key("wandb", base_url(), config.entity, config.project)
+    return Target("wandb", key, wandb_settings(context, config) | overrides, wandb_environment())
+
+
+def _mlflow(context: LoggerContext, project: str | None) -> Target:
+    base = context.experiment.logging.mlflow or MlflowConfig()
+    config = base if project is None else _changed(base, "experiment", project)
+    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        raise UsageError(
+            "mlflow: the file has no logging.mlflow.tracking_uri; set MLFLOW_TRACKING_URI to the server's URI"
+        )
+    settings = mlflow_settings(context, config)
+    key = _key("mlflow", without_credentials(uri), settings["experiment"])
+    return Target("mlflow", key, settings, mlflow_environment())
+
+
+def _changed(config: _Config, field: str, value: str) -> _Config:
+    try:
+        return type(config).model_validate(config.model_dump() | {field: value})
+    except ValidationError as error:
+        raise UsageError(
+            f"--project: {value[:80]!r} is not a valid logging.*.{field}; use another name"
+        ) from error
+
+
+def _key(*parts: str | None) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def sync(paths: RunPaths, target: Target) -> Synced:
@@ -52,7 +155,7 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     A run that has not ended is sent up to its newest checkpoint.
     """
     state = current_status(paths).state
-    final = FinalRows.of(paths, is_completed=state == "completed")
+    final = _FinalRows.of(paths, is_completed=state == "completed")
     end = None if state in GOING_ON else int(state != "completed")
     record = {"to": target.to, "end": end, **asdict(final)}
     before = _records(paths).get(target.key, {})
@@ -60,20 +163,66 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     has_all = record.items() <= before.items() and (target.folder is None or target.folder.is_dir())
     if final.rows == 0 or has_all:
         return Synced(target.to, final.rows, step, target=before.get("target"))
-    settings = target.settings | {"withdraw_to": _withdraw_to(paths, before)}
-    answer = _ask({"to": target.to, "settings": settings, "step": final.step, "end": end}, target.environment)
+    settings = target.settings | {"is_sync": True, "withdraw_to": _withdraw_to(paths, before)}
+    answer = _answer([settings, {"committed": final.step}, {"end": end}], target.environment)
     if "error" in answer:
         return Synced(target.to, final.rows, step, error=redacted(str(answer["error"])))
-    answer["target"] = redacted(answer["target"]) if answer["target"] else None
-    record["target"] = answer["target"]
-    write_json(paths.synced, {"version": 1, "targets": _records(paths) | {target.key: record}})
-    notes = tuple(redacted(note) for note in answer.get("notes", ()))
-    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"], notes=notes)
+    page = redacted(answer["target"]) if answer["target"] else None
+    records = _records(paths) | {target.key: record | {"target": page}}
+    write_json(paths.synced, {"version": 1, "targets": records})
+    notes = tuple(redacted(note) for note in answer["notes"])
+    return Synced(target.to, final.rows, step, answer["rows_sent"], page, notes=notes)
 
 
 def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = (read_json(paths.synced) or {}).get("targets", {})
     return records
+
+
+def _answer(messages: list[dict[str, Any]], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the answer of ``loggers.sending_process``."""
+    process = start_process(environment, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        try:
+            # Left open: the process treats the end of its input as the end of this one.
+            process.stdin.write("".join(json.dumps(message) + "\n" for message in messages).encode())
+            process.wait(SYNC_LIMIT_S)
+            return answer_in(process.stdout.read()) or _NO_ANSWER
+        except subprocess.TimeoutExpired:
+            return {"error": f"not all rows could be sent within {SYNC_LIMIT_S // 60} minutes"}
+        except OSError:
+            return _NO_ANSWER
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@dataclass(frozen=True)
+class _FinalRows:
+    """The first ``rows`` rows of the file, which are its first ``size`` bytes; nothing withdraws them."""
+
+    rows: int = 0
+    size: int = 0
+    #: Hash of these bytes, in hexadecimal.
+    sha256: str = ""
+    #: Step of the last row; -1 without rows.
+    step: int = -1
+
+    @classmethod
+    def of(cls, paths: RunPaths, *, is_completed: bool) -> _FinalRows:
+        """Read the rows up to the newest checkpoint, or all of a run that has completed."""
+        newest = max((checkpoint.step for checkpoint in committed(paths)), default=-1)
+        rows, size, step, digest = 0, 0, -1, hashlib.sha256()
+        for line, row in _lines(paths.metrics):
+            if row is not None and row["step"] > newest and not is_completed:
+                break
+            digest.update(line)
+            size += len(line)
+            if row is not None:
+                rows, step = rows + 1, row["step"]
+        return cls(rows, size, digest.hexdigest(), step)
 
 
 def _withdraw_to(paths: RunPaths, before: Mapping[str, Any]) -> int | None:
@@ -83,42 +232,21 @@ def _withdraw_to(paths: RunPaths, before: Mapping[str, Any]) -> int | None:
     """
     if not before:
         return None
-    if not _are_in_file(paths, before):
+    size, digest = 0, hashlib.sha256()
+    lines = _lines(paths.metrics)
+    while size < before.get("size", 0) and (line := next(lines, (b"", None))[0]):
+        size += len(line)
+        digest.update(line)
+    if digest.hexdigest() != before.get("sha256"):
         return -1
-    first_new, step = step_of_row(paths.metrics, before["rows"]), before["step"]
-    return first_new - 1 if first_new is not None and first_new <= step else None
+    first_new = next((row for _, row in lines if row is not None), None)
+    return first_new["step"] - 1 if first_new is not None and first_new["step"] <= before["step"] else None
 
 
-def _are_in_file(paths: RunPaths, record: Mapping[str, Any]) -> bool:
-    """Return True if the rows that a target has are still in the file."""
-    size, sha256 = record.get("size"), record.get("sha256")
-    return type(size) is int and isinstance(sha256, str) and begins_with(paths.metrics, size, sha256)
-
-
-def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the answer of ``loggers.sync_process``."""
-    process = start_in_own_session(  # so that the service's client ends with it
-        [sys.executable, "-P", "-m", _MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=with_package(environment),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()  # not closed: the process treats the end of its input as the end of this one
-        process.wait(SYNC_LIMIT_S)
-        answer = answer_in(process.stdout.read())
-    except subprocess.TimeoutExpired:
-        answer = {"error": f"not all rows could be sent within {SYNC_LIMIT_S // 60} minutes"}
-    except (OSError, ValueError):
-        answer = {"error": f"its process (python -m {_MODULE}) ended without an answer"}
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
-        process.stdin.close()
-    return answer or {"error": f"its process (python -m {_MODULE}) ended without an answer"}
+def _lines(metrics: Path) -> Iterator[tuple[bytes, Row | None]]:
+    """Yield the file's whole lines and their rows; none if there is no file."""
+    with suppress(FileNotFoundError, UnreadableFileError), open_regular(metrics) as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield line, parse_row(line)

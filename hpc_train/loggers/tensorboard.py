@@ -4,7 +4,7 @@ The curves equal ``metrics.jsonl``: if rows are withdrawn (a rollback, a resume 
 event file makes TensorBoard drop all events from that step on (its *purge step*), and rows that a killed
 attempt had not flushed are written again. ``tensorboard/flushed.json`` has the step up to which the event
 files are complete. Images of evaluations are withdrawn and written again together with their rows. ``sync``
-writes event files by the same ``EventFiles``.
+writes event files by the same class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from hpc_train.loggers.base import LoggerContext, Row
-from hpc_train.loggers.sending import BusyError, locked
+from hpc_train.loggers.sending import BusyError, Mirror, locked
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.metric_rows import iter_rows, numbers, time_of
@@ -134,3 +134,31 @@ class EventFiles:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+class EventFilesMirror(Mirror):
+    """Event files that ``sync`` writes."""
+
+    def begin(self) -> None:
+        """Withdraw rows that the files have and ``metrics.jsonl`` has no longer."""
+        folder = Path(self._settings["event_files"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._take_lock(folder / self._paths.tensorboard_lock.name)
+        self._files = EventFiles(self._paths, folder)
+        self.target = str(folder)
+        if self._settings["withdraw_to"] is not None:
+            self._files.withdraw(self._settings["withdraw_to"])
+
+    def send(self, committed_step: int) -> None:
+        """Write the rows up to this step that the files lack."""
+        if self._files.complete_step < committed_step:
+            self.num_sent += self._files.begin(committed_step)
+            self._files.complete(committed_step)
+
+    def finish(self, exit_code: int | None) -> None:
+        """Close the event file."""
+        self._files.close()
+
+    def _num_at_tracker(self) -> tuple[int, bool]:
+        step = self._files.complete_step
+        return sum(1 for row in iter_rows(self._paths.metrics) if row["step"] <= step), True

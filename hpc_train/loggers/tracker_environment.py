@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from hpc_train.errors import printable
+from hpc_train.console import one_line
 from hpc_train.redaction import redacted
 
 Tracker = Literal["wandb", "mlflow"]
@@ -159,10 +159,10 @@ def in_a_line(tracker: Tracker, environment: Mapping[str, str]) -> str | None:
     for name in sorted(name for name in environment if is_variable_of(tracker, name)):
         rule = rule_for(tracker, name)
         if rule is None or (rule.is_printed and not rule.is_obeyed):
-            ignored.append(printable(name))
+            ignored.append(name)
         elif rule.is_printed:
-            obeyed.append(name if rule.is_secret else f"{name}={printable(environment[name])}")
+            obeyed.append(name if rule.is_secret else f"{name}={environment[name]}")
     parts = [
         f"{verb} {', '.join(names)}" for verb, names in (("uses", obeyed), ("ignores", ignored)) if names
     ]
-    return redacted(f"{tracker}: {'; '.join(parts)}", environment) if parts else None
+    return one_line(redacted(f"{tracker}: {'; '.join(parts)}", environment)) if parts else None

@@ -23,7 +23,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import printable
 from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.topology.batch_arithmetic import accumulation
@@ -251,8 +250,8 @@ def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPredict
         largest_micro_batch_size=answer.largest,
         flops_per_step=None if flops is None else flops * batch,
         communication=sent if parts is not None and answer.problem is None else None,
-        problem=None if answer.problem is None else printable(answer.problem),
-        assumption=None if answer.assumption is None else printable(answer.assumption),
+        problem=answer.problem,
+        assumption=answer.assumption,
     )
 
 

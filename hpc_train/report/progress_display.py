@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpc_train.console import one_line, say, tolerating_closed_stderr
-from hpc_train.errors import printable, shortened
+from hpc_train.errors import shortened
 from hpc_train.paths import RunPaths
 from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, main_metric, metric_value, number
 from hpc_train.run.files import read_json
@@ -105,7 +105,7 @@ class Progress:
         lines = content.get("lines")
         self._has_notices = lines is not None
         for line in lines if isinstance(lines, list) else []:
-            say(f"{run_name(self._paths)}: {printable(str(line))}")
+            say(f"{run_name(self._paths)}: {line}")
 
     def close(self) -> None:
         """Show the last rows and restore the terminal."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.errors import UsageError
+from hpc_train.errors import StorageError, UsageError
 from hpc_train.paths import RunPaths, expanded, runs_root
 from hpc_train.registry import nearest
 
@@ -200,3 +200,19 @@ def _hint(word: str, folders: _Known) -> str:
 
 def _hidden(path: Path) -> str:
     return f"{path} exists, but you may not read it"
+
+
+def refuse_target(target: Path) -> None:
+    """Raise UserError if ``target`` can't be written, or it exists and is not a regular file.
+
+    StorageError if its folder is missing, or it is a link, a folder or a device; UsageError if it is inside a
+    run's folder.
+    """
+    if not target.parent.is_dir():
+        raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
+        raise StorageError(f"{target}: exists and is not a plain file; give the name of a file to write")
+    real = target.parent.resolve()
+    for folder in (real, *real.parents):
+        if is_run(RunPaths(folder)):
+            raise UsageError(f"-o: {target} is inside run folder {folder}; write the file outside of it")

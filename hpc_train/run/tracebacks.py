@@ -1,11 +1,20 @@
-"""Shortens a rank's traceback for the terminal to the frames of the user's own code; the log has the rest."""
+"""What to show of an error: a traceback shortened to the frames of the user's own code, or one line.
+
+One line is enough for an error whose cause is the environment of the process: reached limits, variables,
+refused system calls.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hpc_train.errors import shortened
+from hpc_train.run.resource_limits import reached
+from hpc_train.run.storage_errors import place_of
 
 MAX_LINES = 14
 _MAX_FRAMES = 4
@@ -19,6 +28,8 @@ _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<|/packa
 #: A run's copy of the user's work tree.
 _SNAPSHOT_TREE = re.compile(r'"[^"]*/\.code/[^/"]+/tree/')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+#: Prefixes of the variables that libraries read on import.
+_READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_", "TRITON_")
 
 
 @dataclass
@@ -99,3 +110,32 @@ def _is_own(frame: list[str]) -> bool:
 
 def _is_foreign(file: str) -> bool:
     return _FOREIGN.search(file) is not None or _PACKAGE in file
+
+
+def refusal(error: BaseException) -> str | None:
+    """Return ``error`` in one line that names its cause in this environment; None if it is elsewhere."""
+    resource, limits = reached(error)
+    if limits and resource is not None:
+        return f"{_one_line(resource)}{limits}; raised at {place_of(resource)}"
+    if name := _variable(error):
+        return f"{name}={os.environ[name]}: {_one_line(error)}; correct the variable, or unset it"
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    text = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+    return shortened(text, 300)
+
+
+def _variable(error: BaseException) -> str | None:
+    """Return the variable that ``error`` names, or whose value it quotes."""
+    for name, value in os.environ.items():
+        if not value or not name.startswith(_READ_BY_LIBRARIES):
+            continue
+        if isinstance(error, ValueError) and (name in str(error) or f"settings: {value}," in str(error)):
+            return name
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            path = Path(error.filename)
+            if path == Path(value) or (value.startswith("/") and path.is_relative_to(value)):
+                return name
+    return None

@@ -40,8 +40,9 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed import parent_process, signals
 from hpc_train.distributed.device import choose_device, set_determinism
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm
+from hpc_train.distributed.lost_peers import peer_lost
 from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import join, peer_lost
+from hpc_train.distributed.process_group import join
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError, UserError
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths

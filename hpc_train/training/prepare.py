@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
@@ -37,7 +37,7 @@ from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.forking import ForkedCall
-from hpc_train.errors import BadFileError, ExitCode, UserError, printable
+from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
@@ -171,7 +171,7 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
         f"samples, {facts.classes} classes"
     )
     for notice in facts.notices:
-        say(printable(notice))
+        say(notice)
     return source, facts
 
 
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
         if AS_JSON in arguments:
             print(json.dumps(asdict(prepared)), flush=True)
     except UserError as error:
-        say(str(error))
+        say_text(str(error))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str]) -> int:
         shown = users_traceback(error)
         if shown is None:
             raise
-        say(f"{shown}\nprepare: your code raised this; fix it there")
+        say_text(f"{shown}\nprepare: your code raised this; fix it there")
         return int(ExitCode.BAD_FILE)
     return int(ExitCode.DONE)
 

@@ -20,16 +20,16 @@ from hpc_train.distributed.device import choose_device, set_determinism, set_thr
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import Group, Timeouts, make_group, meet
+from hpc_train.distributed.process_group import Group, make_group
+from hpc_train.distributed.rendezvous import Timeouts, meet
 from hpc_train.errors import ExitCode, TryAgainError
 from hpc_train.health import node_check
 from hpc_train.health.progress import Progress
 from hpc_train.health.stacks import limit_core_files
 from hpc_train.health.watchdog import CONNECT_LIMIT_S, Watchdog
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import in_ms
+from hpc_train.run.attempts import EventLog, in_ms
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.events import EventLog
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.topology.degrees import AXES, Degrees, find_degrees
 from hpc_train.topology.strategy_traits import traits_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import nccl_words, peer_lost
+from hpc_train.distributed.lost_peers import nccl_words, peer_lost
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
@@ -29,8 +29,8 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
-from hpc_train.run.refusals import refusal
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
+from hpc_train.run.tracebacks import refusal
 from hpc_train.training.compiling import compile_error
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.

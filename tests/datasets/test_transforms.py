@@ -301,3 +301,15 @@ def test_each_sample_is_called_under_its_own_seed() -> None:
     ]
     assert [[number] for number in drawn] == alone and len(set(drawn)) == 6
     assert drawn != seeded(lambda _: torch.rand(()).item(), range(6), keys, "b")
+
+
+def test_batches_of_several_inputs_are_refused() -> None:
+    class Several:
+        def __len__(self) -> int:
+            return 20
+
+        def batch(self, indices: Tensor) -> tuple[Any, Tensor]:
+            return {"a": random_images(len(indices)), "b": indices}, indices
+
+    with pytest.raises(BadFileError, match=r"^data\.transform: transforms one sample at a time"):
+        steps(Several(), transform=CAREFREE, augment={})

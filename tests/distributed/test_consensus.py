@@ -17,7 +17,8 @@ from hpc_train.distributed.consensus import (
     _packed,
     _total,
 )
-from hpc_train.distributed.process_group import Group, Timeouts
+from hpc_train.distributed.process_group import Group
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.distributed.shared_flags import NUM_BITS
 from hpc_train.distributed.signals import StopFlag
 from tests.distributed.scripts import run_script
@@ -56,7 +57,8 @@ from pathlib import Path
 import torch
 from hpc_train.distributed import shared_flags, signals
 from hpc_train.distributed.consensus import Agreement, StepFlags
-from hpc_train.distributed.process_group import join, peer_lost
+from hpc_train.distributed.lost_peers import peer_lost
+from hpc_train.distributed.process_group import join
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import PeerLostError
 if sys.argv[2] == "none":

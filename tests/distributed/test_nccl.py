@@ -18,8 +18,10 @@ from torch.distributed import distributed_c10d
 
 from hpc_train.distributed import nccl, network
 from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.lost_peers import nccl_words, peer_lost
 from hpc_train.distributed.nccl import Fault, fault_in
-from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer_lost
+from hpc_train.distributed.process_group import join
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.errors import ExitCode, NetworkFaultError, PeerLostError
 from hpc_train.health.watchdog import collectives_begun
 from tests.distributed.test_env import SLURM

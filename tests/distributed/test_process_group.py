@@ -17,7 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpc_train.distributed import process_group
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer_lost
+from hpc_train.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.distributed.process_group import join
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import write_json
 from hpc_train.strategies.mesh import new_mesh
@@ -31,7 +33,9 @@ PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from hpc_train.distributed.process_group import Timeouts, join, peer_lost
+from hpc_train.distributed.lost_peers import peer_lost
+from hpc_train.distributed.process_group import join
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.strategies.mesh import new_mesh
 from hpc_train.distributed.env import RankFacts
 facts = RankFacts.from_environment(os.environ)
@@ -331,7 +335,7 @@ def test_an_interface_that_gloo_can_not_use_is_no_lost_peer(
 def test_an_address_that_never_answers_is_given_up_before_the_limit_of_joining(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "_ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr("hpc_train.distributed.rendezvous._ANSWER_LIMIT_S", 0.05)
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "token"})
     with pytest.raises(
@@ -377,13 +381,13 @@ def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path)
         PRELUDE
         + """
 from hpc_train.errors import TryAgainError
-from hpc_train.distributed import process_group
+from hpc_train.distributed import rendezvous as store
 here = [rendezvous.with_name(f"here-{rank}") for rank in range(2)]
-start_together = process_group._start_together
+start_together = store._start_together
 def start(*arguments):
     here[facts.rank].touch()
     start_together(*arguments)
-process_group._start_together = start
+store._start_together = start
 def must_stop():
     return facts.rank == 1 and all(each.exists() for each in here)
 try:
@@ -408,7 +412,7 @@ def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: 
     script = (
         PRELUDE
         + """
-from hpc_train.health.watch_board import Board
+from hpc_train.health.alarm import Board
 clone = dist.TCPStore.clone
 def slow_clone(store):
     time.sleep(2)

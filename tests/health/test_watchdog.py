@@ -47,7 +47,7 @@ from hpc_train.health.hang import Report
 from hpc_train.distributed.process_group import join
 from hpc_train.health.progress import Progress
 from hpc_train.distributed.env import RankFacts
-from hpc_train.health.watch_board import Board
+from hpc_train.health.alarm import Board
 from hpc_train.health.watchdog import Watchdog
 rank, world_size, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[3])
 # Dealt to nodes in turn: a node's ranks need not be in a row.

@@ -16,11 +16,10 @@ import pytest
 
 from hpc_train.cli.doctor import _webhook
 from hpc_train.errors import BadFileError, ExitCode, StorageError
-from hpc_train.launchers import notifications, webhook
+from hpc_train.launchers import notifications
 from hpc_train.launchers.base import LaunchRequest, StartRequest
 from hpc_train.launchers.following import FollowingLauncher
-from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.webhook import read_webhook, settings_file
+from hpc_train.launchers.notifications import notify_end, read_webhook, settings_file
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train
@@ -201,7 +200,7 @@ def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
     batch: Batch, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(webhook, "read_webhook", lambda file: released.wait(HANG_LIMIT_S))
+    monkeypatch.setattr(notifications, "read_webhook", lambda file: released.wait(HANG_LIMIT_S))
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", 0.2)
     signalled(batch, "SIGTERM", 1)
     batch.rank(0, 75)
@@ -209,7 +208,7 @@ def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
     assert "notification not sent: not done within 0.2 s" in capfd.readouterr().err
     released.set()
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", LIMIT_S)
-    monkeypatch.setitem(sys.modules, "hpc_train.launchers.webhook", None)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert batch.after(75) == "requeue 75"
     assert "notification not sent: ModuleNotFoundError" in capfd.readouterr().err
 

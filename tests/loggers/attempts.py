@@ -59,7 +59,6 @@ class Attempt:
         return self._logger._process is not None and self._logger._process.poll() is not None
 
     def kill(self, kills_process: bool) -> None:
-        assert came_true(lambda: self._logger._process is not None, limit_s=HANG_LIMIT_S)
         process = self._logger._process
         assert process is not None and process.stdin is not None
         if kills_process:

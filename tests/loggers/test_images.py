@@ -15,9 +15,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.loggers.base import Logger
+from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.tensorboard import TensorboardLogger
-from hpc_train.loggers.wandb import WandbLogger
-from hpc_train.loggers.wandb_process import WandbMirror
+from hpc_train.loggers.wandb import WandbMirror
 from hpc_train.paths import RunPaths
 from hpc_train.training.evaluation_outputs import EvaluationFiles, png
 from hpc_train.training.meters import MetricsWriter

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.loggers import mlflow, mlflow_process, wandb_process
-from hpc_train.loggers.wandb import WandbLogger
+from hpc_train.loggers import mlflow, process_logger, wandb
+from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.paths import RunPaths
 from tests.loggers.attempts import Attempt
 from tests.loggers.wandb_files import context
@@ -43,28 +43,31 @@ def test_an_invalid_variable_of_wandb_is_named(
 ) -> None:
     monkeypatch.setitem(os.environ, name, value)
     told: list[str] = []
-    wandb_process._drop_invalid_settings(told.append)
+    wandb._drop_invalid_settings(told.append)
     assert (name in os.environ) == is_valid
     assert [each.startswith(f"{name}={value} is invalid (") for each in told] == [True] * (not is_valid)
-    assert wandb_process._init_timeout_s() == (90.0 if is_valid else wandb_process._INIT_TIMEOUT_S)
+    assert wandb._init_timeout_s() == (90.0 if is_valid else wandb._INIT_TIMEOUT_S)
 
 
 def test_rows_do_not_go_elsewhere_for_an_invalid_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "WANDB_BASE_URL", "wandb.example.org")
     with pytest.raises(ValueError, match=r"WANDB_BASE_URL=wandb.example.org is invalid.*nothing is sent"):
-        wandb_process._drop_invalid_settings(lambda what: None)
+        wandb._drop_invalid_settings(lambda what: None)
 
 
 def test_an_invalid_variable_of_mlflow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT", "10s")
     monkeypatch.setitem(os.environ, "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "x")
     told: list[str] = []
-    mlflow_process._drop_invalid_settings(told.append)
+    mlflow._drop_invalid_settings(told.append)
     assert told == [
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR=x is invalid and is ignored",
         "MLFLOW_HTTP_REQUEST_TIMEOUT=10s is invalid and is ignored",
     ]
-    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == mlflow.DEFAULTS["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+    assert (
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+        == process_logger.MLFLOW_DEFAULTS["MLFLOW_HTTP_REQUEST_TIMEOUT"]
+    )
     assert "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR" not in os.environ
 
 

@@ -17,9 +17,8 @@ import pytest
 from hpc_train.config.schema import Experiment
 from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.mlflow import MlflowLogger
-from hpc_train.loggers.wandb import WandbLogger
-from hpc_train.loggers.wandb_process import _named
+from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run import frozen_experiment
 from hpc_train.run.metric_rows import iter_rows

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import MlflowConfig
-from hpc_train.loggers import mlflow, mlflow_process
+from hpc_train.loggers import mlflow, process_logger
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.mlflow import MlflowLogger
-from hpc_train.loggers.mlflow_process import TAG, MlflowMirror, _Run, flattened, metrics_of, named
+from hpc_train.loggers.mlflow import TAG, MlflowMirror, _Run, flattened, metrics_of, named
+from hpc_train.loggers.process_logger import MlflowLogger
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.metrics_file import MetricsFile
@@ -31,7 +31,7 @@ History = dict[str, list[tuple[int, float, int]]]
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for name, value in mlflow.DEFAULTS.items():
+    for name, value in process_logger.MLFLOW_DEFAULTS.items():
         monkeypatch.setenv(name, value)
 
 
@@ -111,7 +111,7 @@ def mirror(run: RunPaths, store: str, told: list[str]) -> Iterator[Make]:
 
     def make(uri: str | None = store) -> MlflowMirror:
         release()
-        message = mlflow.start_message(context_of(run, uri), MlflowConfig(tracking_uri=uri))
+        message = process_logger.mlflow_settings(context_of(run, uri), MlflowConfig(tracking_uri=uri))
         assert "hunter2" not in json.dumps(message)
         made.append(MlflowMirror(message, told.append))
         return made[-1]
@@ -151,7 +151,7 @@ def test_what_was_sent_before_a_kill_is_not_sent_again(
     failing: str,
 ) -> None:
     write(run, range(1, 9))
-    monkeypatch.setattr(mlflow_process, "_MAX_METRICS", 5)
+    monkeypatch.setattr(mlflow, "_MAX_METRICS", 5)
     mirror().send(3)
     log, note, calls = _Run._log, _Run._note, [0]
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.mlflow import MlflowLogger
-from hpc_train.loggers.wandb import WandbLogger
+from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.training.logger_threads import make_logger
 from hpc_train.training.meters import MetricsWriter

@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_train.loggers import mlflow
+from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerContext
+from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.sending import locked
 from hpc_train.loggers.tensorboard import EventFiles
-from hpc_train.loggers.wandb import WandbLogger
-from hpc_train.loggers.wandb_process import _named
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run import frozen_experiment
 from hpc_train.run.files import read_json, write_json
@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in mlflow.DEFAULTS.items():
+    for name, value in process_logger.MLFLOW_DEFAULTS.items():
         monkeypatch.setenv(name, value)
     uri = f"file://{tmp_path}/mlruns"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

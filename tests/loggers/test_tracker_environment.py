@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.loggers import mlflow, wandb
+from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerOffError
+from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.tracker_environment import RULES, Tracker, in_a_line, passed_on, rule_for
-from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.loggers.wandb_key import effective_mode, invalid_mode
 from tests.loggers.attempts import Attempt
 from tests.loggers.wandb_files import context
@@ -182,9 +182,11 @@ def test_the_processes_get_the_filtered_environment(monkeypatch: pytest.MonkeyPa
     for name, value in LEFT_BEHIND.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for environment in (wandb.environment(), mlflow.environment()):
+    for environment in (process_logger.wandb_environment(), process_logger.mlflow_environment()):
         assert environment.keys() & {"PATH"}
-    assert not wandb.environment().keys() & {*LEFT_BEHIND, "WANDB_MODE"} - {
+    assert not process_logger.wandb_environment().keys() & {*LEFT_BEHIND, "WANDB_MODE"} - {
         name for name in LEFT_BEHIND if name.startswith("MLFLOW")
     }
-    assert not mlflow.environment().keys() & {name for name in LEFT_BEHIND if name.startswith("MLFLOW")}
+    assert not process_logger.mlflow_environment().keys() & {
+        name for name in LEFT_BEHIND if name.startswith("MLFLOW")
+    }

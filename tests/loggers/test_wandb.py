@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers import process_logger
-from hpc_train.loggers.wandb import WandbLogger
+from hpc_train.loggers.process_logger import WandbLogger
+from hpc_train.loggers.wandb import _named
 from hpc_train.loggers.wandb_key import has_key
-from hpc_train.loggers.wandb_process import _named
 from tests.loggers.wandb_files import context, read_run, row
 from tests.waiting import HANG_LIMIT_S
 
@@ -37,7 +36,6 @@ def test_an_offline_attempt_says_what_the_run_is(tmp_path: Path, capfd: pytest.C
     for attempt in (1, 2):
         logger = WandbLogger(context(tmp_path, attempt))
         logger.close("failed" if attempt == 1 else "completed")
-        assert not logger._thread.is_alive()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-wid123.wandb"))
     assert len(files) == 2
     for path in files:
@@ -69,9 +67,8 @@ def test_a_missing_key_is_one_warning(
 def test_a_killed_process_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
+    monkeypatch.setattr(process_logger, "start_process", _start_deaf)
     logger = WandbLogger(context(tmp_path))
-    _wait_until(lambda: logger._process is not None)
     assert logger._process is not None
     os.kill(logger._process.pid, signal.SIGKILL)
     logger._process.wait()
@@ -86,19 +83,17 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 0.2)
-    monkeypatch.setattr(process_logger, "_KILLED_LIMIT_S", HANG_LIMIT_S)
-    monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
-    logger = WandbLogger(context(tmp_path))
+    monkeypatch.setattr(process_logger, "start_process", _start_deaf)
+    logger = WandbLogger(context(tmp_path, mode="online"))
     long = {"note": "more than the pipe takes" * 5000}
     logger.log(row("train", 0) | long)
-    _wait_until(lambda: not logger._news)  # its thread has begun to write that
+    assert logger._unwritten
     for step in range(500):
         logger.log(row("train", step) | long)
         logger.rows_committed(step)
     assert logger._news.keys() == {"newest", "committed"}, "only the newest state waits"
     assert logger._news["committed"] == 499
     logger.close("completed")
-    assert not logger._thread.is_alive()
     assert (
         capfd.readouterr().err
         == process_logger.warning("wandb", "it did not finish within 0.2 s", "run1") + "\n"
@@ -111,16 +106,16 @@ def test_an_offline_process_that_starts_late_is_waited_for_once(
 ) -> None:
     """It starts after ``close`` has begun, or never."""
 
-    def start(module: str, environment: object, started: int) -> subprocess.Popen[str]:
+    def start(environment: object) -> subprocess.Popen[bytes]:
         script = "import signal, sys; sys.stdin.readline(); sys.stdin.readline(); " + (
             "import os; os.write(1, b'started')" if starts else "signal.pause()"
         )
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": started, "text": True}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         return subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **pipes)
 
     monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S if starts else 0.2)
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)
-    monkeypatch.setattr(process_logger, "_start_process", start)
+    monkeypatch.setattr(process_logger, "start_process", start)
     logger = WandbLogger(context(tmp_path, mode="offline"))
     logger.close("completed")
     assert logger._process is not None
@@ -140,17 +135,11 @@ def test_a_process_that_can_not_start_is_one_warning(
     assert told.count("\n") == 1 and "can't be started" in told
 
 
-def _start_deaf(*_: object) -> subprocess.Popen[str]:
+def _start_deaf(*_: object) -> subprocess.Popen[bytes]:
     """Start a process that reads nothing and never ends."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def _wait_until(is_so: Any, limit_s: float = HANG_LIMIT_S) -> None:
-    end = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def test_rows_keep_their_step_as_a_value() -> None:

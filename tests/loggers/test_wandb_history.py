@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_train.loggers.sending import locked
-from hpc_train.loggers.sent_rows import SentRows
-from hpc_train.loggers.wandb import WandbLogger
-from hpc_train.loggers.wandb_process import _named
+from hpc_train.loggers.process_logger import WandbLogger
+from hpc_train.loggers.sending import SentRows, locked
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.metrics_file import MetricsFile
@@ -40,7 +39,7 @@ def history_of(run: RunPaths) -> SentRows:
 
 
 def sent(history: SentRows, step: int) -> list[tuple[int, int]]:
-    return [(number, row["step"]) for number, row in history.rows_up_to(step)]
+    return [(number, row["step"]) for batch in history.batches_up_to(step) for number, row in batch]
 
 
 @pytest.mark.timeout(HANG_LIMIT_S)
@@ -75,7 +74,7 @@ def test_a_resumed_run_continues_behind_what_the_server_has(run: RunPaths) -> No
 
 def test_the_record_is_written_before_a_row_is_sent(run: RunPaths) -> None:
     write(run, 1, range(1, 6))
-    next(history_of(run).rows_up_to(5))
+    next(history_of(run).batches_up_to(5))
     assert history_of(run).skip(5)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_train.loggers import wandb_process
-from hpc_train.loggers.wandb import start_message
-from hpc_train.loggers.wandb_process import WandbMirror, num_accepted, refusal
+from hpc_train.loggers import wandb
+from hpc_train.loggers.process_logger import wandb_settings
+from hpc_train.loggers.wandb import WandbMirror, num_accepted, refusal
 from hpc_train.paths import RunPaths
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import context, row
@@ -83,14 +83,14 @@ class _FakeRun:
 def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, accepted: int | None, told: str | None
 ) -> None:
-    monkeypatch.setattr(wandb_process, "_start", lambda *_: _FakeRun(run.folder))
-    monkeypatch.setattr(wandb_process, "num_accepted", lambda _: accepted)
+    monkeypatch.setattr(wandb, "_start", lambda *_: _FakeRun(run.folder))
+    monkeypatch.setattr(wandb, "num_accepted", lambda _: accepted)
     warnings: list[str] = []
     file = MetricsFile(run.metrics, 0)
     for step in range(1, 9):
         file.append(row("train", step))
     file.close()
-    mirror = WandbMirror(start_message(context(run.folder, mode="online"), _config(run)), warnings.append)
+    mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
     mirror.begin()
     mirror.send(2)
     assert warnings == []
@@ -113,14 +113,14 @@ def test_a_server_that_is_away_is_tried_again_at_each_checkpoint(
             raise starts.pop(0)
         return starts[0]
 
-    monkeypatch.setattr(wandb_process, "_start", start)
-    monkeypatch.setattr(wandb_process, "num_accepted", lambda _: None)
+    monkeypatch.setattr(wandb, "_start", start)
+    monkeypatch.setattr(wandb, "num_accepted", lambda _: None)
     warnings: list[str] = []
     file = MetricsFile(run.metrics, 0)
     for step in range(1, 9):
         file.append(row("train", step))
     file.close()
-    mirror = WandbMirror(start_message(context(run.folder, mode="online"), _config(run)), warnings.append)
+    mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
     mirror.begin()
     assert mirror._lock is None, "sync may send meanwhile"
     mirror.show(row("train", 1))

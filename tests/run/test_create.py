@@ -14,7 +14,7 @@ from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
 from hpc_train.run import frozen_experiment
-from hpc_train.run.attempts import claim_attempt
+from hpc_train.run.attempts import EventLog, claim_attempt
 from hpc_train.run.create import (
     Origin,
     create_run,
@@ -26,7 +26,6 @@ from hpc_train.run.create import (
     origin_of,
     refused_changes,
 )
-from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.versions import versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.events import EventLog, noted_signal
+from hpc_train.run.attempts import EventLog, noted_signal
 from hpc_train.run.files import read_json
 
 

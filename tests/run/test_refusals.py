@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from hpc_train.run.refusals import refusal
+from hpc_train.run.tracebacks import refusal
 from tests.refused_calls import IS_POSSIBLE, prefix
 
 needs_seccomp = pytest.mark.skipif(not IS_POSSIBLE, reason="calls are refused by number, on Linux on x86-64")
 THREAD = """
 import threading
-from hpc_train.run.refusals import refusal
+from hpc_train.run.tracebacks import refusal
 try:
     threading.Thread(target=print).start()
 except RuntimeError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.loggers.wandb_process import _named
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from tests.end_to_end.holding import Hold, held_compiler

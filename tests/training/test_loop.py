@@ -21,7 +21,8 @@ from hpc_train.config.training_sections import CompileConfig, OptimizationConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement, StepFlags
 from hpc_train.distributed.precision import Precision
-from hpc_train.distributed.process_group import Group, Timeouts
+from hpc_train.distributed.process_group import Group
+from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import NonFiniteError, StorageError
 from hpc_train.health.progress import Progress

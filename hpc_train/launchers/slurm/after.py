@@ -34,8 +34,15 @@ from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
 from hpc_train.run import resource_limits
-from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
-from hpc_train.run.events import noted_signal
+from hpc_train.run.attempts import (
+    AttemptRecord,
+    newest_number,
+    noted_signal,
+    now,
+    now_ms,
+    read_record,
+    write_record,
+)
 from hpc_train.run.files import tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import BadFileError, UsageError
+from hpc_train.errors import BadFileError, UsageError, printable
 from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
@@ -163,4 +163,4 @@ def limit_words(record: AttemptRecord) -> str | None:
 
 def say(text: str) -> None:
     """Print a line to the batch script's output."""
-    print(f"hpc-train: {text}", file=sys.stderr, flush=True)
+    print(printable(f"hpc-train: {text}"), file=sys.stderr, flush=True)

@@ -42,9 +42,8 @@ from hpc_train.recovery.history import (
     saved_step,
 )
 from hpc_train.run import trust
-from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, noted_signal, now, now_ms, write_record
 from hpc_train.run.code import snapshot
-from hpc_train.run.events import noted_signal
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status

@@ -23,7 +23,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import prefetched_bytes
-from hpc_train.errors import NoSchedulerError, UsageError, printable
+from hpc_train.errors import NoSchedulerError, UsageError
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
@@ -35,7 +35,7 @@ from hpc_train.launchers.machine_checks import (
     unusable_runs,
 )
 from hpc_train.launchers.outcome import last_line
-from hpc_train.launchers.slurm import commands, profiles, queue, refusals, sbatch, script
+from hpc_train.launchers.slurm import commands, job_refusals, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import runs_root
@@ -123,7 +123,7 @@ def _hostnames(nodes: Sequence[str]) -> list[str]:
     hosts = [word for node in nodes for word in [node.strip()] if word]
     for word in hosts:
         if not re.fullmatch(SLURM_WORD_PATTERN, word):
-            raise UsageError(f"--nodes: {printable(word)!r} is not a list of nodes; write one like n1,n[3-5]")
+            raise UsageError(f"--nodes: {word!r} is not a list of nodes; write one like n1,n[3-5]")
     try:
         names = commands.run(["scontrol", "show", "hostnames", ",".join(hosts)]).split()
     except commands.RefusedError as error:
@@ -213,7 +213,7 @@ def _cancel(jobs: Sequence[CheckJob]) -> None:
 def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
     remedy = "give an experiment file with the account, partition and options that this site requires"
     if experiment is not None:
-        advice = refusals.advice(error.words, experiment)
+        advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
     return Finding(
         Level.ERROR,

@@ -17,7 +17,7 @@ from hpc_train.errors import NoSchedulerError, UsageError, shortened
 from hpc_train.launchers.base import JobSection
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.accounting import seconds
-from hpc_train.launchers.slurm.refusals import Node
+from hpc_train.launchers.slurm.job_refusals import Node
 
 #: Slurm's notations for a missing value.
 _NOTHING = {"", "(null)", "N/A", "NONE", "none"}

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hpc_train.errors import NoSchedulerError, UserError, printable, shortened
+from hpc_train.errors import NoSchedulerError, UserError, shortened
 from hpc_train.launchers.slurm import queue_cache
 
 #: Above Slurm's own time-out: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
@@ -123,11 +123,11 @@ def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 def _shown(argv: Sequence[str]) -> str:
     """Return the command for messages, shortened, since it may list many job ids."""
-    return shortened(printable(shlex.join(argv)), 200)
+    return shortened(shlex.join(argv), 200)
 
 
 def _words(text: str) -> str:
-    lines = [line.strip() for line in printable(text).splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return shortened("; ".join(dict.fromkeys(lines)), _WORDS_MAX)
 
 

@@ -15,15 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_train.console import say
+from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
     commands,
+    job_refusals,
     options,
     profiles,
     queue,
-    refusals,
     save_window,
     sbatch,
     script,
@@ -91,9 +91,9 @@ def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
     try:
         output = sbatch.tested(batch, len(runs))
     except commands.RefusedError as error:
-        problems = refusals.refused_in_test(error.words, experiment)
+        problems = job_refusals.refused_in_test(error.words, experiment)
         return JobForecast(paths, note=_ERROR.sub("", error.words), problems=problems)
-    problems = refusals.time_limit_problems(experiment)
+    problems = job_refusals.time_limit_problems(experiment)
     match = _STARTS.search(output)
     if match is None:
         return JobForecast(paths, problems=problems)
@@ -288,7 +288,7 @@ def _withdraw(job: _Job, reason: str) -> None:
 
 
 def _refusal(run: StartRequest, output: str) -> list[str]:
-    return _lines(run, refusals.refused(output, run.experiment))
+    return _lines(run, job_refusals.refused(output, run.experiment))
 
 
 def _lines(run: StartRequest, problems: Sequence[KeyProblem]) -> list[str]:
@@ -327,7 +327,7 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
         for line in _refusal(job.runs[0], error.words):
             say(line)
     except BadFileError as error:
-        say(str(error))
+        say_text(str(error))
     for run in runs:
         steps.withdraw(run, reason)
     remove_folder(paths.folder)
@@ -376,7 +376,9 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
         if "," in str(batch.parameters.get("partition")):
             continue
         problems = [
-            problem for reason in sorted(reasons) for problem in refusals.never_starts(reason, run.experiment)
+            problem
+            for reason in sorted(reasons)
+            for problem in job_refusals.never_starts(reason, run.experiment)
         ]
         if problems:
             lines_by_job[job_id] = _lines(run, problems)

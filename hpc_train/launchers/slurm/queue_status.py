@@ -37,8 +37,15 @@ from hpc_train.recovery.diagnosis import (
     stop_reason,
 )
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run.attempts import AttemptRecord, job_cluster, job_ids, newest_number, now, write_record
-from hpc_train.run.events import noted_signal
+from hpc_train.run.attempts import (
+    AttemptRecord,
+    job_cluster,
+    job_ids,
+    newest_number,
+    noted_signal,
+    now,
+    write_record,
+)
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
@@ -175,7 +182,7 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
             if max_age_s == 0:
                 raise
             if going_on:
-                say(f"{error}\n  what follows is what the run folders say")
+                say(str(error), "  what follows is what the run folders say")
     submissions = Submissions()
     return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_train.console import say
-from hpc_train.errors import NoSchedulerError, printable, shortened
+from hpc_train.errors import NoSchedulerError, shortened
 from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import SubmissionPaths
@@ -126,7 +126,7 @@ def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> st
     output = commands.run(["sbatch", *arguments], limit_s=_SBATCH_LIMIT_S, environ=environ)
     number = job_number(output)
     if number is None:
-        shown = shortened(printable(output), 200)
+        shown = shortened(output, 200)
         raise NumberUnknownError(f"sbatch has submitted the job, but did not print one number: {shown!r}")
     return number
 

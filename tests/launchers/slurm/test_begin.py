@@ -17,9 +17,8 @@ from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, _h
 from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.launchers.slurm.queue_status import Folder, status_of
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, now_ms, write_record
+from hpc_train.run.attempts import EventLog, claim_attempt, now_ms, write_record
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status

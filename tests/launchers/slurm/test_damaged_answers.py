@@ -171,7 +171,7 @@ class Life:
             monkeypatch.setattr(module, "cluster_name", lambda: "big")
         monkeypatch.setattr(queue.time, "time", lambda: self.cluster.now)
         monkeypatch.setattr(queue_status, "datetime", _clock(self.cluster))
-        monkeypatch.setattr(queue_status, "say", lambda _: None)
+        monkeypatch.setattr(queue_status, "say", lambda *_: None)
         monkeypatch.setattr(queue_status, "silent_s", lambda *_: self._silent_s())
         self.expected: set[str] = set()
 
@@ -312,7 +312,7 @@ def test_no_job_is_submitted_twice_by_damaged_answers(
     paths.folder.mkdir(parents=True)
     monkeypatch.setattr(sbatch.script, "script_text", lambda *_: "")
     monkeypatch.setattr(sbatch.time, "sleep", lambda _: None)
-    monkeypatch.setattr(sbatch, "say", lambda _: None)
+    monkeypatch.setattr(sbatch, "say", lambda *_: None)
     for seed in range(first, min(first + _PER_TEST, _SEQUENCES)):
         programs = Queue(random.Random(seed), paths.folder)
         monkeypatch.setattr(commands, "run", programs.run)

@@ -22,8 +22,7 @@ from hpc_train.launchers.slurm.queue_status import (
     statuses,
 )
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import read_record
-from hpc_train.run.events import EventLog
+from hpc_train.run.attempts import EventLog, read_record
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first

@@ -13,7 +13,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import StartRequest
-from hpc_train.launchers.slurm import commands, job_arrays, refusals, sbatch
+from hpc_train.launchers.slurm import commands, job_arrays, job_refusals, sbatch
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.script import Batch
@@ -229,7 +229,7 @@ def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str,
 )
 def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str) -> None:
     experiment = loaded(tmp_path, more="slurm: {extra: {foo_bar: 1, begin: now}}\n").experiment
-    assert refusals.advice(words, experiment).key == key
+    assert job_refusals.advice(words, experiment).key == key
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_sites_own_words_get_no_remedy_that_contradicts_them(
 ) -> None:
     experiment = loaded(tmp_path, more=f"slurm: {section}\n").experiment
     text = f"{words}; Batch job submission failed: Unspecified error"
-    found = refusals.advice(text, experiment)
+    found = job_refusals.advice(text, experiment)
     assert found.key == key
     assert remedy in found.remedy
 

@@ -239,7 +239,7 @@ def test_what_a_launcher_says_or_raises_is_a_line_until_it_is_over(monkeypatch: 
         if trouble == "raised":
             raise RuntimeError("raised [so]")
         if trouble:
-            say(f"{trouble}\n  what follows is what the run folders say")
+            say(trouble, "  what follows is what the run folders say")
         return real(self, runs, **kwargs)
 
     monkeypatch.setattr(FollowingLauncher, "status", status)

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.base import JobForecast, StartRequest
-from hpc_train.launchers.slurm import commands, queue, refusals
+from hpc_train.launchers.slurm import commands, job_refusals, queue
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.paths import ExperimentPaths, RunPaths
 from tests.launchers.slurm.programs import Programs, put_programs_first
@@ -178,7 +178,7 @@ def test_the_earliest_start_is_read(tmp_path: Path, programs: Programs) -> None:
 )
 def test_a_pending_reason_is_about_a_key(reason: str, key: str | None) -> None:
     assert queue.key_at_fault(reason) == key
-    problems = refusals.never_starts(reason, small_experiment(slurm={})) if key else []
+    problems = job_refusals.never_starts(reason, small_experiment(slurm={})) if key else []
     assert [problem.key for problem in problems] == ([key] if key else [])
 
 
