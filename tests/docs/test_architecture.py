@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections import Counter
@@ -71,6 +72,32 @@ def test_a_part_is_named_in_the_places_of_its_row_only(kind: str, example: str, 
     package, _, module = example.removesuffix(".py").replace("/", ".").rpartition(".")
     named = rf"hpc_train\.{package}\.{module}\b|from hpc_train\.{package} import [^\n]*\b{module}\b"
     assert {name for name, text in sources.items() if re.search(named, text)} - {example} == set(places)
+
+
+def _importers() -> dict[str, set[str]]:
+    """Return by module of the package the modules that import it."""
+    trees = {
+        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts): ast.parse(file.read_text())
+        for file in PACKAGE.rglob("*.py")
+    }
+    importers: dict[str, set[str]] = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    module = f"{node.module}.{alias.name}"
+                    importers.get(module, importers.get(node.module, set())).add(name)
+    return importers
+
+
+def test_few_modules_serve_only_one_sibling() -> None:
+    """Such a module is merged into its sibling, unless that would hold two subjects."""
+    alone = [
+        module
+        for module, by in _importers().items()
+        if len(by) == 1 and next(iter(by)).rpartition(".")[0] == module.rpartition(".")[0]
+    ]
+    assert 0 < len(alone) <= 40, sorted(alone)
 
 
 _SCHEDULER = re.compile(r"slurm|sbatch|squeue|scancel|scontrol|srun|sacct|sinfo", re.IGNORECASE)
