@@ -1,4 +1,4 @@
-"""A rank of a test's process group, as far as ``training.train_state.context`` asks for it."""
+"""Ranks and their strategies on the CPU, for tests that train without a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.config.schema import Experiment
-from hpc_train.distributed.precision import Precision
+from hpc_train.distributed.precision import Precision, choose_precision
 from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
+from hpc_train.registry import load
+from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
+
+_CPU = torch.device("cpu")
+_ALONE = Degrees()
 
 
 def as_rank(experiment: Experiment, rank: int, degrees: Degrees, precision: Precision) -> Any:
-    """Return it, on the CPU; all ranks of the default group are on one node."""
+    """Return what ``training.train_state.context`` reads of a rank; all ranks of the default group are on one
+    node.
+    """
     ranks = degrees.world_size
 
     def open_sum() -> SharedSum | None:
@@ -28,7 +35,15 @@ def as_rank(experiment: Experiment, rank: int, degrees: Degrees, precision: Prec
         experiment=experiment,
         facts=SimpleNamespace(rank=rank, world_size=ranks),
         degrees=degrees,
-        device=torch.device("cpu"),
+        device=_CPU,
         precision=precision,
         group=SimpleNamespace(open_shared_sum=open_sum),
     )
+
+
+def make_strategy(
+    name: str, rank: int = 0, degrees: Degrees = _ALONE, precision: str = "fp64", **keys: Any
+) -> Any:
+    """Return a rank's strategy; ``keys``: further fields of its context."""
+    context = RankContext(rank, degrees, _CPU, choose_precision(precision, _CPU), **keys)
+    return load("strategies", name)(context)  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,16 +21,17 @@ from hpc_train.checkpoint.state import TrainingState
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
+from hpc_train.errors import HpcTrainError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file, listing
 from hpc_train.strategies.base import RankContext, Strategy
 from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.strategies.fully_sharded import FSDPStrategy
+from hpc_train.strategies.fully_sharded import FSDPStrategy, ZeRO2Strategy
 from hpc_train.strategies.zero1 import ZeRO1Strategy
 from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
 
-STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "zero1": ZeRO1Strategy}
+STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "zero1": ZeRO1Strategy, "zero2": ZeRO2Strategy}
 
 
 @cache
@@ -83,7 +84,7 @@ class Trainee:
             Degrees(replicate=world_size) if strategy == "ddp" else Degrees(shard=world_size),
             torch.device("cpu"),
             precision,
-            channels_last=strategy != "fsdp",
+            channels_last=strategy not in ("fsdp", "zero2"),
             parallel=ParallelConfig(),
         )
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
@@ -192,3 +193,12 @@ def claimed_room(free: int = 2**40) -> Iterator[None]:
         yield
     finally:
         patch.undo()
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """Return the type and message of the error that ``work`` raises, or that there is none."""
+    try:
+        work()
+    except HpcTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -16,12 +16,13 @@ import torch.multiprocessing as mp
 
 from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.checkpoint.state import TrainingState
-from hpc_train.errors import HpcTrainError, StorageError, TransientStorageError
+from hpc_train.errors import StorageError, TransientStorageError
 from hpc_train.paths import RunPaths
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     claimed_room,
     differences,
+    error_of,
     folder_names,
     make_run,
 )
@@ -184,14 +185,6 @@ def save_beside(
 ) -> None:
     checkpointer.begin(state, step, {}, before_commit)
     checkpointer.finish()
-
-
-def error_of(work: Callable[[], None]) -> str:
-    try:
-        work()
-    except HpcTrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 @pytest.mark.slow

@@ -15,13 +15,14 @@ from hpc_train.checkpoint import writing
 from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.checkpoint.export import export
 from hpc_train.checkpoint.state import TrainingState
-from hpc_train.errors import BadFileError, HpcTrainError, StorageError
+from hpc_train.errors import BadFileError, StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import Manifest, all_set_aside
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,
     differences,
+    error_of,
     folder_names,
     forge,
     make_run,
@@ -128,14 +129,6 @@ def fail_in_turn(rank: int, world_size: int, folder: Path) -> list[str]:
     for _ in range(2):  # the second time it is set aside already
         seen.append(error_of(lambda: checkpointer.load_newest(trainee.state)))
     return seen
-
-
-def error_of(work: Any) -> str:
-    try:
-        work()
-    except HpcTrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def write_with_failure(checkpointer: Checkpointer, trainee: Trainee, rank: int) -> None:

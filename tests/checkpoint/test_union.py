@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,18 @@ from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.checkpoint.export import export
 from hpc_train.checkpoint.state import DIFFERENT, TrainingState
-from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
 from hpc_train.strategies.base import Piece
 from hpc_train.strategies.pieces import dealt_out, dealt_pieces
 from hpc_train.training.ema import Ema
-from tests.checkpoint.checkpoint_runs import differences, folder_names, forge, make_run, saving_group
+from tests.checkpoint.checkpoint_runs import (
+    differences,
+    error_of,
+    folder_names,
+    forge,
+    make_run,
+    saving_group,
+)
 from tests.parallelism.groups import Group
 
 RANKS = 3
@@ -177,14 +183,6 @@ def assembled(of_ranks: Sequence[list[tuple[str, Piece]]]) -> dict[str, Tensor]:
         whole[place], is_seen[place] = piece.local, True
     assert all(bool(each.all()) for each in seen.values()), "a part is on no rank"
     return found
-
-
-def error_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except HpcTrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 # What ranks do ----------------------------------------------------------------------------------------

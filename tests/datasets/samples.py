@@ -14,6 +14,7 @@ from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.batches import TrainingBatches, training_batches
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.types import Batch, DataInfo
+from tests.experiments import tiny_experiment
 
 CPU = torch.device("cpu")
 AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
@@ -23,21 +24,8 @@ TOTAL_STEPS = 7
 def experiment(
     *, global_batch_size: int = 8, micro_batch_size: int = 2, seed: int = 0, **data: Any
 ) -> Experiment:
-    return Experiment.model_validate(
-        {
-            "name": "test",
-            "seed": seed,
-            "task": "classification",
-            "model": {"name": "timm/resnet18"},
-            "data": {"name": "synthetic", **data},
-            "optimization": {
-                "steps": 4,
-                "global_batch_size": global_batch_size,
-                "micro_batch_size": micro_batch_size,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-            },
-        }
-    )
+    sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+    return tiny_experiment(sizes, seed=seed, data={"name": "synthetic", **data})
 
 
 def random_images(count: int, channels: int = 3, height: int = 12, width: int = 12) -> torch.Tensor:

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,11 +167,14 @@ def write_experiment(folder: Path, text: str = EXPERIMENT, name: str = "exp.yaml
     return path
 
 
-def submit(folder: Path, *overrides: str, devices: int = 2, text: str = EXPERIMENT) -> RunPaths:
+def submit(
+    folder: Path, *overrides: str, devices: int = 2, text: str = EXPERIMENT, **environment: str
+) -> RunPaths:
     """Submit one run under ``folder`` and see it complete."""
     experiment = write_experiment(folder, text)
     local = ("--local", "--devices", str(devices))
-    done = hpc_train("submit", experiment, *overrides, *local, HPC_TRAIN_RUNS=str(folder / "runs"))
+    environment["HPC_TRAIN_RUNS"] = str(folder / "runs")
+    done = hpc_train("submit", experiment, *overrides, *local, **environment)
     assert done.code == 0, done.err
     return only_run(folder)
 
@@ -223,6 +227,45 @@ def kill_everything(process: subprocess.Popen[str], paths: RunPaths) -> None:
         except ProcessLookupError:
             continue
     process.wait(HANG_LIMIT_S)
+
+
+@contextmanager
+def held_run(
+    folder: Path,
+    step: int,
+    *overrides: str,
+    devices: int = 2,
+    text: str = EXPERIMENT,
+    before: Sequence[str] = (),
+    **environment: str,
+) -> Iterator[tuple[subprocess.Popen[str], RunPaths]]:
+    """Submit one run under ``folder``; within the context it waits after the row of ``step``."""
+    environment["HPC_TRAIN_RUNS"] = str(folder / "runs")
+    with holding.Hold(folder, step) as hold:
+        words = (*overrides, hold.override, "--local", "--devices", str(devices))
+        process = start("submit", write_experiment(folder, text), *words, before=before, **environment)
+        hold.wait(process)
+        yield process, only_run(folder)
+
+
+def killed_run(
+    folder: Path, step: int, *overrides: str, needs_checkpoint: bool = False, **options: Any
+) -> RunPaths:
+    """Submit one run and kill its launcher and ranks after the row of ``step``; options of ``held_run``."""
+    with held_run(folder, step, *overrides, **options) as (process, paths):
+        if needs_checkpoint:
+            wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "a checkpoint")
+        kill_everything(process, paths)
+    process.communicate()
+    assert last_step(paths) == step
+    return paths
+
+
+def resume(paths: RunPaths, *words: str, before: Sequence[str] = (), **environment: str) -> None:
+    """Resume a run and see it complete."""
+    runs = str(paths.folder.parents[1])
+    done = hpc_train("resume", paths.folder, *words, before=before, **{"HPC_TRAIN_RUNS": runs} | environment)
+    assert done.code == 0, done.err
 
 
 def final_tensors(paths: RunPaths) -> dict[str, Any]:

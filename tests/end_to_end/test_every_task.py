@@ -1,7 +1,6 @@
 """Tasks, models and data sources by the real command, killed in mid-epoch: bitwise as if nothing happened.
 
-Those that no other page kills: small models of the tests are in test_segmentation.py and test_detection.py,
-language models in test_causal_lm.py and test_token_shards.py.
+Language models are in test_causal_lm.py and test_token_shards.py.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ import yaml
 from hpc_train.run.checkpoints import committed
 from tests.datasets.coco import read, write, write_coco
 from tests.datasets.sources.masks import save, write_folder
-from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     REPOSITORY,
     assert_equal_to_the_bit,
-    hpc_train,
-    kill_everything,
+    killed_run,
     last_step,
     only_run,
+    resume,
     rows,
     start,
     status,
-    wait_for,
+    submit,
     write_experiment,
 )
 from tests.parallelism import task_data
@@ -38,11 +36,23 @@ from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
-#: Case → steps, enough of them to be killed in the middle. The first case and the second have the same data.
-STEPS = {case.title: 24 for case in CASES[1:] if case.data["name"] != "tokens"}
+#: Enough of them to be killed in the middle.
+STEPS = 24
+#: The first case and the second have the same data.
+KILLED = [case for case in CASES[1:] if case.data["name"] != "tokens"]
+#: Task → augmentation that draws numbers and moves targets.
+AUGMENTED: dict[str, dict[str, object]] = {
+    "segmentation": {
+        "augment": {"hflip": 0.5, "random_scale": [0.5, 2.0], "color_jitter": {"contrast": 0.3}},
+        "image_size": [32, 48],
+    },
+    "detection": {
+        "augment": {"hflip": 0.5, "random_scale": [0.8, 1.2]},
+        "transform": "torchvision.transforms.v2:RandomPhotometricDistort",
+        "image_size": [32, 64],
+    },
+}
 LOCAL = ("--local", "--devices", "2")
-#: Each rank imports transformers, for seconds.
-ALONE = ("--local", "--devices", "1")
 
 
 @pytest.fixture(scope="module")
@@ -58,42 +68,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text(case: TaskCase, root: Path) -> str:
     file = case.file(root, precision="fp32")
-    file["data"] |= {"augment": {"hflip": 0.5}, "workers": 0}
-    file["optimization"] |= {"steps": STEPS[case.title], "ema": {"decay": 0.9}}
+    file["data"] |= {"augment": {"hflip": 0.5}, "workers": 0} | AUGMENTED.get(case.task, {})
+    file["optimization"] |= {"steps": STEPS, "ema": {"decay": 0.9}}
     every = {
-        "evaluation": {"every_steps": STEPS[case.title] // 2},
+        "evaluation": {"every_steps": STEPS // 2},
         "checkpoint": {"every_steps": 3},
         "logging": {"every_steps": 1},
     }
     return yaml.safe_dump(file | every)
 
 
-@pytest.mark.parametrize("title", STEPS)
-def test_a_killed_run_resumes_bitwise(title: str, root: Path, tmp_path: Path) -> None:
-    (case,) = (case for case in CASES if case.title == title)
+@pytest.mark.parametrize("case", KILLED, ids=lambda case: case.title)
+def test_a_killed_run_resumes_bitwise(case: TaskCase, root: Path, tmp_path: Path) -> None:
     if case.needs_transformers and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers: the extra 'hf'")
-    found = {"HPC_TRAIN_CACHE": str(root / "cache")}
+    if case.task == "detection" and importlib.util.find_spec("pycocotools") is None:
+        pytest.skip("needs pycocotools: the extra 'detection'")
+    environment = {"HPC_TRAIN_CACHE": str(root / "cache")}
     if case.data["name"] == "huggingface":
-        found["PYTHONPATH"] = os.pathsep.join([str(root), str(REPOSITORY)])
-    file, where = write_experiment(tmp_path, text(case, root)), ALONE if case.needs_transformers else LOCAL
-    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
-    done = hpc_train("submit", file, *where, HPC_TRAIN_RUNS=str(quiet / "runs"), **found)
-    assert done.code == 0, done.err
-
-    runs = found | {"HPC_TRAIN_RUNS": str(killed / "runs")}
-    with Hold(killed, 4) as hold:
-        process = start("submit", file, hold.override, *where, **runs)
-        hold.wait(process)
-        paths = only_run(killed)
-        wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "the checkpoint of step 3")
-        kill_everything(process, paths)
-    process.communicate()
-    assert (committed(paths)[0].step, last_step(paths)) == (3, 4)
-    done = hpc_train("resume", paths.folder, "data.workers=1", **runs)
-    assert done.code == 0, done.err
-    assert_equal_to_the_bit(only_run(quiet), paths)
-    assert rows(paths, "val")
+        environment["PYTHONPATH"] = os.pathsep.join([str(root), str(REPOSITORY)])
+    devices = 1 if case.needs_transformers else 2  # each rank imports transformers, for seconds
+    quiet = submit(tmp_path / "quiet", devices=devices, text=text(case, root), **environment)
+    options = {"devices": devices, "text": text(case, root), "needs_checkpoint": True}
+    paths = killed_run(tmp_path / "killed", 4, **options, **environment)
+    assert committed(paths)[0].step == 3
+    resume(paths, "data.workers=1", **environment)
+    assert_equal_to_the_bit(quiet, paths)
+    first, last = rows(paths, "val")
+    assert first.keys() == last.keys() > ({"map", "ema_map50"} if case.task == "detection" else {"ema_loss"})
 
 
 def with_a_mask(pixels: np.ndarray) -> Callable[[Path], dict[str, object]]:

@@ -11,37 +11,19 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
-from hpc_train.datasets.building import build_source
 from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.sampler import MicroBatchSampler, Position
-from hpc_train.datasets.types import Batch
 from hpc_train.distributed.seeds import seed_build
-from hpc_train.paths import RunPaths
-from hpc_train.tasks.segmentation import Segmentation
-from hpc_train.training.evaluation import evaluate
-from tests.datasets.samples import experiment
 from tests.datasets.sources.masks import IGNORED, write_folder
-from tests.end_to_end.holding import Hold
 from tests.end_to_end.parts import segmenter
 from tests.end_to_end.runs import (
-    assert_equal_to_the_bit,
     final_tensors,
-    hpc_train,
-    kill_everything,
-    last_step,
-    only_run,
     rows,
-    start,
     submit,
-    write_experiment,
 )
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 STEPS = 20
 SEED = 3
 CLASSES = 3
@@ -65,10 +47,6 @@ evaluation: {{every_steps: 10}}
 checkpoint: {{every_steps: 3}}
 logging: {{every_steps: 1}}
 """
-SCALED = EXPERIMENT.replace(
-    "augment: {hflip: 0.5}",
-    "augment: {hflip: 0.5, random_scale: [0.5, 2.0], color_jitter: {contrast: 0.3}}\n  image_size: [8, 12]",
-)
 
 
 @pytest.fixture(scope="module")
@@ -133,53 +111,3 @@ def test_twenty_steps_equal_plain_pytorch_on_one_and_two_ranks(root: Path, tmp_p
         assert last["miou"] > first["miou"] > 0 and 0 < last["iou_car"] < 1
         assert (run.evaluation(STEPS) / "confusion.csv").read_text().startswith("class,road,car,sky\n")
         assert run.evaluation_images(STEPS).keys() == {"predictions"}
-
-
-def test_a_killed_run_resumes_bitwise(root: Path, tmp_path: Path) -> None:
-    text = SCALED.replace("ROOT", str(root))
-    reference = submit(tmp_path / "reference", text=text)
-    paths = killed(tmp_path, text)
-    done = hpc_train("resume", paths.folder, "data.workers=1", HPC_TRAIN_RUNS=str(tmp_path / "runs"))
-    assert done.code == 0, done.err
-    assert_equal_to_the_bit(reference, paths)
-
-
-def killed(folder: Path, text: str) -> RunPaths:
-    """Submit a run and kill it in the middle of an epoch."""
-    runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    with Hold(folder, 7) as hold:
-        experiment = write_experiment(folder, text)
-        process = start("submit", experiment, hold.override, "--local", "--devices", "2", **runs)
-        hold.wait(process)
-        paths = only_run(folder)
-        kill_everything(process, paths)
-    process.communicate()
-    assert last_step(paths) == 7
-    return paths
-
-
-def evaluate_folder(rank: int, world_size: int, root: str) -> dict[str, object] | None:
-    """Evaluate a model of random weights on this rank's share of the folder."""
-    source = build_source(DataConfig(name="segmentation_folder", root=root, args={"num_classes": CLASSES}))
-    config = experiment(micro_batch_size=2, image_size=[8, 12])
-    task = Segmentation(config, source.info)
-    seed_build(0)
-    model = segmenter(CLASSES).double().eval()
-    assert source.val is not None
-    batches = evaluation_batches(source.val, config, rank, world_size, CPU, None, task.target_spec)
-
-    def sums(batch: Batch) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return task.sums(model(batch.inputs.double()), batch)
-
-    count = evaluation_batch_count(source.val, 2)
-    found = evaluate(batches, count, sums, CPU, lambda place: None, lambda: False)
-    assert found is not None
-    return task.metrics(found) | {"confusion": found["confusion"].tolist()}
-
-
-def test_the_evaluation_is_the_same_on_one_two_and_three_ranks(root: Path, tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, evaluate_folder, str(root), folder=tmp_path)
-    assert sum(map(sum, alone["confusion"])) > 5 * 60
-    for world_size in (2, 3):
-        assert run_ranks(world_size, evaluate_folder, str(root), folder=tmp_path) == [alone] * world_size

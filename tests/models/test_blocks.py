@@ -14,34 +14,23 @@ from tests.models.factories import OwnBlocks, mlp
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "count"),
+    ("create", "name", "kind", "count"),
     [
-        ("vit_tiny_patch16_224", "Block", 12),
-        ("convnext_atto", "ConvNeXtBlock", 12),
-        ("resnet18", "BasicBlock", 8),
-        ("swin_tiny_patch4_window7_224", "SwinTransformerBlock", 12),
-        ("efficientnet_b0", "InvertedResidual", 15),
+        (timm.create_model, "vit_tiny_patch16_224", "Block", 12),
+        (timm.create_model, "convnext_atto", "ConvNeXtBlock", 12),
+        (timm.create_model, "resnet18", "BasicBlock", 8),
+        (timm.create_model, "swin_tiny_patch4_window7_224", "SwinTransformerBlock", 12),
+        (timm.create_model, "efficientnet_b0", "InvertedResidual", 15),
+        (torchvision.models.get_model, "resnet50", "Bottleneck", 16),
+        (torchvision.models.get_model, "vit_b_16", "EncoderBlock", 12),
+        (torchvision.models.get_model, "convnext_tiny", "CNBlock", 18),
+        (torchvision.models.get_model, "swin_t", "SwinTransformerBlock", 12),
+        (torchvision.models.get_model, "mobilenet_v2", "InvertedResidual", 17),
     ],
 )
-def test_timms_blocks_are_found(name: str, kind: str, count: int) -> None:
+def test_blocks_of_timm_and_torchvision_are_found(create: Any, name: str, kind: str, count: int) -> None:
     with torch.device("meta"):
-        blocks = find_blocks(timm.create_model(name, num_classes=10))
-    assert [type(block).__name__ for block in blocks] == [kind] * count
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "count"),
-    [
-        ("resnet50", "Bottleneck", 16),
-        ("vit_b_16", "EncoderBlock", 12),
-        ("convnext_tiny", "CNBlock", 18),
-        ("swin_t", "SwinTransformerBlock", 12),
-        ("mobilenet_v2", "InvertedResidual", 17),
-    ],
-)
-def test_torchvisions_blocks_are_found(name: str, kind: str, count: int) -> None:
-    with torch.device("meta"):
-        blocks = find_blocks(torchvision.models.get_model(name, num_classes=10))
+        blocks = find_blocks(create(name, num_classes=10))
     assert [type(block).__name__ for block in blocks] == [kind] * count
 
 

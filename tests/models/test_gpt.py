@@ -141,6 +141,10 @@ def test_dropout_is_off_in_evaluation_alone() -> None:
             {"num_head": 2},
             r"^model.args.num_head: gpt takes no argument 'num_head'; did you mean 'num_heads'",
         ),
+        ({"num_kv_heads": 1}, r"^model.args.num_kv_heads: is for style llama; write style: llama too"),
+        ({"style": "llama", "num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads: 4 does not .*; write 3$"),
+        ({"style": "llama", "num_heads": 4}, r"^model.args.dim: 12 gives each of 4 heads 3 .*write 16$"),
+        ({"style": "opt"}, r"^model.args.style: needs one of gpt2, llama, got the text 'opt'"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
@@ -242,17 +246,3 @@ def test_rotary_angles_are_not_rounded_to_bfloat16() -> None:
     cos_TK, _ = rotary_table(torch.zeros(1, 1, 1000, 4, dtype=torch.bfloat16), 10000.0)
     assert cos_TK.dtype == torch.float32 and cos_TK[999, 0].item() == pytest.approx(math.cos(999), abs=1e-4)
     assert layer.to(torch.bfloat16)(torch.zeros(1, 3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"num_kv_heads": 1}, r"^model.args.num_kv_heads: is for style llama; write style: llama too"),
-        ({"style": "llama", "num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads: 4 does not .*; write 3$"),
-        ({"style": "llama", "num_heads": 4}, r"^model.args.dim: 12 gives each of 4 heads 3 .*write 16$"),
-        ({"style": "opt"}, r"^model.args.style: needs one of gpt2, llama, got the text 'opt'"),
-    ],
-)
-def test_wrong_arguments_of_a_style_are_named(args: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadFileError, match=words):
-        gpt(**args)

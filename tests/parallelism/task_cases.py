@@ -133,7 +133,15 @@ CASES = (
     TaskCase("`causal_lm`: `gpt` (llama), `tokens`", "causal_lm", {"name": "gpt", "args": _LLAMA}, _TOKENS),
     TaskCase("`causal_lm`: `hf/` (GPT-2), `tokens`", "causal_lm", {"name": "hf/ROOT/gpt2"}, _TOKENS),
 )  # fmt: skip
-BY_TITLE = {case.title: case for case in CASES}
+#: All of its parameters are trained, in float64: in the tests, not in the report.
+DETECTOR = TaskCase(
+    "`detection`: a small Faster R-CNN, `coco`",
+    "detection",
+    {"name": "tests.tasks.detectors:tiny"},
+    _images("coco", "coco"),
+    lr=0.05,
+)
+BY_TITLE = {case.title: case for case in (*CASES, DETECTOR)}
 
 
 @dataclass(frozen=True)

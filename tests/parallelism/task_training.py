@@ -40,6 +40,7 @@ from tests.parallelism.cases import STEPS
 from tests.parallelism.task_cases import BY_TITLE, MICRO_BATCH_SIZE, SEED, Cell, TaskCase
 from tests.parallelism.training import whole
 from tests.rank_context import as_rank
+from tests.tasks.detectors import tiny
 
 _CPU = torch.device("cpu")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -180,6 +181,8 @@ def _library_model(case: TaskCase, config: Experiment, num_classes: int) -> nn.M
         is_text = case.task == "causal_lm"
         kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageClassification
         return kind.from_config(settings)  # type: ignore[no-any-return]
+    if provider == "tests.tasks.detectors:tiny":
+        return tiny(num_classes)
     if case.task == "detection":
         size = num_classes + 1
         detector: Any = torchvision.models.get_model(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.parallelism import task_data, task_training
 from tests.parallelism.groups import Groups
-from tests.parallelism.task_cases import CASES, Cell, TaskCase
+from tests.parallelism.task_cases import CASES, DETECTOR, Cell, TaskCase
 from tests.parallelism.task_training import Trained, difference
 
 _LIBRARIES = {"hf/": "transformers", "detection": "pycocotools"}
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+@pytest.mark.parametrize("case", (*CASES, DETECTOR), ids=lambda case: case.title)
 def test_twenty_steps_equal_plain_pytorch_and_evaluations_each_other(
     case: TaskCase, groups: Groups, root: Path
 ) -> None:
@@ -42,10 +42,10 @@ def test_twenty_steps_equal_plain_pytorch_and_evaluations_each_other(
             pytest.skip(f"needs {library}")
     precision = "fp32" if case.is_large else "fp64"
     (expected,) = groups.run(1, task_training.plain, case.title, precision, root)
-    for ranks in (1, 2):
-        cell = Cell(case, "ddp", precision, ranks)
-        found: list[Trained] = groups.run(ranks, task_training.train, case.title, "ddp", precision, root)
-        apart = difference(cell, found, expected)
+    for strategy, ranks in (("ddp", 1), ("ddp", 2), *([("fsdp", 2)] if case is DETECTOR else [])):
+        cell = Cell(case, strategy, precision, ranks)
+        trained: list[Trained] = groups.run(ranks, task_training.train, case.title, strategy, precision, root)
+        apart = difference(cell, trained, expected)
         assert apart.is_within, f"{cell}: {apart}"
     (alone,) = groups.run(1, task_training.evaluated, case.title, precision, root)
     for ranks in (2, 3):

@@ -19,8 +19,6 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.errors import BadFileError
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.buffers import Buffers, buffers_kept
 from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.mesh import made_once, part_of
@@ -28,6 +26,7 @@ from hpc_train.topology.degrees import Degrees
 from hpc_train.training.ema import Ema
 from tests.distributed.scripts import run_script
 from tests.forwards import PlainForward
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 MICRO_BATCHES = 4
@@ -84,9 +83,7 @@ def make_model(kind: str = "plain") -> nn.Module:
 
 def place(rank: int, world_size: int, name: str, model: nn.Module, precision: str = "fp64") -> Any:
     """Return the strategy; each Sequential of ``model`` is a block."""
-    device = torch.device("cpu")
-    context = RankContext(rank, degrees_of(name, world_size), device, choose_precision(precision, device))
-    strategy: Any = load("strategies", name)(context)  # type: ignore[operator]
+    strategy = make_strategy(name, rank, degrees_of(name, world_size), precision)
     strategy.place(model, [child for child in model.children() if isinstance(child, nn.Sequential)])
     return strategy
 
@@ -334,24 +331,12 @@ def test_a_parameter_of_two_places_in_one_group_is_none_of_two() -> None:
 
 
 def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
-    device = torch.device("cpu")
-    strategy: Any = load("strategies", "fsdp")(  # type: ignore[operator]
-        RankContext(0, Degrees(), device, choose_precision("bf16", device))
-    )
     with pytest.raises(Exception, match=r"write fp32, or parallel\.strategy: ddp"):
-        strategy.place(make_model("batchnorm"), [])
+        make_strategy("fsdp", precision="bf16").place(make_model("batchnorm"), [])
 
 
 def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, Any]) -> str | list[Tensor]:
-    device = torch.device("cpu")
-    context = RankContext(
-        rank,
-        Degrees(replicate=world_size),
-        device,
-        choose_precision("fp64", device),
-        parallel=ParallelConfig(args=args),
-    )
-    strategy: Any = load("strategies", "ddp")(context)  # type: ignore[operator]
+    strategy = make_strategy("ddp", rank, Degrees(replicate=world_size), parallel=ParallelConfig(args=args))
     model = make_model()
     model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
     strategy.place(model, [])
@@ -391,12 +376,9 @@ def words_gradients(rank: int, world_size: int) -> tuple[list[Tensor], list[Tens
 
     def found(open_sum: Callable[[], SharedSum | None]) -> list[Tensor]:
         torch.manual_seed(0)
-        model, device = Words(), torch.device("cpu")
-        precision = choose_precision("fp32", device)
-        context = RankContext(
-            rank, Degrees(replicate=world_size), device, precision, open_shared_sum=open_sum
-        )
-        strategy: Any = load("strategies", "ddp")(context)  # type: ignore[operator]
+        model = Words()
+        degrees = Degrees(replicate=world_size)
+        strategy = make_strategy("ddp", rank, degrees, "fp32", open_shared_sum=open_sum)
         strategy.place(model, [])
         strategy.accumulate(slots(rank, world_size), PlainForward(loss_of))
         return [value.grad.to_dense().clone() for value in model.parameters() if value.grad is not None]
@@ -432,24 +414,19 @@ import gc, os, signal, sys
 from pathlib import Path
 import torch
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.distributed.process_group import join
 from hpc_train.errors import PeerLostError
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
+from tests.rank_context import make_strategy
 from tests.strategies.test_data_parallel import loss_of, make_model, slots
 def mapped():
     return Path("/proc/self/maps").read_text().count("/hpc-train-")
 facts, device = RankFacts.from_environment(os.environ), torch.device("cpu")
 group = join(facts, device, Path(sys.argv[1]), "token")
 def train():
-    precision = choose_precision("fp64", device)
-    context = RankContext(
-        facts.rank, Degrees(replicate=3), device, precision, open_shared_sum=group.open_shared_sum
-    )
-    strategy = load("strategies", "ddp")(context)
+    degrees = Degrees(replicate=3)
+    strategy = make_strategy("ddp", facts.rank, degrees, open_shared_sum=group.open_shared_sum)
     strategy.place(make_model(), [])
     strategy.accumulate(slots(facts.rank, 3), PlainForward(loss_of))
     assert mapped() == 2, "the flags of the step, and the gradients"
@@ -472,12 +449,8 @@ except PeerLostError as error:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
-    device = torch.device("cpu")
-    context = RankContext(
-        0, Degrees(), device, choose_precision("fp32", device), parallel=ParallelConfig(args={"bucket": 3})
-    )
     with pytest.raises(BadFileError, match=rf"^parallel\.args\.bucket: does not apply to strategy {name}; "):
-        load("strategies", name)(context)  # type: ignore[operator]
+        make_strategy(name, parallel=ParallelConfig(args={"bucket": 3}))
 
 
 def groups_after_builds(rank: int, world_size: int) -> list[int]:

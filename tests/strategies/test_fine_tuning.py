@@ -38,6 +38,16 @@ def case(strategy: str, model: str, shape: Shape, *overrides: str) -> Case:
     return Case(strategy, shape, (Choice("model", (model,)), Choice("rest", given)))
 
 
+def train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, micro_batches: int) -> None:
+    for step in range(STEPS):
+        for number in range(micro_batches):
+            seed_forward(seed, step, number, torch.device("cpu"))
+            images, classes = micro_batch(step, number)
+            (functional.cross_entropy(model(images), classes) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def bare_loop(config: Experiment, micro_batches: int) -> dict[str, Tensor]:
     """Train as the file says, by hand; return parameters and buffers."""
     seed_build(config.seed)
@@ -48,13 +58,7 @@ def bare_loop(config: Experiment, micro_batches: int) -> dict[str, Tensor]:
         if isinstance(layer, _BatchNorm) and not layer.weight.requires_grad:
             layer.eval()
     optimizer = torch.optim.SGD(_groups(model), momentum=0.9)
-    for step in range(STEPS):
-        for number in range(micro_batches):
-            seed_forward(config.seed, step, number, torch.device("cpu"))
-            images, classes = micro_batch(step, number)
-            (functional.cross_entropy(model(images), classes) / micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_by_hand(model, optimizer, config.seed, micro_batches)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -138,13 +142,7 @@ def bare_lora(config: Experiment, micro_batches: int) -> dict[str, Tensor]:
     model.double().train().get_submodule("head").requires_grad_(True)
     trained = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.002, momentum=0.9, weight_decay=0.01)
-    for step in range(STEPS):
-        for number in range(micro_batches):
-            seed_forward(config.seed, step, number, torch.device("cpu"))
-            images, classes = micro_batch(step, number)
-            (functional.cross_entropy(model(images), classes) / micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_by_hand(model, optimizer, config.seed, micro_batches)
     return {name.replace(".layer.", "."): value.detach() for name, value in model.state_dict().items()}
 
 

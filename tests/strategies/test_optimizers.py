@@ -16,13 +16,12 @@ from hpc_train.checkpoint.state import optimizer_tensors
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.validate.compatibility import NEED_WHOLE_PARAMETERS
 from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.forwards import PlainForward, optimizer_step
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import full
 
@@ -59,9 +58,7 @@ class Net(nn.Module):
 def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[str, Tensor]:
     precision = choose_precision("fp64", CPU)
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(shard=world_size)
-    strategy: Any = load("strategies", strategy_name)(  # type: ignore[operator]
-        RankContext(rank, degrees, CPU, precision)
-    )
+    strategy = make_strategy(strategy_name, rank, degrees)
     torch.manual_seed(0)
     model = Net()
     strategy.place(model, [])

@@ -16,13 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from hpc_train.checkpoint.state import NamedTensors
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT
 from hpc_train.models.splitting import split_model
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.topology.degrees import Degrees
@@ -30,6 +27,7 @@ from hpc_train.training.ema import Ema
 from hpc_train.validate.model_rules import GPTArgs
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
+from tests.rank_context import make_strategy
 
 STEPS = 3
 CPU = torch.device("cpu")
@@ -123,9 +121,7 @@ def slots(case: Case, step: int, data_rank: int) -> list[Batch]:
 
 def strategy_of(rank: int, case: Case) -> Any:
     parallel = ParallelConfig(**{"strategy": "pipeline", **case.parallel})
-    precision = choose_precision(case.precision, CPU)
-    context = RankContext(rank, case.degrees, CPU, precision, parallel=parallel)
-    return load("strategies", case.name)(context)  # type: ignore[operator]
+    return make_strategy(case.name, rank, case.degrees, case.precision, parallel=parallel)
 
 
 def train(rank: int, world_size: int, case: Case) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
 from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import degrees_of, full
 
@@ -54,11 +53,10 @@ def slots_of(rank: int, world_size: int) -> list[Batch]:
 
 
 def train(rank: int, world_size: int, name: str, momentum: float | None, precision: str) -> dict[str, Any]:
-    context = RankContext(rank, degrees_of(name, world_size), CPU, choose_precision(precision, CPU))
     model = sync_batchnorm(make_model(momentum), CPU, MICRO_BATCHES)
-    strategy: Any = load("strategies", name)(context)  # type: ignore[operator]
+    strategy = make_strategy(name, rank, degrees_of(name, world_size), precision)
     strategy.place(model, [model[0]])
-    dtype = context.precision.param_dtype
+    dtype = choose_precision(precision, CPU).param_dtype
     optimizer = torch.optim.SGD(strategy.optimized().values(), lr=0.1)
     gradients: dict[str, Tensor] = {}
     for _ in range(3):

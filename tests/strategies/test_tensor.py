@@ -21,8 +21,6 @@ from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
 from hpc_train.strategies.tensor import _SharedDropout, refuse_unshared
 from hpc_train.strategies.tensor_layers import find_shareable
@@ -32,6 +30,7 @@ from hpc_train.training.ema import Ema
 from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer, make_schedule
 from hpc_train.validate.model_rules import GPTArgs
 from tests.forwards import PlainForward, optimizer_step
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -118,9 +117,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def place(rank: int, training: Training, precision: str = "fp64") -> tuple[Any, nn.Module]:
-    strategy: Any = load("strategies", "tensor")(  # type: ignore[operator]
-        RankContext(rank, training.degrees, CPU, choose_precision(precision, CPU))
-    )
+    strategy = make_strategy("tensor", rank, training.degrees, precision)
     model = build(training.make)
     blocks = find_blocks(model)
     if training.prepare is not None:

@@ -20,6 +20,7 @@ from hpc_train.strategies.zero1 import _buckets, gather_slices, own_slice
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.optimization import Optimization, make_optimizer
 from tests.forwards import PlainForward, optimizer_step
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ class Numbered(nn.Module):
 def optimized(rank: int, world_size: int, name: str, precision: str) -> tuple[Any, nn.Module, Optimization]:
     degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
     chosen = choose_precision(precision, CPU)
-    strategy: Any = load("strategies", name)(RankContext(rank, degrees, CPU, chosen))  # type: ignore[operator]
+    strategy = make_strategy(name, rank, degrees, precision)
     model = Numbered()
     strategy.place(model, [])
     config = OptimizerConfig(name="adamw", lr=0.1, args={"fused": True})

@@ -13,37 +13,21 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.base import make_task
 from hpc_train.tasks.causal_lm import CausalLM
+from tests.experiments import tiny_experiment
+from tests.tasks.test_classification import batch
 
 TEXT = DataInfo(7, 0, (), (), sequence_length=5)
 IMAGES = DataInfo(10, 1, (0.5,), (0.5,))
 
 
 def experiment(label_smoothing: float = 0.0, task: str = "causal_lm", data: str = "text") -> Experiment:
-    return Experiment.model_validate(
-        {
-            "name": "x",
-            "task": task,
-            "model": {"name": "gpt"},
-            "data": {"name": data},
-            "optimization": {
-                "epochs": 1,
-                "global_batch_size": 4,
-                "micro_batch_size": 4,
-                "label_smoothing": label_smoothing,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-            },
-        }
+    return tiny_experiment(
+        {"label_smoothing": label_smoothing}, task=task, model={"name": "gpt"}, data={"name": data}
     )
 
 
 def task(label_smoothing: float = 0.0) -> CausalLM:
     return CausalLM(experiment(label_smoothing), TEXT)
-
-
-def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
-    """Return a batch whose inputs are the logits."""
-    valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
-    return Batch(0, 0, 1.0, logits, targets, valid)
 
 
 def logits_and_targets(size: int) -> tuple[Tensor, Tensor]:

@@ -11,24 +11,11 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.classification import Classification
+from tests.experiments import tiny_experiment
 
 
 def experiment(label_smoothing: float = 0.0, **model: Any) -> Experiment:
-    return Experiment.model_validate(
-        {
-            "name": "x",
-            "task": "classification",
-            "model": {"name": "timm/resnet18", **model},
-            "data": {"name": "digits"},
-            "optimization": {
-                "epochs": 1,
-                "global_batch_size": 4,
-                "micro_batch_size": 4,
-                "label_smoothing": label_smoothing,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-            },
-        }
-    )
+    return tiny_experiment({"label_smoothing": label_smoothing}, model={"name": "timm/resnet18", **model})
 
 
 def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Classification:

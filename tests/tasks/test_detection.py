@@ -8,37 +8,22 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from hpc_train.config.schema import Experiment
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
+from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.distributed.seeds import seed_build, seed_forward
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.tasks.detection import Detection, average_precision
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.training.evaluation import evaluate
-from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.non_finite import Guard
-from hpc_train.training.step import train_step
-from hpc_train.training.train_state import build, context
 from tests.datasets.coco import read, write_coco
-from tests.parallelism.training import whole
-from tests.rank_context import as_rank
-from tests.ranks import run_ranks
-from tests.tasks.detectors import tiny
+from tests.experiments import tiny_experiment
 
 CPU = torch.device("cpu")
-STEPS = 20
 MEAN, STD = (0.4, 0.45, 0.5), (0.2, 0.25, 0.3)
 _needs_pycocotools = pytest.mark.skipif(
     importlib.util.find_spec("pycocotools") is None, reason="needs pycocotools: the extra 'detection'"
@@ -46,137 +31,18 @@ _needs_pycocotools = pytest.mark.skipif(
 
 
 def experiment(root: Path, strategy: str = "ddp") -> Experiment:
-    return Experiment.model_validate(
+    return tiny_experiment(
         {
-            "name": "x",
-            "task": "detection",
-            "model": {"name": "tests.tasks.detectors:tiny"},
-            "data": {"name": "coco", "root": str(root), "normalize": {"mean": list(MEAN), "std": list(STD)}},
-            "optimization": {
-                "steps": STEPS,
-                "global_batch_size": 8,
-                "micro_batch_size": 2,
-                "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-                "clip_grad_norm": 1.0,
-            },
-            "precision": "fp64",
-            "parallel": {"strategy": strategy},
-        }
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        },
+        task="detection",
+        model={"name": "tests.tasks.detectors:tiny"},
+        data={"name": "coco", "root": str(root), "normalize": {"mean": list(MEAN), "std": list(STD)}},
+        precision="fp64",
+        parallel={"strategy": strategy},
     )
-
-
-def train(rank: int, ranks: int, root: Path, strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Train as the loop does; return the rank's losses and whole weights."""
-    config = experiment(root, strategy)
-    source = build_source(config.data)
-    degrees = find_degrees(config.parallel, ranks, ranks)
-    assert isinstance(degrees, Degrees)
-    precision, task = choose_precision("fp64", CPU), make_task(config, source.info)
-    batches = BatchArithmetic.of(config.optimization, len(source.train), ranks)
-    state = build(config, source.info, batches, context(as_rank(config, rank, degrees, precision)))
-    to_input = make_to_input(config, source.info, CPU, precision)
-    forward = TrainingForward.of(config, state, task, precision, CPU, to_input)
-    guard = Guard(config.optimization, state.model, norm_counts=False)
-    spec, losses = target_spec(task), []
-    state.wrapped.train()
-    with training_batches(source, config, Position(0), STEPS, rank, ranks, CPU, None, spec) as given:
-        for step, own in given:
-            losses.append(train_step(state, step, own, forward, guard, 1.0).loss)
-    state.strategy.share_buffers(all_persistent=True)
-    held = dict(state.strategy.model.named_parameters()) | dict(state.strategy.model.named_buffers())
-    return torch.stack(losses), whole(state.strategy, held, held)
-
-
-def evaluated(rank: int, ranks: int, root: Path, weights: dict[str, Tensor]) -> Any:
-    """Return the metrics and the detections of a model with these weights."""
-    config = experiment(root)
-    source = build_source(config.data)
-    task, model = make_task(config, source.info), tiny(2).double().eval()
-    model.load_state_dict(weights)
-    to_input = make_to_input(config, source.info, CPU, choose_precision("fp64", CPU))
-
-    def sums(batch: Batch) -> dict[str, Any]:
-        moved = to_input(batch)
-        return task.sums(task.forward(model, moved), moved)
-
-    assert source.val is not None
-    batches = evaluation_batches(source.val, config, rank, ranks, CPU, None, target_spec(task))
-    count = evaluation_batch_count(source.val, 2)
-    with torch.no_grad():
-        found = evaluate(batches, count, sums, CPU, lambda place: None, lambda: False)
-    assert found is not None
-    return task.metrics(found), [each.tolist() for each in found["detections"]]
-
-
-def plain(root: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """Train by a bare loop that reads the JSON and the files itself."""
-    document = read(root)
-    samples = [sample(root, document, image) for image in document["images"]]
-    seed_build(0)
-    model = tiny(2).double().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sampler = MicroBatchSampler(
-        len(samples),
-        global_batch_size=8,
-        micro_batch_size=2,
-        seed=0,
-        position=Position(0),
-        total_steps=STEPS,
-        rank=0,
-        world_size=1,
-    )
-    slots, losses = iter(sampler), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for number in range(4):
-            own = [samples[index] for index in next(slots).indices.tolist()]
-            seed_forward(0, step, number, CPU)
-            found = model([image for image, _ in own], [target for _, target in own])
-            loss: Any = sum(found.values()) / 4
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(total)
-    return torch.stack(losses), model.state_dict()
-
-
-def sample(root: Path, document: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    pixels = torch.from_numpy(np.array(Image.open(root / "train" / image["file_name"]))).permute(2, 0, 1)
-    mean, std = (torch.tensor(each, dtype=torch.float64).view(3, 1, 1) for each in (MEAN, STD))
-    values = (pixels.double() / 255 - mean) / std
-    own = [each for each in document["annotations"] if each["image_id"] == image["id"]]
-    boxes = torch.tensor([each["bbox"] for each in own], dtype=torch.float64).view(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
-    labels = torch.tensor([{3: 1, 7: 2}[each["category_id"]] for each in own], dtype=torch.int64)
-    return values, {"boxes": boxes, "labels": labels}
-
-
-@pytest.mark.slow
-@_needs_pycocotools
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
-def test_20_steps_equal_plain_pytorch(ranks: int, strategy: str, tmp_path: Path) -> None:
-    root = write_coco(tmp_path / "coco", train=12, val=11)
-    losses, weights = plain(root)
-    found = run_ranks(ranks, train, root, strategy, folder=tmp_path)
-    torch.testing.assert_close(sum(each for each, _ in found), losses, rtol=1e-9, atol=1e-11)
-    for name, value in found[0][1].items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-11)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-@_needs_pycocotools
-def test_an_evaluation_is_the_same_on_one_to_three_ranks(tmp_path: Path) -> None:
-    root = write_coco(tmp_path / "coco", train=12, val=11)
-    _, weights = plain(root)
-    alone, *others = (
-        each for ranks in (1, 2, 3) for each in run_ranks(ranks, evaluated, root, weights, folder=tmp_path)
-    )
-    metrics, detections = alone
-    assert others == [alone] * 5
-    assert len(detections) == 11 and 0 < metrics["map"] <= metrics["map50"]
 
 
 def info(num_classes: int = 2) -> DataInfo:

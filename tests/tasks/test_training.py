@@ -17,8 +17,6 @@ from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import choose_precision
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.evaluation import evaluate
@@ -28,7 +26,9 @@ from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState
+from tests.experiments import tiny_experiment
 from tests.parallelism.training import whole
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -46,17 +46,8 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 def experiment(name: str) -> Experiment:
     task, _, keys = SETTINGS[name]
-    fixed = {"steps": STEPS, "global_batch_size": MICRO_BATCHES * SIZE, "micro_batch_size": SIZE}
-    return Experiment.model_validate(
-        {
-            "name": "x",
-            "seed": 3,
-            "task": task,
-            "model": {"name": "own:model"},
-            "data": {"name": "own:data"},
-            "optimization": {**fixed, "optimizer": {"name": "adamw", "lr": 0.01}, **keys},
-        }
-    )
+    sizes = {"steps": STEPS, "global_batch_size": MICRO_BATCHES * SIZE, "micro_batch_size": SIZE}
+    return tiny_experiment({**sizes, "optimizer": {"name": "adamw", "lr": 0.01}, **keys}, seed=3, task=task)
 
 
 def info(name: str) -> DataInfo:
@@ -93,10 +84,8 @@ def train(rank: int, world_size: int, strategy_name: str) -> dict[str, dict[str,
 
 def _train(rank: int, world_size: int, strategy_name: str, name: str) -> dict[str, Any]:
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(pipeline=world_size)
-    parallel, precision = ParallelConfig(strategy=strategy_name), choose_precision("fp64", CPU)
-    strategy: Any = load("strategies", strategy_name)(  # type: ignore[operator]
-        RankContext(rank, degrees, CPU, precision, parallel=parallel)
-    )
+    precision = choose_precision("fp64", CPU)
+    strategy = make_strategy(strategy_name, rank, degrees, parallel=ParallelConfig(strategy=strategy_name))
     model = make_model(name)
     wrapped = strategy.place(model, [model[1], model[3]])
     wrapped.train()

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from tests.forwards import PlainForward
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 # torch says with each compiled block under a policy that in-place operations may be wrong: they are not here.
@@ -314,15 +312,13 @@ def full(tensor: Any) -> Tensor:
 def gradients_of(rank: int, strategy: str, setting: str, compiled: str) -> dict[str, Tensor]:
     """Gradients of two slots of each rank, and the buffers of rank 0."""
     torch._dynamo.reset()
-    device = torch.device("cpu")
     degrees = Degrees(replicate=2) if strategy in ("ddp", "zero1") else Degrees(shard=2)
-    context = RankContext(rank, degrees, device, choose_precision("fp64", device))
     model = make_model(Normalising)
     blocks = list(model)[1:]
     checkpoint_activations(blocks, setting)
     for target in {"no": [], "blocks": blocks, "model": [model]}[compiled]:
         target.compile(backend="aot_eager_decomp_partition")
-    placed: Any = load("strategies", strategy)(context)  # type: ignore[operator]
+    placed = make_strategy(strategy, rank, degrees)
     placed.place(model, blocks)
     batches = [
         Batch(0, number, 0.25, torch.zeros(0), torch.zeros(0), torch.zeros(0)) for number in (rank, 2 + rank)

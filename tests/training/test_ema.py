@@ -19,7 +19,7 @@ from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, d
 from tests.ranks import run_ranks
 
 DECAY = 0.9
-STRATEGIES = ("ddp", "fsdp", "zero1")
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2")
 
 
 def state_of(trainee: Trainee, ema: Ema) -> TrainingState:

@@ -17,6 +17,8 @@ from hpc_train.errors import BadFileError
 from hpc_train.training.evaluation import evaluate
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
 NUM_SAMPLES, SIZE = 103, 8
 NUM_BATCHES = 13
 CPU = torch.device("cpu")
@@ -88,14 +90,6 @@ def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
     return result, len(seen)
 
 
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
 def test_every_sample_counts_exactly_once() -> None:
     found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
     assert found is not None
@@ -107,7 +101,6 @@ def test_every_sample_counts_exactly_once() -> None:
     assert found["rows"].flatten().tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.usefixtures("_group")
 def test_records_are_those_of_the_valid_samples_in_their_order() -> None:
     found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
     assert found is not None
@@ -116,7 +109,6 @@ def test_records_are_those_of_the_valid_samples_in_their_order() -> None:
     assert all(map(torch.equal, found["records"], expected))
 
 
-@pytest.mark.usefixtures("_group")
 def test_records_that_are_not_one_per_sample_are_refused() -> None:
     def short(batch: Batch) -> dict[str, Any]:
         return {"count": batch.valid.sum(), "boxes": [batch.inputs[0]]}
@@ -133,12 +125,10 @@ def on_second_of_stages(rank: int, world_size: int) -> dict[str, float] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_group")
 def test_ranks_that_own_no_loss_receive_the_records(tmp_path: Path) -> None:
     assert run_ranks(2, on_second_of_stages, folder=tmp_path) == [on_rank(0, 1)] * 2
 
 
-@pytest.mark.usefixtures("_group")
 def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
     assert stopped_on_rank(0, 1) == (None, 3)
 
@@ -180,7 +170,6 @@ def test_a_forward_that_is_collective_begins_on_all_ranks_or_on_none(tmp_path: P
     assert run_ranks(2, late_on_rank_0, folder=tmp_path) == [(None, 2)] * 2
 
 
-@pytest.mark.usefixtures("_group")
 def test_a_batch_past_the_last_only_fills_up() -> None:
     # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
     extra = Batch(
@@ -205,7 +194,6 @@ def without_records(found: dict[str, float] | None) -> dict[str, float]:
     return {name: value for name, value in found.items() if not name.startswith("records")}
 
 
-@pytest.mark.usefixtures("_group")
 def test_the_numbers_would_show_another_order() -> None:
     for world_size in (2, 3, 4):
         other = summed_rank_by_rank(world_size)
@@ -214,7 +202,6 @@ def test_the_numbers_would_show_another_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_group")
 def test_one_to_four_ranks_agree_bitwise(tmp_path: Path) -> None:
     alone = on_rank(0, 1)
     for ranks in (2, 3, 4):

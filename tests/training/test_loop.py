@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import writing
 from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.config.training_sections import CompileConfig, OptimizationConfig, OptimizerConfig
+from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
+from hpc_train.config.training_sections import CompileConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement, StepFlags
 from hpc_train.distributed.precision import Precision
@@ -27,6 +26,7 @@ from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import NonFiniteError, StorageError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
+from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.training.compiling import Compilation
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
@@ -41,7 +41,10 @@ from hpc_train.training.step_progress import StepProgress
 from hpc_train.training.step_times import FirstStep
 from hpc_train.training.train_state import TrainState
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.experiments import tiny_experiment
 from tests.waiting import HANG_LIMIT_S
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 LIMIT_S = HANG_LIMIT_S
 CPU = torch.device("cpu")
@@ -52,13 +55,6 @@ GOOD_STEPS = 3
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     return make_run(tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Task:
@@ -101,15 +97,7 @@ def batch_of(step: int) -> Batch:
 def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task: Any = None) -> Trainer:
     """Save after each step, keeping two; under ``skip`` the run has skipped as many as it may."""
     trainee = Trainee()
-    config = OptimizationConfig(
-        steps=10,
-        global_batch_size=4,
-        micro_batch_size=4,
-        optimizer=OptimizerConfig(name="adamw", lr=0.01),
-        clip_grad_norm=None,
-        on_non_finite=policy,  # type: ignore[arg-type]
-        max_non_finite=1,
-    )
+    config = tiny_experiment({"on_non_finite": policy, "max_non_finite": 1}).optimization
     precision = Precision("test", torch.float32, torch.float32)
     meters = Meters(1, 4, 4, 1000, None)
     checkpointer = trainee.checkpointer(run, keep=2)
@@ -277,3 +265,48 @@ def test_the_files_of_an_evaluation_are_written_before_its_row(
     with pytest.raises(RollbackError):
         trainer.train()
     assert seen == [(GOOD_STEPS, b"1,2")]
+
+
+STEPS_PER_EPOCH = 5
+TOTAL_STEPS = 12
+
+
+def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> Cadence:
+    return Cadence.of(
+        EvaluationConfig(**evaluation or {}),
+        CheckpointConfig(**checkpoint or {}),
+        TOTAL_STEPS,
+        STEPS_PER_EPOCH,
+    )
+
+
+@pytest.mark.parametrize(("evaluation", "steps"), [
+    ({}, [5, 10, 12]),
+    ({"every_epochs": 1}, [5, 10, 12]),
+    ({"every_epochs": 2}, [10, 12]),
+    ({"every_epochs": 9}, [12]),
+    ({"every_steps": 4}, [4, 8, 12]),
+    ({"every_steps": 7}, [7, 12]),
+    ({"every_steps": 1}, list(range(1, 13))),
+])  # fmt: skip
+def test_evaluations_are_due_at_their_interval_and_at_the_end(
+    evaluation: dict[str, Any], steps: list[int]
+) -> None:
+    """And never before the first step."""
+    schedule = cadence(evaluation)
+    assert [step for step in range(TOTAL_STEPS + 1) if schedule.evaluates(step)] == steps
+
+
+@pytest.mark.parametrize(("checkpoint", "steps", "every_s"), [
+    ({}, [12], DEFAULT_SAVE_EVERY_MIN * 60),
+    ({"every_min": 0.5}, [12], 30.0),
+    ({"every_steps": 4}, [4, 8, 12], None),
+    ({"every_steps": 5}, [5, 10, 12], None),
+    ({"every_steps": 100}, [12], None),
+])  # fmt: skip
+def test_saves_by_steps_or_by_time_and_always_at_the_end(
+    checkpoint: dict[str, Any], steps: list[int], every_s: float | None
+) -> None:
+    found = cadence(checkpoint=checkpoint)
+    assert [step for step in range(1, TOTAL_STEPS + 1) if found.saves(step)] == steps
+    assert found.save_every_s == every_s

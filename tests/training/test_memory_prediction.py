@@ -238,11 +238,18 @@ def test_optimizers_update_all_parameters_at_once_on_a_gpu() -> None:
     assert on_gpu["activations"] >= 8 * FEATURES * FEATURES * 4 > 2 * on_cpu["activations"]
 
 
+def question_of(
+    config: Experiment, data: PredictedStep, limit_bytes: int | None = None, sizes: Sequence[int] = (BATCH,)
+) -> RunQuestion:
+    """Return the question of a run on one rank whose data are those of ``data``."""
+    question = RunQuestion(config, Degrees(), False, limit_bytes, list(sizes))
+    question.__dict__["data"] = PlannedData(data.info, data.sample, data.num_samples)
+    return question
+
+
 def test_a_forward_that_needs_data_leaves_the_other_parts() -> None:
     config = experiment(model={"name": f"{__name__}:Linear", "args": {"needs_data": True}})
-    question, one = RunQuestion(config, Degrees(), False, None, [BATCH]), step(config)
-    question.__dict__["data"] = PlannedData(one.info, one.sample, one.num_samples)
-    answer = question.answer()
+    answer = question_of(config, step(config)).answer()
     assert answer["problem"].startswith(
         "activations are unknown: not predicted for a forward pass that reads"
     )
@@ -254,9 +261,7 @@ def test_a_forward_that_needs_data_leaves_the_other_parts() -> None:
 
 def test_an_error_of_the_users_model_is_named_with_its_line() -> None:
     config = experiment(model={"name": f"{__name__}:Linear", "args": {"features": FEATURES + 1}})
-    question, one = RunQuestion(config, Degrees(), False, None, [BATCH]), step(experiment())
-    question.__dict__["data"] = PlannedData(one.info, one.sample, one.num_samples)
-    problem = question.answer()["problem"]
+    problem = question_of(config, step(experiment())).answer()["problem"]
     assert problem.startswith("activations are unknown: test_memory_prediction.py:")
     assert " in forward: RuntimeError: " in problem and "`hpc-train prepare`" in problem
 
@@ -277,9 +282,7 @@ def test_a_question_is_answered_from_the_file_alone() -> None:
 
 def test_a_size_that_the_model_refuses_leaves_the_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     config = experiment()
-    one = step(config)
-    question = RunQuestion(config, Degrees(), False, 10, [4, BATCH])
-    question.__dict__["data"] = PlannedData(one.info, one.sample, one.num_samples)
+    question = question_of(config, step(config), 10, [4, BATCH])
     predict = RunQuestion.predicted
 
     def refusing(self: RunQuestion, size: int) -> Prediction:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.errors import HpcTrainError
@@ -25,6 +24,8 @@ from hpc_train.run.run_status import read_status
 from hpc_train.training import meters
 from hpc_train.training.meters import STATUS_EVERY_S, Meters, MetricsWriter, StatusWriter, SupersededError
 from hpc_train.training.metrics_file import MetricsFile
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @dataclass
@@ -56,13 +57,6 @@ class Noting:
         self.state = state
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
@@ -79,6 +73,18 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
 
     monkeypatch.setattr(meters, "_to_host", to_host)
     return made
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[MetricsWriter]:
+    made, _ = make_metrics_writer(path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run_meters(writer: MetricsWriter) -> Meters:
+    return make_meters(writer)
 
 
 def make_metrics_writer(path: Path, *loggers: Noting) -> tuple[MetricsWriter, io.StringIO]:
@@ -105,79 +111,71 @@ def places(path: Path) -> list[tuple[str, int]]:
 
 
 def test_rows_are_due_every_so_many_steps() -> None:
-    found = make_meters(None, every_steps=4)
-    assert [step for step in range(1, 13) if found.train_row_is_due(step)] == [4, 8, 12]
+    run_meters = make_meters(None, every_steps=4)
+    assert [step for step in range(1, 13) if run_meters.train_row_is_due(step)] == [4, 8, 12]
 
 
-def test_a_train_row_says_where_and_what(path: Path) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
-    make_meters(metrics_writer).train_row(25, 0.1, number(1.5), torch.tensor(2.5))
+def test_a_train_row_says_where_and_what(path: Path, run_meters: Meters) -> None:
+    run_meters.train_row(25, 0.1, number(1.5), torch.tensor(2.5))
     (row,) = list(iter_rows(path))
     assert row.pop("time") > 0
     assert row == {
         "attempt": 3, "split": "train", "step": 25, "epoch": 2.5, "lr": 0.1, "loss": 1.5, "grad_norm": 2.5,
     }  # fmt: skip
-    metrics_writer.close()
 
 
-def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
+def test_throughput_is_counted_from_the_row_before(
+    path: Path, monkeypatch: pytest.MonkeyPatch, run_meters: Meters
+) -> None:
     clock = iter([100.0, 102.0])
     monkeypatch.setattr("hpc_train.training.step_times.time.monotonic", lambda: next(clock))
-    found = make_meters(metrics_writer)
-    found.train_row(10, 0.1, number(1.0), None)
-    found.train_row(15, 0.1, number(1.0), None)
+    run_meters.train_row(10, 0.1, number(1.0), None)
+    run_meters.train_row(15, 0.1, number(1.0), None)
     first, second = list(iter_rows(path))
     assert "samples_per_s" not in first
     assert second["samples_per_s"] == 5 * 48 / 2
-    metrics_writer.close()
 
 
-def test_a_row_is_not_waited_for_before_its_numbers_are_there(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
-    found = make_meters(metrics_writer)
+def test_a_row_is_not_waited_for_before_its_numbers_are_there(
+    path: Path, events: list[FakeEvent], run_meters: Meters
+) -> None:
     for step in (1, 2, 3):
-        found.train_row(step, 0.1, number(1.0), None)
+        run_meters.train_row(step, 0.1, number(1.0), None)
     assert places(path) == []
     events[1].has_come = True
-    found.drain(wait=False)
+    run_meters.drain(wait=False)
     assert places(path) == [], "rows keep their order"
     events[0].has_come = True
-    found.drain(wait=False)
+    run_meters.drain(wait=False)
     assert places(path) == [("train", 1), ("train", 2)]
     assert not any(event.was_waited_for for event in events)
-    metrics_writer.close()
 
 
-def test_a_val_row_comes_after_the_train_rows_before_it(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
-    found = make_meters(metrics_writer)
-    found.train_row(1, 0.1, number(1.0), None)
-    found.val_row(1, {"loss": 0.5, "accuracy": 0.25})
+def test_a_val_row_comes_after_the_train_rows_before_it(
+    path: Path, events: list[FakeEvent], run_meters: Meters
+) -> None:
+    run_meters.train_row(1, 0.1, number(1.0), None)
+    run_meters.val_row(1, {"loss": 0.5, "accuracy": 0.25})
     assert places(path) == [("train", 1), ("val", 1)]
     assert events[0].was_waited_for
-    assert found.has_val_row(1)
-    assert not found.has_val_row(2)
-    metrics_writer.close()
+    assert run_meters.has_val_row(1)
+    assert not run_meters.has_val_row(2)
 
 
-def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
-    found = make_meters(metrics_writer)
-    found.train_row(1, 0.1, number(1.0), None)
-    found.drain(wait=True)
-    found.sync()
+def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent], run_meters: Meters) -> None:
+    run_meters.train_row(1, 0.1, number(1.0), None)
+    run_meters.drain(wait=True)
+    run_meters.sync()
     assert places(path) == [("train", 1)]
-    metrics_writer.close()
 
 
 def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
-    found = make_meters(None)
-    found.train_row(1, 0.1, number(1.0), None)
-    found.val_row(1, {"loss": 1.0})
-    found.sync()
+    run_meters = make_meters(None)
+    run_meters.train_row(1, 0.1, number(1.0), None)
+    run_meters.val_row(1, {"loss": 1.0})
+    run_meters.sync()
     assert events == []
-    assert not found.has_val_row(1)
+    assert not run_meters.has_val_row(1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -185,25 +183,24 @@ def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
 def test_a_loss_that_is_not_finite_is_null(split: str, value: float, path: Path) -> None:
     noting = Noting()
     metrics_writer, _ = make_metrics_writer(path, noting)
-    found = make_meters(metrics_writer)
+    run_meters = make_meters(metrics_writer)
     if split == "train":
-        found.train_row(7, 0.1, number(value), None)
+        run_meters.train_row(7, 0.1, number(value), None)
     else:
-        found.val_row(7, {"loss": value})
+        run_meters.val_row(7, {"loss": value})
     assert [row["loss"] for row in iter_rows(path)] == [None] == [row["loss"] for row in noting.rows]
     metrics_writer.close()
 
 
-def test_going_back_drops_the_rows_past_the_step(path: Path) -> None:
-    metrics_writer, _ = make_metrics_writer(path)
-    found = make_meters(metrics_writer)
+def test_going_back_drops_the_rows_past_the_step(
+    path: Path, run_meters: Meters, writer: MetricsWriter
+) -> None:
     for step in (1, 2, 3):
-        found.train_row(step, 0.1, number(1.0), None)
-    metrics_writer.go_back(1)
+        run_meters.train_row(step, 0.1, number(1.0), None)
+    writer.go_back(1)
     assert places(path) == [("train", 1)]
-    make_meters(metrics_writer).train_row(2, 0.1, number(2.0), None)
+    make_meters(writer).train_row(2, 0.1, number(2.0), None)
     assert places(path) == [("train", 1), ("train", 2)]
-    metrics_writer.close()
 
 
 def test_another_number_that_is_none_is_null(path: Path) -> None:

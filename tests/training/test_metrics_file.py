@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def file(path: Path) -> Iterator[MetricsFile]:
+    """The file of a new run."""
+    made = MetricsFile(path, 0)
+    yield made
+    made.close()
 
 
 def test_a_new_run_begins_with_an_empty_file(path: Path) -> None:
@@ -57,13 +66,11 @@ def test_what_is_kept_counts_as_written(path: Path) -> None:
     file.close()
 
 
-def test_a_step_of_a_split_is_written_once(path: Path) -> None:
-    file = MetricsFile(path, 0)
+def test_a_step_of_a_split_is_written_once(path: Path, file: MetricsFile) -> None:
     file.append(row(1))
     file.append(row(1, "val"))
     with pytest.raises(AssertionError, match="has its row already"):
         file.append(row(1))
-    file.close()
     assert len(list(iter_rows(path))) == 2
 
 
@@ -97,33 +104,29 @@ def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
 
 
 @pytest.mark.timeout(HANG_LIMIT_S)
-def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path) -> None:
-    file = MetricsFile(path, 0)
+def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path, file: MetricsFile) -> None:
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(StorageError, match=r"metrics\.jsonl: "):
         file.append(row(1))
     with pytest.raises(StorageError, match=r"metrics\.jsonl: .*; move it away, then continue"):
         file.sync()
-    file.close()
 
 
-def test_a_row_reaches_other_processes_at_once(path: Path) -> None:
-    file = MetricsFile(path, 0)
+def test_a_row_reaches_other_processes_at_once(path: Path, file: MetricsFile) -> None:
     file.append(row(1))
     assert list(iter_rows(path)) == [row(1)]
-    file.close()
 
 
-def test_a_number_that_json_has_not_is_refused(path: Path) -> None:
-    file = MetricsFile(path, 0)
+def test_a_number_that_json_has_not_is_refused(path: Path, file: MetricsFile) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         file.append(row(1, grad_norm=float("nan")))
-    file.close()
     assert path.read_text() == ""
 
 
-def test_sync_puts_the_file_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_puts_the_file_on_the_disk(
+    path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     really = os.fsync
 
@@ -131,13 +134,11 @@ def test_sync_puts_the_file_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPa
         synced.append(os.fstat(descriptor).st_ino)
         really(descriptor)
 
-    file = MetricsFile(path, 0)
     monkeypatch.setattr(os, "fsync", note)
     file.append(row(1))
     assert synced == []
     file.sync()
     assert synced == [path.stat().st_ino]
-    file.close()
 
 
 @pytest.fixture
@@ -205,25 +206,22 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("number", sorted(storage_errors.TRANSIENT))
 def test_a_row_that_is_refused_for_a_moment_is_written_once(
-    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MetricsFile(path, 0)
     file.append(row(1))
     left = refuse(monkeypatch, "pwrite", number, 2)
     file.append(row(2))
     file.append(row(3))
     file.sync()
     assert left == [0] and list(iter_rows(path)) == [row(1), row(2), row(3)]
-    file.close()
 
 
 @pytest.mark.fault(9)
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("number", sorted(storage_errors.TRANSIENT))
 def test_rows_that_an_fsync_did_not_write_are_written_again(
-    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MetricsFile(path, 0)
     file.append(row(1))
     file.sync()
     file.append(row(2))
@@ -239,7 +237,6 @@ def test_rows_that_an_fsync_did_not_write_are_written_again(
     file.append(row(4))
     file.sync()
     assert list(iter_rows(path))[-1] == row(4)
-    file.close()
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -247,27 +244,24 @@ def test_rows_that_an_fsync_did_not_write_are_written_again(
     ("number", "kind"), [(errno.EIO, TransientStorageError), (errno.ENOSPC, StorageError)]
 )
 def test_an_error_that_stays_names_the_file(
-    number: int, kind: type[Exception], path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[Exception], path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = MetricsFile(path, 0)
     refuse(monkeypatch, "pwrite", number, 99)
     with pytest.raises(kind, match=r"metrics\.jsonl: the disk"):
         file.append(row(1))
-    file.close()
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_a_later_attempts_file_is_not_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(path, 0)
+def test_a_later_attempts_file_is_not_written_to(
+    path: Path, file: MetricsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file.append(row(1))
     _closed(MetricsFile(path, 0))
     refuse(monkeypatch, "pwrite", errno.ESTALE, 1)
     with pytest.raises(StorageError, match="another attempt has replaced the file"):
         file.append(row(2))
     assert path.read_bytes() == b""
-    file.close()
 
 
 def _closed(file: MetricsFile) -> MetricsFile:
-    file.close()
     return file

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.schema import BestConfig, DataConfig, EarlyStoppingConfig, Experiment, ModelConfig
-from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
+from hpc_train.config.schema import BestConfig, EarlyStoppingConfig, Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.consensus import Agreement
@@ -32,8 +29,11 @@ from hpc_train.training.model_selection import (
 )
 from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.experiments import tiny_experiment
 from tests.run.test_checkpoints import write_checkpoint
 from tests.training.test_loop import make_trainer
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 #: Of the evaluations after steps 1, 2, …
 ACCURACIES = [0.1, 0.6, 0.4, 0.5, 0.2, 0.7, 0.3, 0.3, 0.3, 0.3]
@@ -45,13 +45,6 @@ BEST, STOPPING = BestConfig(metric="accuracy", mode="max"), EarlyStoppingConfig(
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     return make_run(tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Task:
@@ -79,18 +72,8 @@ class StepTask(Task):
         return super().sums(outputs, replace(batch, step=self.trainer.step))
 
 
-def experiment(**sections: Any) -> Experiment:
-    optimizer = OptimizerConfig(name="adamw", lr=0.01)
-    optimization = OptimizationConfig(steps=10, global_batch_size=4, micro_batch_size=4, optimizer=optimizer)
-    best = sections.pop("best", None)
-    config = Experiment(
-        name="x",
-        task="classification",
-        model=ModelConfig(name="gpt"),
-        data=DataConfig(name="digits"),
-        optimization=optimization,
-        **sections,
-    )
+def experiment(*, best: BestConfig | None = None, **sections: Any) -> Experiment:
+    config = tiny_experiment({"steps": 10}, **sections)
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"best": best})})
 
 
@@ -114,10 +97,10 @@ def trainer_of(
     return trainer
 
 
-def rows_to(step: int) -> list[dict[str, Any]]:
+def rows_of(accuracies: list[float]) -> list[dict[str, Any]]:
+    """Return the rows of evaluations after steps 1, 2, …"""
     return [
-        {"split": "val", "step": place + 1, "accuracy": value}
-        for place, value in enumerate(ACCURACIES[:step])
+        {"split": "val", "step": step, "accuracy": accuracy} for step, accuracy in enumerate(accuracies, 1)
     ]
 
 
@@ -136,6 +119,16 @@ def test_without_the_key_nothing_else_is_saved(run: RunPaths) -> None:
     assert "best" not in json.loads(run.checkpoint(10).manifest.read_text())
 
 
+def resumed(run: RunPaths, num_rows: int, step: int, **sections: Any) -> Trainer:
+    """Return the trainer of a run that resumes at ``step`` with these rows of evaluations."""
+    trainer = trainer_of(run, rows_of(ACCURACIES[:num_rows]), **sections)
+    trainer.step = step
+    trainer.training._steps = iter(range(step, 10))  # type: ignore[attr-defined]
+    if num_rows == step:
+        trainer.meters.has_val_row = lambda step: True  # type: ignore[method-assign]
+    return trainer
+
+
 def test_the_run_stops_after_patience_evaluations_without_improvement(run: RunPaths) -> None:
     trainer = trainer_of(run, [], best=BEST, early_stopping=STOPPING)
     assert trainer.train()
@@ -149,10 +142,7 @@ def test_the_run_stops_after_patience_evaluations_without_improvement(run: RunPa
 
 def test_a_resumed_run_continues_the_count(run: RunPaths) -> None:
     """Three evaluations without improvement, two of them before."""
-    trainer = trainer_of(run, rows_to(4), early_stopping=STOPPING, best=BEST)
-    trainer.step = 4
-    trainer.meters.has_val_row = lambda step: True  # type: ignore[method-assign]
-    trainer.training._steps = iter(range(4, 10))  # type: ignore[attr-defined]
+    trainer = resumed(run, 4, 4, early_stopping=STOPPING, best=BEST)
     assert trainer.train()
     assert trainer.step == 5
     best = kept_best(run)
@@ -161,18 +151,13 @@ def test_a_resumed_run_continues_the_count(run: RunPaths) -> None:
 
 def test_a_run_that_had_stopped_trains_no_further_step(run: RunPaths) -> None:
     """Killed between its last checkpoint and its status."""
-    trainer = trainer_of(run, rows_to(5), early_stopping=STOPPING)
-    trainer.step = 5
-    trainer.meters.has_val_row = lambda step: True  # type: ignore[method-assign]
+    trainer = resumed(run, 5, 5, early_stopping=STOPPING)
     assert trainer.train()
     assert trainer.step == 5
 
 
 def test_an_evaluation_that_was_cut_short_makes_its_checkpoint_the_best(run: RunPaths) -> None:
-    trainer = trainer_of(run, rows_to(5), best=BEST)
-    trainer.step = 6
-    trainer.training._steps = iter(range(6, 10))  # type: ignore[attr-defined]
-    assert trainer.train()
+    assert resumed(run, 5, 6, best=BEST).train()
     assert folder_names(run) == ["step-00000006", "step-00000010"]
 
 
@@ -215,9 +200,7 @@ def alone() -> Agreement:
 def test_a_best_that_is_followed_from_a_resume_on_has_a_checkpoint(run: RunPaths) -> None:
     for step in (3, 4):
         write_checkpoint(run, step, attempt=1)
-    values = [0.9, 0.8, 0.5, 0.6, 0.7]
-    rows = [{"split": "val", "step": place + 1, "accuracy": value} for place, value in enumerate(values)]
-    selection = ModelSelection.of(experiment(best=BEST), alone(), rows, run)
+    selection = ModelSelection.of(experiment(best=BEST), alone(), rows_of([0.9, 0.8, 0.5, 0.6, 0.7]), run)
     assert selection.best is not None and selection.best.best is not None
     assert (selection.best.best.step, selection.best.best.value) == (4, 0.6)
     selection.evaluated(6, {"accuracy": 0.65})
@@ -250,10 +233,9 @@ def test_data_without_validation_are_refused_before_training() -> None:
 
 
 def other_run(folder: Path, accuracies: list[float]) -> None:
-    """Write the evaluations of another run of the experiment, after steps 1, 2, …"""
+    """Write the evaluations of another run of the experiment."""
     folder.mkdir()
-    rows = ({"split": "val", "step": i + 1, "accuracy": each} for i, each in enumerate(accuracies))
-    RunPaths(folder).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    RunPaths(folder).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows_of(accuracies)))
 
 
 def median_selection(run: RunPaths, rows: list[dict[str, Any]], **keys: Any) -> ModelSelection:
@@ -271,7 +253,7 @@ def test_a_run_below_the_median_of_others_at_its_step_ends(run: RunPaths) -> Non
     selection.evaluated(2, {"accuracy": 0.5})  # the best so far is 0.55; d has not reached step 2
     assert selection.has_stopped and selection.saves(2)
     assert selection.reason == ("stopped early: best accuracy by step 2: 0.55; median of 3 other runs: 0.7")
-    rows = [{"split": "val", "step": step, "accuracy": 0.55} for step in (1, 2)]
+    rows = rows_of([0.55, 0.55])
     assert median_selection(run, rows, median_after=1).has_stopped, "a run that resumes ends there too"
     assert not median_selection(run, rows, median_after=3).has_stopped
     (run.folder.with_name("c") / "metrics.jsonl").unlink()

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
+from hpc_train.config.training_sections import OptimizationConfig
 from hpc_train.errors import ExitCode, NonFiniteError
 from hpc_train.training.non_finite import Guard, check_evaluation, check_rollbacks
+from tests.experiments import tiny_experiment
 from tests.ranks import run_ranks
 
 NAN, FINE = torch.tensor(math.nan), torch.tensor(1.0)
 
 
 def config(policy: str, most: int = 2) -> OptimizationConfig:
-    return OptimizationConfig(
-        steps=1,
-        global_batch_size=1,
-        micro_batch_size=1,
-        optimizer=OptimizerConfig(name="sgd", lr=0.1),
-        on_non_finite=policy,  # type: ignore[arg-type]
-        max_non_finite=most,
-    )
-
-
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    return tiny_experiment({"on_non_finite": policy, "max_non_finite": most}).optimization
 
 
 def test_stop_only_remembers() -> None:
@@ -45,7 +30,7 @@ def test_stop_only_remembers() -> None:
     assert NonFiniteError.exit_code == ExitCode.NO_RETRY
 
 
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("one_rank_group")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_the_others_refuse_the_step(policy: str) -> None:
     guard = Guard(config(policy), nn.Linear(1, 1), norm_counts=True)

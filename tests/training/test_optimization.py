@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.optimization import Optimization, make_optimizer, matched_groups
 from tests.forwards import optimizer_step
 from tests.ranks import run_ranks
 
@@ -26,10 +26,12 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
-def optimizer(name: str, target: nn.Module | None = None, **keys: Any) -> torch.optim.Optimizer:
-    return make_optimizer(
-        OptimizerConfig(name=name, lr=0.1, **keys), dict((target or model()).named_parameters()), 64
-    )
+def optimizer(
+    name: str = "adamw", target: nn.Module | None = None, depths: dict[str, int] | None = None, **keys: Any
+) -> torch.optim.Optimizer:
+    target = model() if target is None else target
+    config = OptimizerConfig(**{"name": name, "lr": 0.1, **keys})
+    return make_optimizer(config, dict(target.named_parameters()), 64, depths, matched_groups(config, target))
 
 
 def optimization(target: nn.Module, precision: str = "fp32", lr: float = 0.1) -> Optimization:
@@ -161,6 +163,14 @@ def test_lists_of_the_file_become_tuples() -> None:
         ),
         ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: sgd can't be made: Nesterov"),
         ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: adamw can't be made: Invalid beta"),
+        (
+            {"groups": [{"match": ["0.*"]}, {"match": ["3.*"]}]},
+            r"optimizer.groups\[1\].match: '3.\*' matches no trained parameter of the model; did",
+        ),
+        (
+            {"name": "Rprop", "groups": [{"match": ["0.*"], "weight_decay": 0.1}]},
+            r"optimizer.groups\[0\].weight_decay: Rprop has none; omit it",
+        ),
     ],
 )
 def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
@@ -194,9 +204,8 @@ def _fp32() -> Any:
 DEPTHS = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1, "2.weight": 2, "2.bias": 2}
 
 
-def layered(target: nn.Module, **keys: Any) -> torch.optim.Optimizer:
-    config = OptimizerConfig(name="adamw", lr=0.1, layer_decay=0.5, **keys)
-    return make_optimizer(config, dict(target.named_parameters()), 64, DEPTHS)
+def layered(target: nn.Module, name: str = "adamw", **keys: Any) -> torch.optim.Optimizer:
+    return optimizer(name, target, DEPTHS, layer_decay=0.5, **keys)
 
 
 def test_each_layer_has_its_own_rate_the_last_one_first() -> None:
@@ -232,9 +241,7 @@ def test_the_schedule_scales_each_layers_rate() -> None:
 
 
 def test_timms_optimizers_take_layers_too() -> None:
-    config = OptimizerConfig(name="lamb", lr=0.1, layer_decay=0.5)
-    made = make_optimizer(config, dict(model().named_parameters()), 64, DEPTHS)
-    assert [group["lr"] for group in made.param_groups] == [0.1, 0.05, 0.025]
+    assert [group["lr"] for group in layered(model(), "lamb").param_groups] == [0.1, 0.05, 0.025]
 
 
 def test_clipping_under_fp16_sees_the_true_gradient() -> None:
@@ -304,3 +311,61 @@ def _sharded_overflow(rank: int, world_size: int, rank_with_inf: int) -> dict[st
 
 def _shards(target: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().clone() for p in target.parameters()]  # type: ignore[attr-defined]
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def settings(target: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
+    names = {id(value): name for name, value in target.named_parameters()}
+    return {
+        names[id(value)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
+
+
+def test_the_first_group_that_matches_applies() -> None:
+    groups = [{"match": ["1.*"], "lr_factor": 10.0}, {"match": ["*.bias"], "weight_decay": 0.0}]
+    found = settings(target := two_layers(), optimizer(target=target, weight_decay=0.3, groups=groups))
+    assert found == {
+        "0.weight": (0.1, 0.3),
+        "0.bias": (0.1, 0.0),
+        "1.weight": (1.0, 0.3),
+        "1.bias": (1.0, 0.3),
+    }
+
+
+def test_a_groups_factor_multiplies_its_layers_rate() -> None:
+    groups = [{"match": ["*.bias"], "lr_factor": 2.0, "weight_decay": 0.5}]
+    made = optimizer(
+        "adamw",
+        target := two_layers(),
+        {name: DEPTHS[name] for name in dict(target.named_parameters())},
+        layer_decay=0.5,
+        groups=groups,
+    )
+    rates = {name: lr for name, (lr, _) in settings(target, made).items()}
+    assert rates == {"1.bias": 0.2, "1.weight": 0.1, "0.bias": 0.1, "0.weight": 0.05}
+
+
+def test_norms_and_biases_that_do_not_decay_stay_so_in_a_group() -> None:
+    groups = [{"match": ["1.*"], "weight_decay": 0.5}]
+    made = optimizer(target=(target := two_layers()), decay_norm_and_bias=False, groups=groups)
+    found = settings(target, made)
+    assert (found["1.weight"][1], found["1.bias"][1]) == (0.5, 0.0)
+
+
+def test_a_shared_parameter_is_matched_by_any_of_its_names() -> None:
+    target = nn.ModuleDict({"embedding": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    target["head"].weight = target["embedding"].weight
+    config = OptimizerConfig(name="adamw", lr=0.1, groups=[{"match": ["head.*"]}])
+    assert matched_groups(config, target) == {"embedding.weight": 0}
+
+
+def test_a_pattern_of_frozen_parameters_alone_is_a_mistake() -> None:
+    target = two_layers()
+    target[0].requires_grad_(False)
+    with pytest.raises(BadFileError, match=r"'0\.\*' matches no trained parameter"):
+        optimizer(target=target, groups=[{"match": ["0.*"]}])

@@ -25,6 +25,7 @@ from hpc_train.run import resource_limits
 from hpc_train.tasks.classification import Classification
 from hpc_train.training import prepare as preparing
 from hpc_train.training.prepare import main, prepare
+from tests.experiments import tiny_experiment
 
 HERE = "tests.training.test_prepare"
 DEEP = f"{HERE}:deep"
@@ -120,21 +121,10 @@ class CantBeBuilt(Classification):
 
 
 def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
-    return Experiment.model_validate(
-        {
-            "name": "test",
-            "task": keys.pop("task", "classification"),
-            "model": keys.pop("model", {"name": f"{HERE}:net"}),
-            "data": {"name": f"{HERE}:{factory}", "args": args, **keys.pop("data", {})},
-            "optimization": {
-                "steps": 1,
-                "global_batch_size": 8,
-                "micro_batch_size": 2,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-                **keys.pop("optimization", {}),
-            },
-        }
-    )
+    sizes = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2}
+    data = {"name": f"{HERE}:{factory}", "args": args, **keys.pop("data", {})}
+    optimization = sizes | keys.pop("optimization", {})
+    return tiny_experiment(optimization, **{"model": {"name": f"{HERE}:net"}, "data": data} | keys)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.strategies.base import RankContext
@@ -21,18 +18,14 @@ from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.train_state import TrainState
+from tests.experiments import tiny_experiment
 from tests.forwards import PlainForward
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 CPU = torch.device("cpu")
 MAX_NORM = 0.05
 DECAY = 0.9
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -52,20 +45,14 @@ class Training:
     """Ours, on one rank; ``policy`` is ``optimization.on_non_finite``."""
 
     def __init__(self, policy: str = "stop", seed: int = 0) -> None:
-        optimizer = OptimizerConfig(name="adamw", lr=0.01)
-        self.config = OptimizationConfig(
-            steps=10,
-            global_batch_size=8,
-            micro_batch_size=4,
-            optimizer=optimizer,
-            clip_grad_norm=MAX_NORM,
-            on_non_finite=policy,  # type: ignore[arg-type]
-        )
+        optimizer = {"name": "adamw", "lr": 0.01}
+        keys = {"optimizer": optimizer, "clip_grad_norm": MAX_NORM, "on_non_finite": policy}
+        self.config = tiny_experiment(keys).optimization
         precision = choose_precision("fp32", CPU)
         strategy = DDPStrategy(RankContext(0, Degrees(), CPU, precision))
         self.model = model(seed)
         wrapped = strategy.place(self.model, [])
-        made = make_optimizer(optimizer, strategy.optimized(), 8)
+        made = make_optimizer(self.config.optimizer, strategy.optimized(), 8)
         optimization = Optimization(made, lambda step: 1 / (step + 1), precision, CPU)
         self.state = TrainState(self.model, wrapped, strategy, optimization, Ema(self.model, DECAY))
 

@@ -30,10 +30,13 @@ from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.train_state import TrainState
+from tests.experiments import tiny_experiment
 from tests.parallelism.batches import micro_batch
 from tests.parallelism.cases import SGD, STRATEGIES, VIT, Case, Choice, Shape, problems_of
 from tests.parallelism.groups import Groups
 from tests.parallelism.training import Trainee
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 CPU = torch.device("cpu")
 SAMPLES, CLASSES, SIDE, IGNORED = 8, 3, 4, 255
@@ -98,13 +101,6 @@ TASKS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def samples(kind: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(SAMPLES, SIDE, SIDE, 2, generator=generator, dtype=torch.float64)
@@ -122,21 +118,8 @@ def samples(kind: str) -> tuple[Tensor, Tensor]:
 
 def made(name: str) -> tuple[Experiment, Task]:
     make, kind, keys = TASKS[name]
-    config = Experiment.model_validate(
-        {
-            "name": "x",
-            "task": "classification",
-            "model": {"name": "own:net", "args": {"num_classes": CLASSES}},
-            "data": {"name": "own:data"},
-            "optimization": {
-                "steps": 1,
-                "global_batch_size": SAMPLES,
-                "micro_batch_size": 1,
-                "optimizer": {"name": "sgd", "lr": 0.1},
-                **keys,
-            },
-        }
-    )
+    sizes = {"global_batch_size": SAMPLES, "micro_batch_size": 1}
+    config = tiny_experiment(sizes | keys, model={"name": "own:net", "args": {"num_classes": CLASSES}})
     info = DataInfo(
         CLASSES,
         1,
@@ -194,16 +177,13 @@ def test_a_step_is_that_of_one_micro_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (_, kind, _) in TASKS.items() if kind in ("images", "tokens")]
+    ("name", "label"),
+    [(name, IGNORED) for name, (_, kind, _) in TASKS.items() if kind in ("images", "tokens")]
+    + [("classification with class weights", WEIGHTS.index(0.0))],
 )
-def test_a_step_without_labels_has_no_loss_and_no_gradient(name: str) -> None:
+def test_a_step_without_weight_has_no_loss_and_no_gradient(name: str, label: int) -> None:
     _, targets = samples(TASKS[name][1])
-    result, _ = step(name, 2, torch.full_like(targets, IGNORED))
-    assert result.loss == 0 and result.grad_norm == 0
-
-
-def test_a_step_of_classes_of_weight_zero_has_no_loss_and_no_gradient() -> None:
-    result, _ = step("classification with class weights", 2, torch.full((SAMPLES,), 2))
+    result, _ = step(name, 2, torch.full_like(targets, label))
     assert result.loss == 0 and result.grad_norm == 0
 
 

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.datasets.types import Batch
@@ -28,6 +27,8 @@ from hpc_train.training.step_progress import Event, RunAhead
 from tests.checkpoint.checkpoint_runs import make_run
 from tests.training.test_loop import Task, make_trainer
 from tests.waiting import HANG_LIMIT_S
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 #: The step that the device never ends.
 HANGS_IN = 4
@@ -49,13 +50,6 @@ class Device:
 class Finite(Task):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return outputs
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def hanging(run: RunPaths, check_peers: Callable[[], None], make_event: Callable[[], Event]) -> Trainer:

@@ -14,14 +14,11 @@ from torch.nn import functional
 from hpc_train.config.training_sections import (
     CompileConfig,
     OptimizationConfig,
-    OptimizerConfig,
     ParallelConfig,
 )
 from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.datasets.types import Batch, TargetSpec
 from hpc_train.distributed.precision import choose_precision
-from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward
@@ -30,7 +27,9 @@ from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState
 from tests.datasets.samples import experiment
+from tests.experiments import tiny_experiment
 from tests.parallelism.training import whole
+from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -99,13 +98,8 @@ def make_batch(step: int, number: int, *, has_several_inputs: bool) -> Batch:
 
 
 def optimization_config() -> OptimizationConfig:
-    return OptimizationConfig(
-        steps=STEPS,
-        global_batch_size=8,
-        micro_batch_size=2,
-        optimizer=OptimizerConfig(name="adamw", lr=0.01),
-        clip_grad_norm=MAX_NORM,
-    )
+    adamw = {"name": "adamw", "lr": 0.01}
+    return tiny_experiment({"steps": STEPS, "optimizer": adamw, "clip_grad_norm": MAX_NORM}).optimization
 
 
 def train(rank: int, world_size: int, name: str, has_several_inputs: bool) -> dict[str, Any]:
@@ -115,11 +109,8 @@ def train(rank: int, world_size: int, name: str, has_several_inputs: bool) -> di
         "fsdp": Degrees(shard=world_size),
         "pipeline": Degrees(pipeline=world_size),
     }[name]
-    parallel = ParallelConfig(strategy=name)
     precision = choose_precision("fp64", CPU)
-    strategy: Any = load("strategies", name)(  # type: ignore[operator]
-        RankContext(rank, degrees, CPU, precision, parallel=parallel)
-    )
+    strategy = make_strategy(name, rank, degrees, parallel=ParallelConfig(strategy=name))
     model = make_model(has_several_inputs=has_several_inputs)
     wrapped = strategy.place(model, list(model.children())[:3])
     wrapped.train()

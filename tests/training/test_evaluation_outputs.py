@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,31 +11,41 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource, TensorSplit
+from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.sampler import EvaluationSampler
+from hpc_train.datasets.tokenization import decoder_of
 from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.errors import StorageError
+from hpc_train.models.building import build_model
+from hpc_train.paths import RunPaths
 from hpc_train.tasks import drawing
-from hpc_train.tasks.base import Task
+from hpc_train.tasks.base import Task, make_task
 from hpc_train.tasks.classification import Classification
-from hpc_train.training.evaluation_outputs import Pictures, evenly_spaced, on_rank_0, rgb
+from hpc_train.training import evaluation_outputs
+from hpc_train.training.evaluation_outputs import (
+    EvaluationFiles,
+    Pictures,
+    TaskFiles,
+    TextSamples,
+    continued,
+    drawn,
+    evenly_spaced,
+    on_rank_0,
+    rgb,
+)
+from tests.experiments import tiny_experiment
 from tests.ranks import run_ranks
-from tests.tasks.test_classification import experiment
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 NUM_SAMPLES, SIZE = 19, 4
 INFO = DataInfo(10, 3, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
-
-
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def images() -> Tensor:
@@ -43,7 +54,7 @@ def images() -> Tensor:
 
 
 def config(**evaluation: int) -> Experiment:
-    return Experiment.model_validate(experiment().model_dump() | {"evaluation": evaluation})
+    return tiny_experiment(evaluation=evaluation)
 
 
 def source(info: DataInfo = INFO) -> DataSource:
@@ -102,7 +113,6 @@ def on_ranks(rank: int, world_size: int) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_group")
 def test_files_are_the_same_on_one_to_three_ranks(tmp_path: Path) -> None:
     alone = on_ranks(0, 1)
     assert alone[0].keys() == {"predictions.png", "ema_predictions.png"}
@@ -112,7 +122,6 @@ def test_files_are_the_same_on_one_to_three_ranks(tmp_path: Path) -> None:
         assert others == [[{}, {}]] * (world_size - 1), "only rank 0 has them"
 
 
-@pytest.mark.usefixtures("_group")
 def test_a_sheet_has_the_chosen_samples_in_order() -> None:
     made = pictures()
     assert made.chosen == (0, 3, 7, 11, 15)
@@ -127,7 +136,6 @@ def test_a_sheet_has_the_chosen_samples_in_order() -> None:
     assert evaluated(made)["predictions.png"] == content, "the next evaluation has the same"
 
 
-@pytest.mark.usefixtures("_group")
 def test_a_sample_without_a_picture_is_omitted() -> None:
     made = replace(pictures(Plain), chosen=(7, 8, 9))
     for batch in batches():
@@ -138,7 +146,6 @@ def test_a_sample_without_a_picture_is_omitted() -> None:
     assert all(picture.mode == "RGB" for picture in found.values())
 
 
-@pytest.mark.usefixtures("_group")
 def test_samples_that_are_not_valid_are_omitted() -> None:
     made = pictures(count=NUM_SAMPLES)
     made.begin("")
@@ -147,7 +154,6 @@ def test_samples_that_are_not_valid_are_omitted() -> None:
     assert sorted(made._drawn[""]) == [number for number in range(NUM_SAMPLES) if number % 10 != 3]
 
 
-@pytest.mark.usefixtures("_group")
 def test_an_evaluation_that_was_cut_short_leaves_nothing() -> None:
     made = pictures()
     made.begin("")
@@ -157,7 +163,6 @@ def test_an_evaluation_that_was_cut_short_leaves_nothing() -> None:
     assert made.files(0, {}) == {}
 
 
-@pytest.mark.usefixtures("_group")
 def test_a_task_that_fails_to_draw_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Classification):
         def picture(self, *_: Any) -> Any:
@@ -169,7 +174,6 @@ def test_a_task_that_fails_to_draw_does_not_end_training(caplog: pytest.LogCaptu
     ]
 
 
-@pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -187,7 +191,6 @@ def test_features_have_no_pictures(inputs: Any) -> None:
     assert made.files(0, {}) == {}
 
 
-@pytest.mark.usefixtures("_group")
 def test_of_several_inputs_the_first_image_is_shown() -> None:
     made, plain = pictures(), pictures()
     for each, name in ((made, "several"), (plain, "one")):
@@ -216,15 +219,10 @@ def test_samples_are_spread_evenly() -> None:
     assert evenly_spaced(3, 8) == (0, 1, 2)
 
 
-def test_bytes_are_shown_as_they_are() -> None:
-    image = images()[0]
-    assert torch.equal(torch.from_numpy(rgb(image, (), ())).permute(2, 0, 1), image)
-
-
 @pytest.mark.parametrize(
-    ("channels", "shown"), [(1, (0, 0, 0)), (2, (0, 0, 0)), (4, (0, 1, 2)), (7, (0, 1, 2))]
+    ("channels", "shown"), [(1, (0, 0, 0)), (2, (0, 0, 0)), (3, (0, 1, 2)), (4, (0, 1, 2)), (7, (0, 1, 2))]
 )
-def test_other_numbers_of_channels_are_shown(channels: int, shown: tuple[int, ...]) -> None:
+def test_images_of_bytes_are_shown_unchanged(channels: int, shown: tuple[int, ...]) -> None:
     image = torch.arange(channels * 6, dtype=torch.uint8).view(channels, 2, 3)
     assert torch.equal(torch.from_numpy(rgb(image, (), ())).permute(2, 0, 1), image[list(shown)])
 
@@ -245,3 +243,128 @@ def test_float_images_of_any_range_fill_it_from_black_to_white() -> None:
 def test_values_that_do_not_fit_the_channels_are_not_used() -> None:
     image = torch.tensor([[[0.0, 0.5]], [[0.0, 0.5]]])
     assert rgb(image, (0.5,) * 3, (0.5,) * 3)[0, :, 0].tolist() == [0, 128]
+
+
+class WithTable:
+    def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
+        return {"table.csv": str(sums["count"]).encode()}
+
+
+def names(paths: RunPaths) -> list[str]:
+    return sorted(str(path.relative_to(paths.folder)) for path in paths.folder.rglob("*.csv"))
+
+
+def test_a_task_names_its_files_and_averages_have_a_prefix() -> None:
+    sums = {"": {"count": 2}, "ema_": {"count": 3}}
+    assert TaskFiles(WithTable()).files(20, sums) == {"table.csv": b"2", "ema_table.csv": b"3"}
+
+
+def test_a_repeated_evaluation_replaces_its_files(tmp_path: Path) -> None:
+    files = EvaluationFiles(RunPaths(tmp_path))
+    files.write(20, {"table.csv": b"old"})
+    files.write(20, {"table.csv": b"new"})
+    assert (tmp_path / "evaluations/step-00000020/table.csv").read_bytes() == b"new"
+    assert names(files.paths) == ["evaluations/step-00000020/table.csv"]
+
+
+def test_files_after_the_step_of_a_resume_are_withdrawn(tmp_path: Path) -> None:
+    files = EvaluationFiles(RunPaths(tmp_path))
+    files.withdraw(0)  # none yet
+    for step in (10, 20, 123456789):
+        files.write(step, {"table.csv": b""})
+    (tmp_path / "evaluations/notes.csv").touch()
+    files.withdraw(10)
+    assert names(files.paths) == ["evaluations/notes.csv", "evaluations/step-00000010/table.csv"]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(evaluation_outputs, "replacing", full)
+    with pytest.raises(StorageError, match=r"step-00000001/table\.csv: the disk is full"):
+        EvaluationFiles(RunPaths(tmp_path)).write(1, {"table.csv": b""})
+
+
+TEXT_INFO = DataInfo(5, 0, (), (), tuple("abcde"), sequence_length=4)
+
+
+def next_letter(batch: Batch) -> Tensor:
+    """Return logits that are certain of the next letter of the alphabet, and of a token beyond it."""
+    logits = torch.nn.functional.one_hot((batch.inputs + 1) % 5, 7).float() * 100
+    logits[..., 6] = 1000
+    return logits
+
+
+def test_a_sample_continues_the_prompt_over_the_end_of_the_window() -> None:
+    assert continued(next_letter, (2,), 9, TEXT_INFO, seed=0, step=3) == [2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_input_is_always_one_window() -> None:
+    shapes = []
+
+    def outputs(batch: Batch) -> Tensor:
+        shapes.append(tuple(batch.inputs.shape))
+        return next_letter(batch)
+
+    continued(outputs, (0, 1, 2), 6, TEXT_INFO, seed=0, step=3)
+    assert shapes == [(1, 4)] * 6
+
+
+def test_tokens_are_drawn_by_probability_from_the_most_probable() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.3]).log()
+    tokens = {0.0: 1, 0.59: 1, 0.61: 2, 0.89: 2, 0.91: 0, 1 - 1e-16: 0}
+    assert {number: drawn(logits, number) for number in tokens} == tokens
+    even = torch.zeros(100)
+    assert {drawn(even, number / 1000) for number in range(1000)} == set(range(40)), "of 40"
+
+
+def test_draws_depend_on_seed_and_step_and_touch_no_generator() -> None:
+    def even(batch: Batch) -> Tensor:
+        return torch.zeros(1, 4, 5)
+
+    before = torch.get_rng_state()
+    samples = [continued(even, (0,), 30, TEXT_INFO, *key) for key in ((0, 1), (0, 1), (0, 2), (1, 1))]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert samples[0] == samples[1] and len(set(map(tuple, samples))) == 3
+    assert set(samples[0]) == set(range(5))
+
+
+def text_experiment(root: Path, strategy: str = "ddp", sample_tokens: int = 8) -> Experiment:
+    return tiny_experiment(
+        task="causal_lm",
+        model={"name": "gpt", "args": {"dim": 16, "num_layers": 1, "num_heads": 2}},
+        data={"name": "text", "root": str(root), "args": {"sequence_length": 8}},
+        parallel={"strategy": strategy},
+        evaluation={"sample_tokens": sample_tokens},
+    )
+
+
+def test_the_file_has_prompt_and_continuation(tmp_path: Path) -> None:
+    (root := tmp_path / "text.txt").write_text("to be or not to be " * 20)
+    config = text_experiment(root)
+    source = build_source(config.data)
+    task = make_task(config, source.info)
+    torch.manual_seed(0)
+    model = build_model(config.model, source.info).eval()
+    samples = TextSamples.of(config, source, task, lambda batch: task.forward(model, batch))
+    assert samples is not None and source.val is not None
+    with torch.no_grad():
+        files = samples.files(5, {})
+    prompt, text = files["sample.txt"].decode().split("\n--- continued by the model: ---\n")
+    first, _ = source.val.batch(torch.tensor([0]))  # type: ignore[union-attr]
+    decoder = decoder_of(source.info)
+    assert decoder is not None and prompt == decoder.decode(first[0, :4].tolist())
+    assert len(text) == 8 + 1 and set(text) <= {*source.info.class_names, "\n"}
+    unknown = TextSamples(next_letter, DataInfo(5, 0, (), (), (), 4, tokenizer="gpt2"), 0, (1, 2), 1)
+    assert unknown.files(0, {})["sample.txt"].decode().startswith("1 2\n"), "numbers where none decodes"
+
+
+@pytest.mark.parametrize("changes", [{"strategy": "pipeline"}, {"strategy": "split"}, {"sample_tokens": 0}])
+def test_there_is_no_sample_without_the_whole_model_or_if_it_is_off(
+    changes: dict[str, str], tmp_path: Path
+) -> None:
+    (root := tmp_path / "text.txt").write_text("to be or not to be " * 20)
+    config = text_experiment(root, **changes)  # type: ignore[arg-type]
+    source = build_source(config.data)
+    assert TextSamples.of(config, source, make_task(config, source.info), next_letter) is None
