@@ -9,6 +9,7 @@ import pytest
 
 from hpc_train.run.checkpoints import committed
 from tests.datasets.coco import write_coco
+from tests.datasets.sources.masks import write_folder
 from tests.end_to_end.runs import (
     PLANTED,
     REPOSITORY,
@@ -25,20 +26,13 @@ pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"
 
 
-@pytest.fixture(scope="module")
-def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples' comments say to fetch, and the examples: some name modules there."""
-    folder = tmp_path_factory.mktemp("examples")
-    make_data(folder / "data")
-    (folder / "examples").symlink_to(EXAMPLES)
-    return folder
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_every_example_validates(name: str, data_folder: Path) -> None:
+def test_every_example_validates(name: str, tmp_path: Path) -> None:
+    make_data(tmp_path / "data")
+    (tmp_path / "examples").symlink_to(EXAMPLES)  # some name modules of that folder
     # The weights of the run that the example's comments begin with.
     after = ["model.init_from=null"] if name == "fine-tuning.yaml" else []
-    done = hpc_train("validate", EXAMPLES / name, *after, cwd=data_folder)
+    done = hpc_train("validate", EXAMPLES / name, *after, cwd=tmp_path)
     assert done.code == 0, done.err
 
 
@@ -74,3 +68,18 @@ def test_digits_are_learnt_on_two_cpu_ranks(tmp_path: Path) -> None:
     assert val[-1]["accuracy"] >= 0.95
     assert paths.attempt(1).log(0).stat().st_size
     assert files_that_hold(tmp_path, PLANTED) == []
+
+
+def test_the_camvid_recipe_trains_on_a_few_scenes(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data/camvid", num_classes=11, sides=(45, 60), ignored=11, train=4, val=3)
+    sizes = ("epochs=1", "global_batch_size=4", "micro_batch_size=2", "schedule.warmup_epochs=0.5")
+    short = (*(f"optimization.{each}" for each in sizes), "evaluation.every_epochs=1")
+    overrides = ("data.image_size=[45, 60]", *short)
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    recipe = EXAMPLES / "camvid-lraspp.yaml"
+    done = hpc_train("submit", recipe, *overrides, "--local", "--devices", "1", cwd=tmp_path, **runs)
+    assert done.code == 0, done.err
+    (paths,) = found_runs(tmp_path)
+    (row,) = rows(paths, "val")
+    assert 0 <= row["miou"] <= 1
+    assert (paths.evaluation(1) / "confusion.csv").read_text().startswith("class,sky,building,pole")

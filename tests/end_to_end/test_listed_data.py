@@ -12,12 +12,16 @@ from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     assert_equal_to_the_bit,
-    killed_run,
-    resume,
+    hpc_train,
+    kill_everything,
+    only_run,
+    start,
     submit,
+    write_experiment,
 )
 
 pytestmark = pytest.mark.slow
@@ -55,9 +59,17 @@ def test_a_killed_run_on_shards_ends_like_one_on_a_list(
     quiet = submit(tmp_path / "listed", "data.workers=auto", devices=2, text=listed)
 
     args = {"train": "train-{0..1}.tar", "val": "val-0.tar", "channels": 1}
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    index = {"HPC_TRAIN_CACHE": str(tmp_path / "cache")}
+    monkeypatch.setenv(*next(iter(index.items())))
     build_source(DataConfig(name="webdataset", root=str(root), args=args), download=True)
     sharded = TEXT.replace("DATA", f'name: webdataset, root: "{root}", args: {args}')
-    paths = killed_run(tmp_path / "sharded", 9, text=sharded)
-    resume(paths)
+    experiment = write_experiment(tmp_path / "sharded", sharded)
+    runs = index | {"HPC_TRAIN_RUNS": str(tmp_path / "sharded/runs")}
+    with Hold(tmp_path / "sharded", 9) as hold:
+        process = start("submit", experiment, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path / "sharded")
+        kill_everything(process, paths)
+    done = hpc_train("resume", paths.folder, **runs)
+    assert done.code == 0, done.err
     assert_equal_to_the_bit(quiet, paths)

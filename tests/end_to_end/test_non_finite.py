@@ -11,17 +11,17 @@ import torch
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.rank_ends import exit_codes
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     Done,
     assert_equal_to_the_bit,
     final_tensors,
-    held_run,
     hpc_train,
     last_step,
     only_run,
-    resume,
     rows,
+    start,
     status,
     write_experiment,
 )
@@ -86,14 +86,19 @@ def test_more_non_finite_steps_than_allowed_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_stopped_run_resumes_bitwise_past_non_finite_losses(policy: str, tmp_path: Path) -> None:
     """Wherever the run was saved and interrupted, and wherever it went back to."""
-    override = f"optimization.on_non_finite={policy}"
-    quiet, done = train(tmp_path / "quiet", override, "checkpoint.every_steps=1000")
+    text = f"optimization.on_non_finite={policy}"
+    quiet, done = train(tmp_path / "quiet", text, "checkpoint.every_steps=1000")
     assert done.code == 0, done.err
-    with held_run(tmp_path, 35, override, text=TEXT) as (process, paths):
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    experiment = write_experiment(tmp_path, TEXT)
+    with Hold(tmp_path, 35) as hold:
+        process = start("submit", experiment, text, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
         process.terminate()
         _, err = process.communicate()
         assert process.returncode == 130, err
-    resume(paths)
+    assert hpc_train("resume", paths.folder).code == 0
     assert_equal_to_the_bit(quiet, paths)
     assert extra(quiet)["position"] == extra(paths)["position"]
     assert extra(quiet)["skips"] == extra(paths)["skips"]

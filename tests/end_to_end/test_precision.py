@@ -15,6 +15,7 @@ from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     final_tensors,
     only_run,
+    rows,
     start,
     submit,
     write_experiment,
@@ -58,6 +59,16 @@ def test_activations_are_of_the_precision_asked_for(
         devices=devices,
     )
     assert set(seen.read_text().split()) == {dtype}
+
+
+def test_compiled_blocks_train_as_eager_ones_do(tmp_path: Path) -> None:
+    eager = submit(tmp_path / "eager", *SHORT, devices=1)
+    compiled = submit(tmp_path / "compiled", *SHORT, "compile=true", devices=1)
+    frames = [path for path in (compiled.cache / "inductor").rglob("*.cpp") if "kernel" in path.read_text()]
+    assert frames, "the compiler wrote no kernel"
+    ours, theirs = (torch.tensor([row["loss"] for row in rows(each)]) for each in (eager, compiled))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert final_tensors(eager).keys() == final_tensors(compiled).keys(), "names are those of the plain model"
 
 
 @pytest.mark.fault(30)

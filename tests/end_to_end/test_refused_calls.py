@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     hpc_train,
-    killed_run,
+    kill_everything,
+    only_run,
+    start,
+    write_experiment,
 )
 from tests.quiet import QuietRuns
 from tests.refused_calls import IS_POSSIBLE, prefix
@@ -50,9 +53,17 @@ def test_a_run_does_without_calls_that_may_be_refused(
     name: str, error: str, calls: list[str], quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     overrides = (*SHORT, NO_LOADER_PROCESSES) if name == "links" else SHORT
-    refusing: dict[str, Any] = {"before": prefix(calls, error), FRESH: "1"}
-    paths = killed_run(tmp_path, 3, *overrides, devices=1, **refusing)
-    done = hpc_train("resume", paths.folder, HPC_TRAIN_RUNS=str(tmp_path / "runs"), **refusing)
+    quiet = quiet_runs.of(*overrides, ranks=1)
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), FRESH: "1"}
+    local = ("--local", "--devices", "1")
+    with Hold(tmp_path, 3) as hold:
+        command = ("submit", write_experiment(tmp_path), *overrides, *local, hold.override)
+        process = start(*command, before=prefix(calls, error), **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
+        kill_everything(process, paths)
+        process.communicate()
+    done = hpc_train("resume", paths.folder, before=prefix(calls, error), **runs)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
-    assert_equal_to_the_bit(quiet_runs.of(*overrides, ranks=1), paths)
+    assert_equal_to_the_bit(quiet, paths)
