@@ -16,8 +16,9 @@ from hpc_train.launchers.base import KeyProblem, LaunchRequest, Ranks, StartRequ
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.slurm.job_arrays import prepared
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.run.attempts import read_record, write_record
+from hpc_train.run.attempts import write_record
 from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 
 COMPLETING = "tests.cli.launchers:Completing"
@@ -57,8 +58,7 @@ class Completing:
             file.write(json.dumps(row) + "\n")
         poll()
         attempt = request.paths.attempt(request.attempt)
-        record = read_record(attempt)
-        assert record is not None
+        record = record_of(attempt)
         record = replace(record, launcher=self.name, devices=request.devices)
         write_record(attempt, record.ended([int(self.exit_code)], self.reason))
         write_status(request.paths, replace(status, state=self.state, reason=self.reason))

@@ -144,9 +144,7 @@ def test_an_error_without_a_file_says_where_it_was_raised(monkeypatch: pytest.Mo
     assert re.fullmatch(r"input/output: Input/output error \(mock\.py:\d+\)\n", done.err), done.err
 
 
-def test_a_current_folder_that_was_removed_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_current_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     monkeypatch.delenv("HPC_TRAIN_RUNS")
@@ -222,9 +220,7 @@ def test_names_of_files_are_utf_8_in_a_locale_without_it(file: Path, tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
-def test_submit_names_the_owner_of_an_experiment_that_it_may_not_enter(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_names_the_folders_owner(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "shared"
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(runs))
     done = hpc_train("plan", file, "--local", "--json")

@@ -26,9 +26,9 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.cli.launchers import SCRIPTED
 from tests.end_to_end.runs import wait_for
-from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run.runs import small_run
+from tests.run.runs import record_of, small_run
 from tests.waiting import HANG_LIMIT_S
 
 _LIMIT_S = HANG_LIMIT_S
@@ -99,6 +99,11 @@ def _later(first: RunPaths) -> list[RunPaths]:
     return found
 
 
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return put_programs_first(tmp_path, monkeypatch)
+
+
 _DEAF = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -118,8 +123,7 @@ def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
         rank = Process.of(deaf.pid)
         assert rank is not None
         claim_attempt(paths, "local", rank_processes=[rank])
-        record = read_record(paths.attempt(1))
-        assert record is not None
+        record = record_of(paths.attempt(1))
         # Its launcher ends with it, as the real one does.
         write_record(paths.attempt(1), replace(record, launcher_process=rank))
         write_status(paths, RunStatus("running", 3, 10, attempt=1))
@@ -141,8 +145,8 @@ def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, state: str) -> None
 def test_a_run_of_another_machine_is_named_with_it(tmp_path: Path) -> None:
     paths = small_run(tmp_path / "runs")
     claim_attempt(paths, "local")
-    record = read_record(paths.attempt(1))
-    assert record is not None and record.launcher_process is not None
+    record = record_of(paths.attempt(1))
+    assert record.launcher_process is not None
     there = replace(record.launcher_process, host="other", boot_id="other")
     write_record(paths.attempt(1), replace(record, launcher_process=there))
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
@@ -160,9 +164,7 @@ def test_a_launcher_without_a_way_to_cancel_is_named(tmp_path: Path) -> None:
     assert done.code == 1 and "launcher theirs has it" in done.err
 
 
-def test_without_slurm_the_run_is_marked_cancelled_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_a_run_is_marked_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_programs_first(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     paths = queued_run(tmp_path / "runs", "12_3")
@@ -175,21 +177,15 @@ def test_without_slurm_the_run_is_marked_cancelled_with_a_warning(
     assert read_status(paths).state == "running"
 
 
-def test_a_run_that_was_never_submitted_to_the_end_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = put_programs_first(tmp_path, monkeypatch)
+def test_a_half_submitted_run_is_cancelled(programs: Programs, tmp_path: Path) -> None:
     programs.put("squeue", "exit 0")
     paths = queued_run(tmp_path / "runs", None)
     assert hpc_train("cancel", "abc").code == 0
     assert (read_status(paths).state, paths.cancelled.exists()) == ("cancelled", True)
 
 
-def test_a_held_job_that_no_run_has_recorded_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unrecorded_held_job_is_cancelled(programs: Programs, tmp_path: Path) -> None:
     """The submit was killed between sbatch and its next step."""
-    programs = put_programs_first(tmp_path, monkeypatch)
     paths = queued_run(tmp_path / "runs", None)
     submission = paths.siblings.submission("feed")
     batch = Batch(submission.folder, "python", {})
@@ -210,11 +206,8 @@ def test_a_held_job_that_no_run_has_recorded_is_cancelled(
     assert (read_status(paths).state, job_ids(read_json(paths.run) or {})) == ("cancelled", ["12"])
 
 
-def test_a_job_of_the_same_number_of_another_experiment_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_another_experiment_is_left_alone(programs: Programs, tmp_path: Path) -> None:
     """Slurm has begun to count its jobs again."""
-    programs = put_programs_first(tmp_path, monkeypatch)
     paths = queued_run(tmp_path / "runs", "12")
     words = "12 RUNNING None 0 '' '' 0 n1 other /runs/other/.slurm/feed/12_submission.sh"
     programs.put("squeue", f"printf '%s\\x1f' {words}")
@@ -225,10 +218,7 @@ def test_a_job_of_the_same_number_of_another_experiment_is_left_alone(
     assert paths.cancelled.exists()
 
 
-def test_a_job_is_ended_though_a_full_disk_keeps_no_word_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = put_programs_first(tmp_path, monkeypatch)
+def test_cancel_with_a_full_disk(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(queued_run(tmp_path / "runs", "12"), "12")
     row = "12 RUNNING None 0 '' '' 0 n1 small /x.sh"
     programs.put("squeue", f"[ -e {tmp_path}/gone ] || printf '%s\\x1f' {row}")
@@ -246,8 +236,7 @@ def test_a_job_is_ended_though_a_full_disk_keeps_no_word_of_it(
     assert "the jobs were ended, but that can't be written:\n" in done.err and "cancelled.json: " in done.err
 
 
-def test_a_run_that_completes_first_stays_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = put_programs_first(tmp_path, monkeypatch)
+def test_a_run_that_completes_first_stays_completed(programs: Programs, tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     completed = tmp_path / "completed.json"

@@ -129,7 +129,7 @@ def test_nothing_goes_without_an_answer(run: RunPaths, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("state", "message"), [("running", "is running"), ("failed", "was resumed")])
-def test_a_run_that_was_resumed_before_the_answer_is_left_alone(
+def test_a_resumed_run_stays(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, state: str, message: str
 ) -> None:
     """Another attempt may need a checkpoint that was surplus when the question was asked."""
@@ -201,9 +201,7 @@ def test_a_link_to_itself_uses_no_code(run: RunPaths, tmp_path: Path) -> None:
     assert (done.code, unused.exists()) == (0, False)
 
 
-def test_code_that_a_submit_came_for_meanwhile_stays(
-    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_new_submit_stays(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = _snapshot(tmp_path / "runs", "taken")
     unused = _snapshot(tmp_path / "runs", "unused")
 
@@ -221,9 +219,7 @@ def test_code_that_a_submit_came_for_meanwhile_stays(
     assert (taken.exists(), unused.exists()) == (True, False)
 
 
-def test_code_stays_where_not_all_runs_can_be_seen(
-    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_run_keeps_code(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unused = _snapshot(tmp_path / "runs", "unused")
 
     def refuse(path: Path) -> None:

@@ -82,9 +82,7 @@ def test_submitting_what_is_there_names_code_that_has_changed_since(tree: Path, 
     )
 
 
-def test_too_much_code_is_refused_before_a_run_is_made(
-    tree: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_code_creates_no_run(tree: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_files, "MAX_FILES", 1)
     write(tree, "b.py")
     done = _submit(file)
@@ -104,7 +102,7 @@ def test_a_resume_keeps_the_code_and_says_what_has_changed(failed: RunPaths, tre
     assert len(_snapshots()) == 1
 
 
-def test_a_resume_from_elsewhere_compares_nothing(
+def test_resume_elsewhere_has_no_diff(
     failed: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -112,9 +110,7 @@ def test_a_resume_from_elsewhere_compares_nothing(
     assert len(requests) == 2
 
 
-def test_code_that_can_not_be_taken_now_stops_no_resume_that_keeps_it(
-    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_needs_no_new_snapshot(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_files, "MAX_FILES", 0)
     hpc_train("resume", failed.folder.name)
     assert len(requests) == 2

@@ -96,9 +96,7 @@ def test_json_has_the_same(pair: tuple[RunPaths, RunPaths]) -> None:
     assert "+WIDTH = 32 \x1b[31m" in found["code"]["diff"]
 
 
-def test_a_long_diff_is_cut_and_says_so(
-    pair: tuple[RunPaths, RunPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_diff_is_truncated(pair: tuple[RunPaths, RunPaths], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_diff, "_MAX_LINES", 5)
     lines = hpc_train("compare", "aaa", "bbb", "--diff").out.splitlines()
     assert lines[-1] == "… cut after 5 lines"
@@ -141,9 +139,7 @@ def test_two_runs_are_needed(pair: tuple[RunPaths, RunPaths]) -> None:
         assert hpc_train("compare", "small", "--diff", *options).code == 2
 
 
-def test_snapshots_are_read_for_diffs_only(
-    pair: tuple[RunPaths, RunPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_diffs_read_snapshots(pair: tuple[RunPaths, RunPaths], monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise AssertionError("a snapshot was read")
 

@@ -76,9 +76,7 @@ def test_json_has_all_findings_and_their_counts(machine: list[Finding]) -> None:
     }
 
 
-def test_a_machine_without_a_scheduler_trains_locally(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_scheduler_runs_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = hpc_train("doctor")
     assert done.code == 0, done.out
@@ -100,7 +98,7 @@ def test_a_file_without_a_section_slurm_needs_no_scheduler(file: Path, programs:
 
 
 @pytest.mark.parametrize(("override", "wants_gpu"), [("device=auto", True), ("device=cpu", False)])
-def test_a_file_for_the_cpu_needs_no_gpu(
+def test_cpu_needs_no_gpu(
     override: str, wants_gpu: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []

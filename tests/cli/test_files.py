@@ -46,9 +46,7 @@ def test_a_batch_larger_than_the_data_is_a_problem_of_the_file(file: Path) -> No
         ("slurm={ranks_per_node: 3}", ["parallel={strategy: tensor, tensor: 2}"]),
     ],
 )
-def test_what_submit_refuses_validate_refuses_in_the_same_words(
-    file: Path, override: str, start: list[str]
-) -> None:
+def test_submit_and_validate_report_the_same_problems(file: Path, override: str, start: list[str]) -> None:
     more = [word for word in start if "=" in word]
     submitted, validated = (
         hpc_train("submit", file, override, *start),

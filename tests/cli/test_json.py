@@ -132,7 +132,7 @@ def test_init() -> None:
     assert again.code == 2 and again.out == "" and "exists" in again.err
 
 
-def test_a_child_that_prints_and_one_that_fails(
+def test_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What code of the user's prints goes to stderr."""

@@ -19,7 +19,7 @@ from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run.runs import small_run
+from tests.run.runs import record_of, small_run
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -116,9 +116,9 @@ def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Pat
     assert sorted(line.split() for line in refused.err.splitlines()[1:]) == sorted(expected)
     for seed, paths in by_seed.items():
         paths.attempt(1).log(0).write_text(f"seed {seed}\n")
-    record = read_record(by_seed[2].attempt(1))
-    assert record is not None
-    write_record(by_seed[2].attempt(1), replace(record, start="2999-01-01T00:00:00+00:00"))
+    write_record(
+        by_seed[2].attempt(1), replace(record_of(by_seed[2].attempt(1)), start="2999-01-01T00:00:00+00:00")
+    )
     done = _logs("tiny", "--last")
     assert (done[0], done[1]) == (0, "seed 2\n") and "seed=2" in done[2]
 

@@ -154,9 +154,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(file: Path, both: bool) ->
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_loses_no_step_and_resume_completes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_terminal_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed()), os.environ.get("PYTHONPATH", "")]))
     file = tmp_path / "exp.yaml"
     steps = ("optimization.steps=40", "checkpoint.every_steps=1000", "device=cpu")

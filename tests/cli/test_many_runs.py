@@ -54,9 +54,7 @@ def test_a_run_is_created_with_four_fsyncs(file: Path, monkeypatch: pytest.Monke
     assert many - few == _SYNCS_PER_RUN * (_MANY - _FEW)
 
 
-def test_a_submit_opens_the_same_number_of_files_for_each_run(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_opens_a_constant_number_of_files_per_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _submit(file, 1, monkeypatch)
     counts = [len(_submit(file, runs, monkeypatch).opened) for runs in (3, 6, 9)]
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
@@ -69,9 +67,7 @@ def test_status_reads_no_file_of_a_run_twice(file: Path, monkeypatch: pytest.Mon
     assert counts and max(counts.values()) == 1
 
 
-def test_a_submit_reads_earlier_submissions_once_for_all_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_reads_earlier_submissions_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of runs that a killed submit has left, each is looked for in them."""
     runs = [queued_run(tmp_path / "runs", None, f"run{number}") for number in range(_MANY)]
     submission = runs[0].siblings.submission("t1")
@@ -120,9 +116,7 @@ def _completed(folder: Path, runs: int) -> list[RunPaths]:
     return found
 
 
-def test_runs_to_remove_are_looked_for_in_the_queue_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remove_queries_the_queue_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "true")
     runs = _completed(runs_root(), _MANY)
@@ -134,9 +128,7 @@ def test_runs_to_remove_are_looked_for_in_the_queue_once(
 @pytest.mark.parametrize(
     "command", [["status"], ["compare", "small"], ["clean", "small", "--yes"], ["cancel", "small"]], ids=str
 )
-def test_the_work_per_run_does_not_grow_with_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_constant_work_per_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     put_programs_first(tmp_path, monkeypatch).put("squeue", "true")
     counts = []
     for runs in (4, 12, 20):

@@ -40,7 +40,7 @@ def test_an_ambiguous_id_is_printed_with_its_experiment(file: Path, twins: list[
     assert [read_status(paths).state for paths in twins] == ["failed", "completed"]
 
 
-def test_a_run_outside_the_runs_folder_is_printed_as_its_folder(
+def test_a_run_of_another_folder(
     twins: list[RunPaths], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "others"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, write_record
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
@@ -16,7 +16,7 @@ from tests.cli.launchers import COMPLETING
 from tests.cli.test_clean import answer
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
-from tests.run.runs import small_run
+from tests.run.runs import record_of, small_run
 
 
 @pytest.fixture
@@ -78,9 +78,7 @@ def test_a_run_whose_launcher_still_ends_it_is_refused(run: RunPaths) -> None:
     _refused(hpc_train("rm", "abc", "--yes"), run, "end it with `hpc-train cancel abc` first")
 
 
-def test_without_slurm_only_a_completed_run_of_slurm_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_only_completed_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_programs_first(tmp_path, monkeypatch).put("squeue", "exit 1")
     paths = queued_run(tmp_path / "runs", "12")
     write_status(paths, RunStatus(state="failed"))
@@ -111,9 +109,7 @@ def test_another_users_run_is_refused(run: RunPaths, monkeypatch: pytest.MonkeyP
 def test_a_run_that_somebody_starts_meanwhile_stays(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_and_agree(count: int) -> bool:
         number = claim_attempt(run, "local")
-        record = read_record(run.attempt(number))
-        assert record is not None
-        write_record(run.attempt(number), replace(record, ranks=1))
+        write_record(run.attempt(number), replace(record_of(run.attempt(number)), ranks=1))
         return True
 
     monkeypatch.setattr("hpc_train.cli.clean._agreed", start_and_agree)

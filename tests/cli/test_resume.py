@@ -26,6 +26,7 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
+from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 from tests.waiting import HANG_LIMIT_S
 
@@ -67,8 +68,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(
 
 
 def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(failed: RunPaths) -> None:
-    record = read_record(failed.attempt(1))
-    assert record is not None
+    record = record_of(failed.attempt(1))
     write_record(failed.attempt(1), replace(record, cause="diverged", reason="loss is NaN at step 7"))
     warning = (
         f"{failed.folder.name}: its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
@@ -80,19 +80,13 @@ def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(f
     assert "would diverge" not in hpc_train("resume", failed.folder, "checkpoint.every_min=5").err
 
 
-def test_launcher_and_devices_are_those_it_had(failed: RunPaths) -> None:
-    assert _resume(failed.folder) == 1
-    assert [request.devices for request in requests] == [3, 3]
-
-
-def test_devices_may_be_others(failed: RunPaths) -> None:
-    assert _resume(failed.folder, "--devices", "2") == 1
-    assert requests[-1].devices == 2
-
-
-def test_devices_of_another_launcher_are_not_taken_over(failed: RunPaths) -> None:
-    assert _resume(failed.folder, "--launcher", COMPLETING) == 0
-    assert requests[-1].devices is None
+@pytest.mark.parametrize(
+    ("options", "code", "devices"),
+    [([], 1, 3), (["--devices", "2"], 1, 2), (["--launcher", COMPLETING], 0, None)],
+)
+def test_devices_of_a_resume(failed: RunPaths, options: list[str], code: int, devices: int | None) -> None:
+    assert _resume(failed.folder, *options) == code
+    assert [request.devices for request in requests] == [3, devices]
 
 
 def test_a_completed_run_says_so(failed: RunPaths) -> None:
@@ -109,6 +103,8 @@ def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     own = "optimization.optimizer.lr=0.5 name=other"
     assert f"exp.yaml {own} --launcher {FAILING}`" in done.err
     assert "model.init_from" not in done.err
+    done = hpc_train("resume", failed.folder, "parallel.sync_batchnorm=true")
+    assert (done.code, "would make" in done.err) == (2, True)
     write_checkpoint(failed, 5, attempt=1)
     done = hpc_train("resume", failed.folder, "optimization.epochs=9")
     assert f"exp.yaml optimization.epochs=9 model.init_from={failed.folder.name} --launcher" in done.err
@@ -137,17 +133,11 @@ def test_changes_that_ranks_refused_are_dropped_from_later_attempts(failed: RunP
     assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "ddp"]
 
 
-def test_changes_that_ranks_refused_can_be_asked_for_again(failed: RunPaths) -> None:
+def test_refused_changes_can_be_requested_again(failed: RunPaths) -> None:
     _resume(failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", COMPLETING)
     assert (done.code, "omits" in done.err) == (0, False)
     assert requests[-1].experiment.parallel.strategy == "fsdp"
-
-
-def test_batchnorm_over_all_ranks_would_be_another_run(failed: RunPaths) -> None:
-    done = hpc_train("resume", failed.folder, "parallel.sync_batchnorm=true")
-    assert (done.code, "would make" in done.err) == (2, True)
-    assert newest_number(failed) == 1
 
 
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
@@ -161,13 +151,13 @@ def test_words_that_name_no_run_are_a_usage_error(words: list[str]) -> None:
     assert _resume(*words) == 2
 
 
-def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths) -> None:
-    claim_attempt(failed)  # by this process
+@pytest.mark.parametrize("options", [[], ["--take-over"]])
+def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths, options: list[str]) -> None:
+    claim_attempt(failed, "local")  # by this process
     write_status(failed, RunStatus(state="running", attempt=2))
-    done = hpc_train("resume", failed.folder)
-    assert done.code == 1
-    assert f"process {os.getpid()}" in done.err
-    assert len(requests) == 1
+    done = hpc_train("resume", failed.folder, *options)
+    assert (done.code, f"process {os.getpid()}" in done.err) == (1, True)
+    assert (len(requests), newest_number(failed)) == (1, 2)
 
 
 def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) -> None:
@@ -201,7 +191,7 @@ def test_a_run_that_others_may_write_is_not_resumed(
     assert _resume(failed.folder, "--launcher", COMPLETING) == 0
 
 
-def test_the_launcher_of_a_run_that_others_may_write_is_not_imported(
+def test_an_unsafe_run_loads_nothing(
     failed: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "planted_launcher.py").write_text("raise SystemExit('planted')\n")
@@ -223,9 +213,7 @@ def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None
     assert newest_number(failed) == 2
 
 
-def test_of_two_resumes_at_once_the_loser_changes_nothing(
-    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_of_two_resumes_changes_nothing(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """The winner's ranks read run.json and the code link, and end where a newer attempt exists."""
     Path("new.py").write_text("")
     code, facts = failed.code.readlink(), failed.run.read_text()
@@ -243,8 +231,8 @@ def test_of_two_resumes_at_once_the_loser_changes_nothing(
 def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
     """Leave the run as a host leaves it that vanishes while it trains."""
     number = claim_attempt(paths, "local")
-    record = read_record(paths.attempt(number))
-    assert record is not None and record.launcher_process is not None
+    record = record_of(paths.attempt(number))
+    assert record.launcher_process is not None
     there = replace(record.launcher_process, host="spot-7", boot_id="another")
     write_record(paths.attempt(number), replace(record, launcher_process=there))
     paths.attempt(number).heartbeat("spot-7").write_text("{}")
@@ -285,7 +273,7 @@ def test_a_run_whose_machine_is_gone_can_be_cancelled_and_cleaned(failed: RunPat
     assert read_status(failed).state == ("cancelled" if command == "cancel" else "running")
 
 
-def test_a_run_that_was_heard_of_a_moment_ago_is_continued_only_with_the_option_that_is_named(
+def test_a_run_with_a_recent_heartbeat_needs_the_named_option_to_resume(
     failed: RunPaths,
 ) -> None:
     _on_a_machine_that_is_gone(failed, 2)
@@ -296,13 +284,6 @@ def test_a_run_that_was_heard_of_a_moment_ago_is_continued_only_with_the_option_
     assert newest_number(failed) == 2
     assert hpc_train("resume", failed.folder, "--take-over", "--launcher", COMPLETING).code == 0
     assert requests[-1].attempt == 3
-
-
-def test_a_run_that_lives_here_is_not_taken_over(failed: RunPaths) -> None:
-    claim_attempt(failed, "local")
-    write_status(failed, RunStatus("running", attempt=2))
-    assert _resume(failed.folder, "--take-over") == 1
-    assert newest_number(failed) == 2
 
 
 def test_all_runs_of_an_experiment_continue(file: Path) -> None:
@@ -351,8 +332,7 @@ def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: li
 def test_a_run_that_has_used_its_gpu_hours_is_resumed_with_more_only(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     number = claim_attempt(run, QUEUE, job="7", hosts=["n1", "n2"])
-    record = read_record(run.attempt(number))
-    assert record is not None
+    record = record_of(run.attempt(number))
     began, ended = "2026-11-01T00:00:00+00:00", "2026-11-01T03:00:00+00:00"
     write_record(run.attempt(number), replace(record, start=began, end=ended))
     write_status(run, RunStatus("cancelled", attempt=number))
@@ -391,7 +371,7 @@ def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]
     assert [path.read_text() for path in files] == before
 
 
-def test_a_run_in_the_queue_is_refused_and_one_that_never_reached_it_is_not(
+def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(
     cancelled: list[RunPaths],
 ) -> None:
     for paths in cancelled:
@@ -418,9 +398,7 @@ def test_devices_are_none_of_a_queue(cancelled: list[RunPaths]) -> None:
     assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
 
 
-def test_slurm_needs_a_section_that_says_what_to_ask_for(
-    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_needs_its_section(failed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.launchers.slurm.sbatch.check_programs", lambda: None)
     done = hpc_train("resume", failed.folder, "--launcher", "slurm")
     assert (done.code, "slurm: is missing" in done.err) == (65, True)

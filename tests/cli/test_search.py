@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, write_record
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli import launchers
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, PICKY, QUEUE, Queue, queued
+from tests.run.runs import record_of
 from tests.search import methods
 
 SEARCH = f"""\
@@ -121,9 +122,7 @@ def test_divergence_is_a_result_and_a_crash_is_none(search: Path) -> None:
         paths = _run(seed)
         attempt = paths.attempt(claim_attempt(paths, ranks=1))
         write_status(paths, RunStatus("failed", step=3))
-        record = read_record(attempt)
-        assert record is not None
-        write_record(attempt, replace(record, end="2026-01-01T00:00:00+00:00", cause=cause))
+        write_record(attempt, replace(record_of(attempt), end="2026-01-01T00:00:00+00:00", cause=cause))
         (paths.checkpoints / "step-3").mkdir(parents=True)
     hpc_train("submit", search, "--launcher", QUEUE)
     assert {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials} == {
@@ -293,9 +292,7 @@ def _submissions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return finished
 
 
-def test_a_submit_that_starts_nothing_finishes_half_done_submissions(
-    search: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_submit_finishes_old_submissions(search: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hpc_train("submit", search, "--launcher", QUEUE)
     finished = _submissions(monkeypatch)
     hpc_train("submit", search, "--launcher", QUEUE, "--dry-run")
@@ -305,9 +302,7 @@ def test_a_submit_that_starts_nothing_finishes_half_done_submissions(
     assert finished == [_run(0).folder.parent]
 
 
-def test_search_finishes_half_done_submissions_before_it_waits(
-    search: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_finishes_old_submissions_first(search: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hpc_train("submit", search, "--launcher", QUEUE)
     finished = _submissions(monkeypatch)
 

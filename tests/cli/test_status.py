@@ -15,53 +15,39 @@ import pytest
 
 from hpc_train.cli.status import RunRow
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, now, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, now, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
-from tests.run.runs import small_experiment, small_run
+from tests.run.runs import record_of, small_experiment, small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 
 
-def _run(tmp_path: Path) -> RunPaths:
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
     return small_run(tmp_path / "runs")
 
 
-def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_json_has_the_keys_of_the_contract(paths: RunPaths) -> None:
     data = json.loads(hpc_train("status", "abc", "--json").out)
+    absent = "reason job restart budget micro_batch_size code ranks micro_batches accumulation precision "
+    absent += "elapsed_s eta_s last_metric goodput best usage first_step"
     assert data == {
         "version": 1,
         "runs": [
             {
+                **dict.fromkeys(absent.split()),
                 "id": "abc",
                 "name": "small",
                 "state": "pending",
                 "step": 0,
                 "total_steps": 10,
                 "attempt": 0,
-                "reason": None,
                 "path": str(paths.folder),
-                "job": None,
-                "restart": None,
-                "budget": None,
-                "micro_batch_size": None,
                 "excluded_nodes": {},
                 "values": {},
-                "code": None,
-                "ranks": None,
-                "micro_batches": None,
-                "accumulation": None,
-                "precision": None,
-                "elapsed_s": None,
-                "eta_s": None,
-                "last_metric": None,
-                "goodput": None,
-                "best": None,
-                "usage": None,
-                "first_step": None,
             }
         ],
     }
@@ -73,18 +59,16 @@ def test_without_runs_there_is_nothing_on_stdout() -> None:
     assert json.loads(hpc_train("status", "--json").out) == {"version": 1, "runs": []}
 
 
-def test_columns_are_plain_where_nobody_watches(tmp_path: Path) -> None:
-    _run(tmp_path)
+def test_columns_are_plain_where_nobody_watches(paths: RunPaths) -> None:
     heads, row = hpc_train("status").out.splitlines()
     assert heads.split() == ["run", "experiment", "state", "step"]
     assert row.split() == ["abc", "small", "pending", "0/10"]
 
 
-def test_a_run_whose_launcher_died_is_corrected(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
     claim_attempt(paths)
-    record = read_record(paths.attempt(1))
-    assert record is not None and record.launcher_process is not None
+    record = record_of(paths.attempt(1))
+    assert record.launcher_process is not None
     dead = replace(record.launcher_process, start_ticks=0)
     write_record(paths.attempt(1), replace(record, launcher="local", launcher_process=dead))
     write_status(paths, RunStatus(state="running", step=4, attempt=1))
@@ -92,8 +76,7 @@ def test_a_run_whose_launcher_died_is_corrected(tmp_path: Path) -> None:
     assert (run["state"], run["reason"], run["step"]) == ("failed", "launcher died", 4)
 
 
-def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(paths: RunPaths) -> None:
     write_status(paths, RunStatus(state="failed", reason="[red]x[/red] \x1b]0;title\x07\nsecond"))
     ours, theirs = pty.openpty()
     subprocess.run(
@@ -116,8 +99,7 @@ def _fail(paths: RunPaths, *texts: str) -> None:
     write_status(paths, RunStatus(state="failed", attempt=number, reason="rank 1: ValueError: two"))
 
 
-def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest(paths: RunPaths) -> None:
     long = "\n".join(f"  line {number}" for number in range(100))
     _fail(paths, "lost a peer", f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n")
     shown = hpc_train("status", "abc").out
@@ -126,8 +108,8 @@ def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest
     assert "line 80" not in shown and "lost a peer" not in shown
 
 
-def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
-    _fail(_run(tmp_path), "zero", "Traceback (most recent call last):\nValueError: two")
+def test_several_runs_have_a_line_each(paths: RunPaths, tmp_path: Path) -> None:
+    _fail(paths, "zero", "Traceback (most recent call last):\nValueError: two")
     other = RunPaths(tmp_path / "runs" / "small" / "def")
     assert create_run(other, small_experiment(), "def", 10)
     assert len(hpc_train("status").out.splitlines()) == 3
@@ -135,8 +117,7 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
 
 def _attempt(paths: RunPaths, cause: str | None, **events: str) -> None:
     number = claim_attempt(paths, "slurm", job="12_3")
-    record = read_record(paths.attempt(number))
-    assert record is not None
+    record = record_of(paths.attempt(number))
     times = {name: f"2026-11-21T06:{minute}+00:00" for name, minute in events.items()}
     write_record(paths.attempt(number), replace(record, cause=cause, events=times))
 
@@ -145,8 +126,7 @@ def _restart() -> object:
     return json.loads(hpc_train("status", "--json").out)["runs"][0]["restart"]
 
 
-def test_json_has_the_parts_of_the_newest_interruption(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
     _attempt(paths, "preemption", signal="00:10.000", saved="00:11.250", requeue="00:13.000")
     parts = {
         "cause": "preemption",
@@ -168,25 +148,23 @@ def test_json_has_the_parts_of_the_newest_interruption(tmp_path: Path) -> None:
     }
 
 
-def test_a_first_attempt_was_not_interrupted(tmp_path: Path) -> None:
-    _attempt(_run(tmp_path), "completed", begin="00:20.000", first_step="00:22.000")
+def test_a_first_attempt_was_not_interrupted(paths: RunPaths) -> None:
+    _attempt(paths, "completed", begin="00:20.000", first_step="00:22.000")
     assert _restart() is None
 
 
-def test_json_has_the_newest_job(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_json_has_the_newest_job(paths: RunPaths) -> None:
     write_status(paths, RunStatus(state="completed"))
     write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["9", "12_3"]})
     assert json.loads(hpc_train("status", "--json").out)["runs"][0]["job"] == "12_3"
 
 
-def test_somebody_elses_run_does_not_name_the_code_that_status_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_code_of_others_is_imported(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trap.py").write_text("from pathlib import Path\nPath('sprung').touch()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    paths = _run(tmp_path)
     write_json(paths.run, {**(read_json(paths.run) or {}), "launcher": "trap:Launcher"})
     paths.folder.parent.chmod(0o777)
     assert hpc_train("status").code == 0
@@ -201,8 +179,7 @@ def _on_slurm(tmp_path: Path, **recovery: int) -> RunPaths:
 
 def _ended(paths: RunPaths, cause: str, job: str = "9", **facts: Any) -> None:
     number = claim_attempt(paths, "slurm", job=job)
-    record = read_record(paths.attempt(number))
-    assert record is not None
+    record = record_of(paths.attempt(number))
     told = replace(record, end=now(), cause=cause, saved_step=0, events={"first_step": "…"}, **facts)
     write_record(paths.attempt(number), told)
 
@@ -252,8 +229,7 @@ def test_excluded_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert _row()["reason"] is None, "nothing comes after"
 
 
-def test_a_node_without_a_heartbeat_is_shown(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_node_without_a_heartbeat_is_shown(paths: RunPaths) -> None:
     number = claim_attempt(paths, "slurm")
     write_status(paths, RunStatus(state="running", attempt=number))
     for node, age_s in (("n1", 10), ("n2", 300)):
@@ -283,13 +259,10 @@ def test_a_node_without_a_heartbeat_is_shown(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", [("status",), ("clean", "--yes", "bad"), ("cancel", "bad")])
-def test_a_malformed_file_ends_no_command_for_other_runs(
-    tmp_path: Path, command: tuple[str, ...], name: str, content: str | None
-) -> None:
+def test_malformed_files(paths: RunPaths, command: tuple[str, ...], name: str, content: str | None) -> None:
     """None: a pipe, which nobody writes into."""
-    bad = _run(tmp_path)
-    bad = RunPaths(bad.folder.rename(bad.folder.with_name("bad")))
-    _run(tmp_path)
+    bad = RunPaths(paths.folder.rename(paths.folder.with_name("bad")))
+    small_run(paths.folder.parents[1])
     claim_attempt(bad, "local")
     write_status(bad, RunStatus(state="failed", attempt=1))
     path = bad.folder / name
@@ -305,8 +278,7 @@ def test_a_malformed_file_ends_no_command_for_other_runs(
 def _training(paths: RunPaths, *, attempt_s: float) -> None:
     """Have the run train for so long, at two steps a second, now at step 40 of 100."""
     number = claim_attempt(paths, "local")
-    record = read_record(paths.attempt(number))
-    assert record is not None
+    record = record_of(paths.attempt(number))
     start = datetime.fromtimestamp(time.time() - attempt_s, UTC).isoformat()
     write_record(paths.attempt(number), replace(record, start=start, launcher="slurm"))
     write_status(paths, RunStatus(state="running", step=40, total_steps=100, attempt=number))
@@ -324,8 +296,7 @@ def _training(paths: RunPaths, *, attempt_s: float) -> None:
     paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(paths: RunPaths) -> None:
     _training(paths, attempt_s=3725)
     write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["12_3"]})
     heads, row = hpc_train("status").out.splitlines()
@@ -337,8 +308,7 @@ def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(tmp_path: Pa
     assert found["last_metric"] == {"split": "val", "name": "accuracy", "value": 0.75, "step": 20}
 
 
-def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(paths: RunPaths) -> None:
     _training(paths, attempt_s=60)
     status = read_status(paths)
     assert RunRow.at(paths, status).eta_s is not None
@@ -346,28 +316,28 @@ def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(tmp_pa
         assert RunRow.at(paths, replace(status, reason=reason)).eta_s is None
 
 
-def test_attempts_add_up_and_queues_do_not_count(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
-    for start, end in (("06:00:00", "06:10:00"), ("09:00:00", "09:00:30")):
-        record = read_record(paths.attempt(claim_attempt(paths, "slurm")))
-        assert record is not None
-        times = {"start": f"2026-11-21T{start}+00:00", "end": f"2026-11-21T{end}+00:00"}
-        write_record(paths.attempt(record.attempt), replace(record, **times))
+def _attempts(paths: RunPaths, *times: tuple[str, str]) -> None:
+    """Record attempts from the first to the second time of day."""
+    for start, end in times:
+        record = record_of(paths.attempt(claim_attempt(paths, "slurm")))
+        day = "2026-11-21T{}+00:00"
+        write_record(
+            paths.attempt(record.attempt), replace(record, start=day.format(start), end=day.format(end))
+        )
+
+
+def test_attempts_add_up_and_queues_do_not_count(paths: RunPaths) -> None:
+    _attempts(paths, ("06:00:00", "06:10:00"), ("09:00:00", "09:00:30"))
     write_status(paths, RunStatus(state="completed", attempt=2))
     assert (_row()["elapsed_s"], _row()["eta_s"]) == (630.0, None)
     assert "10m30s" in hpc_train("status").out
 
 
-def test_goodput_counts_each_step_once(tmp_path: Path) -> None:
+def test_goodput_counts_each_step_once(paths: RunPaths) -> None:
     """Two attempts of 100 s; the second repeats steps 30 to 40. Of each step half a second is a wait
     for data.
     """
-    paths = _run(tmp_path)
-    for start, end in (("06:00:00", "06:01:40"), ("09:00:00", "09:01:40")):
-        record = read_record(paths.attempt(claim_attempt(paths, "slurm")))
-        assert record is not None
-        times = {"start": f"2026-11-21T{start}+00:00", "end": f"2026-11-21T{end}+00:00"}
-        write_record(paths.attempt(record.attempt), replace(record, **times))
+    _attempts(paths, ("06:00:00", "06:01:40"), ("09:00:00", "09:01:40"))
     rows = [(1, 10, None), (1, 20, 1.5), (1, 30, 1.5), (2, 40, None), (2, 50, 2.5), (2, 60, 2.5)]
     paths.metrics.write_text(
         "".join(
@@ -389,8 +359,7 @@ def test_goodput_counts_each_step_once(tmp_path: Path) -> None:
     assert _row()["goodput"] == (30 * 1 + 20 * 2) / 200
 
 
-def test_a_run_by_name_has_its_details(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_run_by_name_has_its_details(paths: RunPaths) -> None:
     _training(paths, attempt_s=10)
     write_json(
         paths.run, {**(read_json(paths.run) or {}), "values": {"optimization.optimizer.lr": 0.1}, "ranks": 1}
@@ -406,8 +375,7 @@ def test_a_run_by_name_has_its_details(tmp_path: Path) -> None:
     assert len(hpc_train("status").out.splitlines()) == 2
 
 
-def test_the_best_checkpoint_is_shown(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_the_best_checkpoint_is_shown(paths: RunPaths) -> None:
     begin_attempt(paths, 1)
     checkpoint = write_checkpoint(paths, 20, attempt=1)
     change_manifest(checkpoint, best={"metric": "accuracy", "value": 0.75, "step": 10})
@@ -418,8 +386,7 @@ def test_the_best_checkpoint_is_shown(tmp_path: Path) -> None:
     assert _row()["best"] is None
 
 
-def test_a_nan_is_shown_and_is_valid_json(tmp_path: Path) -> None:
-    paths = _run(tmp_path)
+def test_a_nan_is_shown_and_is_valid_json(paths: RunPaths) -> None:
     for word in ("NaN", "null"):  # rows have null
         row = '{"split": "val", "step": %d, "loss": %s}\n'
         paths.metrics.write_text(row % (3, "0.5") + row % (4, word))

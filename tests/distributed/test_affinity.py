@@ -78,9 +78,7 @@ def test_fewer_cores_than_ranks_are_not_dealt() -> None:
         (4, 16, 3, 1),
     ],
 )
-def test_threads_follow_from_what_ranks_share(
-    num_usable: int, job_cpus: int, local_world_size: int, expected: int
-) -> None:
+def test_threads_per_rank(num_usable: int, job_cpus: int, local_world_size: int, expected: int) -> None:
     assert num_sharing(num_usable, job_cpus, local_world_size) == expected
 
 

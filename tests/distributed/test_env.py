@@ -20,30 +20,21 @@ SLURM = {
 }
 
 
-def test_without_variables_it_is_the_only_rank() -> None:
-    assert RankFacts.from_environment({}) == RankFacts(0, 1, 0, 1, 0, 1)
-
-
-def test_torchruns_variables() -> None:
-    assert RankFacts.from_environment(TORCHRUN) == RankFacts(5, 8, 1, 4, node=1, num_nodes=2)
-
-
-def test_group_variables_tell_the_node_where_nodes_differ() -> None:
-    uneven = TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
-    assert RankFacts.from_environment(uneven) == RankFacts(5, 8, 1, 4, node=2, num_nodes=3)
-
-
-def test_slurms_variables() -> None:
-    assert RankFacts.from_environment(SLURM) == RankFacts(6, 7, 0, 1, node=3, num_nodes=4)
-
-
-def test_torchruns_variables_win_over_slurms() -> None:
-    assert RankFacts.from_environment(SLURM | TORCHRUN).rank == 5
-
-
-def test_an_allocation_without_a_task_is_a_single_rank() -> None:
-    allocation = {name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}
-    assert RankFacts.from_environment(allocation) == RankFacts()
+@pytest.mark.parametrize(
+    ("environ", "facts"),
+    [
+        ({}, RankFacts(0, 1, 0, 1, 0, 1)),
+        (TORCHRUN, RankFacts(5, 8, 1, 4, node=1, num_nodes=2)),
+        # The node of a rank, if nodes have different numbers of ranks.
+        (TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}, RankFacts(5, 8, 1, 4, node=2, num_nodes=3)),
+        (SLURM, RankFacts(6, 7, 0, 1, node=3, num_nodes=4)),
+        (SLURM | TORCHRUN, RankFacts(5, 8, 1, 4, node=1, num_nodes=2)),
+        # An allocation without a task.
+        ({name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}, RankFacts()),
+    ],
+)
+def test_the_rank_of_an_environment(environ: dict[str, str], facts: RankFacts) -> None:
+    assert RankFacts.from_environment(environ) == facts
 
 
 @pytest.mark.parametrize("name", list(TORCHRUN))

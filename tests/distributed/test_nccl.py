@@ -138,9 +138,7 @@ class Made:
 
 
 @pytest.mark.parametrize("chosen", [None, "0", "1"])
-def test_which_class_is_made_and_on_which_device(
-    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_and_device(chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if chosen is not None:
         monkeypatch.setenv(nccl.CLASS_VARIABLE, chosen)
     made, device = Made(monkeypatch), torch.device("cuda:1")
@@ -162,9 +160,7 @@ def test_which_class_is_made_and_on_which_device(
 
 @needs_nccl2
 @pytest.mark.parametrize("chosen", [None, "0", "1"])
-def test_torch_registers_the_class_that_was_chosen(
-    chosen: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_registers_the_chosen_class(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own code: the variable counts until the first group with NCCL is made."""
     if chosen is not None:
         monkeypatch.setenv(nccl.CLASS_VARIABLE, chosen)
@@ -205,9 +201,7 @@ def slurm_ranks(tasks: list[int], *, is_cyclic: bool = False) -> list[RankFacts]
     ],
     ids=["uneven", "half-used", "full", "cyclic", "one"],
 )
-def test_nccl2_uses_the_device_on_which_a_rank_trains(
-    ranks: list[RankFacts], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl2_uses_the_training_device(ranks: list[RankFacts], monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's own rule: without ``device_id`` it is the rank modulo the devices of the node."""
     monkeypatch.setenv(nccl.CLASS_VARIABLE, "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -231,9 +225,7 @@ def failing(text: str) -> Any:
 
 @pytest.mark.fault(53)
 @pytest.mark.parametrize("when", ["init_process_group", "all_reduce"])
-def test_before_the_ranks_are_connected_the_interface_is_named(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_early_error_names_interfaces(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = "Failed to initialize NCCL communicator: unhandled system error\nno socket interface found"
     remote = "Failed to initialize NCCL communicator: remote process exited or there was a network error"
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
@@ -259,9 +251,7 @@ def test_before_the_ranks_are_connected_the_interface_is_named(
         assert caught.value.exit_code == (ExitCode.PEER_LOST if text == remote else ExitCode.FAILED)
 
 
-def test_a_class_that_does_not_count_collectives_has_no_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_without_counted_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As c10d's Backend answers for ProcessGroupNCCL2; gloo counts."""
     group = join(RankFacts(), torch.device("cpu"), tmp_path / "rendezvous.json", "token")
     try:

@@ -67,9 +67,7 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
     group.leave()
 
 
-def test_groups_of_another_default_group_keep_their_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_another_default_keep_timeouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the simulated groups of a prediction of memory."""
     join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token").leave()
     limited: list[object] = []
@@ -181,9 +179,7 @@ def test_a_teardown_that_never_ends_keeps_no_rank(tmp_path: Path, monkeypatch: p
 def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_timeout(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
-    script = (
-        PRELUDE
-        + """
+    script = """
 group = joined(silence_s=5)
 total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
@@ -206,8 +202,7 @@ group.leave()
 sys.stdout.flush()
 os._exit(0)
 """
-    )
-    first, second = run_script(script, 2, str(rendezvous))
+    first, second = run_script(PRELUDE + script, 2, str(rendezvous))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.split() == ["6", "5", "True", "True"]
     assert second.stdout.split() == ["6", "5"]
@@ -220,9 +215,7 @@ def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_pa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     rendezvous = tmp_path / "rendezvous.json"
-    script = (
-        PRELUDE
-        + """
+    script = """
 import signal
 from hpc_train.errors import PeerLostError
 from hpc_train.distributed.consensus import Agreement
@@ -242,8 +235,8 @@ group.leave()
 sys.stdout.flush()
 os._exit(0)
 """
-    )
-    first, second = run_script(script, 2, str(rendezvous), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first, second = run_script(PRELUDE + script, 2, str(rendezvous), **address)
     assert first.stdout.split() == ["True"], first.stderr
     assert second.returncode == -9
     assert not rendezvous.exists()
@@ -314,9 +307,7 @@ def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         join(RankFacts(), CPU, Path("/nowhere"), "token")
 
 
-def test_an_interface_that_gloo_can_not_use_is_no_lost_peer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_interface_is_no_lost_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = RuntimeError(
         "[enforce fail at /gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address"
     )
@@ -332,9 +323,7 @@ def test_an_interface_that_gloo_can_not_use_is_no_lost_peer(
         join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
 
 
-def test_an_address_that_never_answers_is_given_up_before_the_limit_of_joining(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_address_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.distributed.rendezvous._ANSWER_LIMIT_S", 0.05)
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "token"})
@@ -377,9 +366,7 @@ os._exit(0)
 @pytest.mark.slow
 def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path) -> None:
     """Nobody is left waiting inside of torch for a rank that has left."""
-    script = (
-        PRELUDE
-        + """
+    script = """
 from hpc_train.errors import TryAgainError
 from hpc_train.distributed import rendezvous as store
 here = [rendezvous.with_name(f"here-{rank}") for rank in range(2)]
@@ -396,11 +383,9 @@ except TryAgainError as error:
     print(error, flush=True)
 os._exit(0)
 """
-    )
     # A third never comes, so that the first two wait.
-    ranks = run_script(
-        script, 2, str(rendezvous := tmp_path / "rendezvous.json"), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3"
-    )
+    rendezvous = tmp_path / "rendezvous.json"
+    ranks = run_script(PRELUDE + script, 2, str(rendezvous), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     assert [rank.stdout.strip() for rank in ranks] == ["stopped before training began"] * 2, ranks[0].stderr
     assert rendezvous.exists()
 
@@ -409,9 +394,7 @@ os._exit(0)
 @pytest.mark.slow
 def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: Path) -> None:
     """Rank 0 takes the store with it: a rank that is about to connect would try on for minutes."""
-    script = (
-        PRELUDE
-        + """
+    script = """
 from hpc_train.health.alarm import Board
 clone = dist.TCPStore.clone
 def slow_clone(store):
@@ -428,8 +411,7 @@ except Exception as error:
     print(peer_lost(error), flush=True)
 os._exit(0)
 """
-    )
-    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    first, second = run_script(PRELUDE + script, 2, str(tmp_path / "rendezvous.json"))
     assert (first.returncode, second.returncode) == (75, 0), first.stderr + second.stderr
     assert second.stdout.split() in ([], ["True"]), second.stderr
 
@@ -437,9 +419,7 @@ os._exit(0)
 @pytest.mark.fault(2)
 @pytest.mark.slow
 def test_one_that_is_stopped_waits_only_so_long_for_another_to_connect(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
+    script = """
 from hpc_train.errors import TryAgainError
 from hpc_train.distributed import process_group
 left, connecting = rendezvous.with_name("left"), []
@@ -459,8 +439,7 @@ except RuntimeError as error:
     print(peer_lost(error), flush=True)
 os._exit(0)
 """
-    )
-    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    first, second = run_script(PRELUDE + script, 2, str(tmp_path / "rendezvous.json"))
     assert first.stdout.strip() == "stopped before training began", first.stderr
     assert second.stdout.strip() == "True", second.stderr
     assert (first.returncode, second.returncode) == (0, 0), second.stderr
@@ -468,9 +447,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_ranks_leave_together_however_long_one_takes(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
+    script = """
 group = joined(leave_s=600)
 last = rendezvous.with_name("last-word")
 if facts.rank == 0:
@@ -480,17 +457,14 @@ group.wait_to_leave()
 print(last.exists(), flush=True)
 os._exit(0)
 """
-    )
-    ranks = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    ranks = run_script(PRELUDE + script, 2, str(tmp_path / "rendezvous.json"))
     assert [rank.stdout.strip() for rank in ranks] == ["True", "True"], ranks[0].stderr
 
 
 @pytest.mark.fault(17)
 @pytest.mark.slow
 def test_one_that_hangs_keeps_nobody_from_leaving(tmp_path: Path) -> None:
-    script = (
-        PRELUDE
-        + """
+    script = """
 group = joined(leave_s=1)
 if facts.rank == 0:
     group.wait_to_leave()
@@ -501,6 +475,5 @@ else:
         time.sleep(0.02)
 os._exit(0)
 """
-    )
-    first, _ = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    first, _ = run_script(PRELUDE + script, 2, str(tmp_path / "rendezvous.json"))
     assert first.stdout.strip() == "left", first.stderr

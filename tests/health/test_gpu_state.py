@@ -45,9 +45,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({"nvlink": f"GPU 0: A\\n  {UP}\\n  {DOWN}"}, GpuState(links_up=1, links_down=1)),
     ],
 )
-def test_nvidia_smis_words_are_read(
-    smi: Callable[..., None], answers: dict[str, str], state: GpuState
-) -> None:
+def test_nvidia_smi_is_read(smi: Callable[..., None], answers: dict[str, str], state: GpuState) -> None:
     smi(**{key: answer.replace("\\n", "\n") for key, answer in answers.items()})
     assert read_state("GPU-8f") == state
 
@@ -61,9 +59,7 @@ def test_a_driver_that_tells_nothing_is_no_fault(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(("rows", "words"), [("1, 0", "waits for a reset"), ("0, 1", "must be repaired")])
-def test_memory_that_needs_a_reset_or_repair_excludes_the_node(
-    smi: Callable[..., None], rows: str, words: str
-) -> None:
+def test_memory_to_be_reset_excludes_the_node(smi: Callable[..., None], rows: str, words: str) -> None:
     smi(query_remapped_rows=rows)
     with pytest.raises(HpcTrainError, match=words):
         node_check._check_gpu(CUDA)
@@ -88,8 +84,6 @@ def test_what_may_be_momentary_only_warns(
     ]
 
 
-def test_a_kernels_log_that_may_not_be_read_has_no_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_kernel_log_has_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_program(tmp_path, "dmesg", f"print({XID!r}); raise SystemExit(1)", monkeypatch)
     assert xid_lines("0000:41:00") == []

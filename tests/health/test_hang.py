@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
 from hpc_train.run.processes import Process
 
@@ -41,54 +43,58 @@ def test_a_node_whose_ranks_are_all_silent_is_named() -> None:
     assert "nor does any other rank on n2, which may be down or disconnected; nor do ranks 2" in found.text
 
 
-def test_one_that_never_said_anything_is_named_without_its_node() -> None:
-    found = verdict(report(0), report(1))
-    assert (found.guilty, found.node) == (2, None)
-    assert "rank 2 does not answer and never did" in found.text
+_CPU = {"0 cpu": 4}
 
 
-def test_the_rank_furthest_behind_is_named() -> None:
-    found = verdict(report(0), report(1, count=59, step=56), report(2, collectives={"0": 1, "1": 1}))
-    assert (found.guilty, found.node) == (1, "n2")
-    assert "in step 56 (training) while rank 0 has reached step 57 (training)" in found.text
-
-
-def test_among_equals_the_one_that_has_not_begun_what_the_others_wait_for_is_named() -> None:
-    found = verdict(report(0), report(1), report(2, collectives={"0": 99, "1": 50}, seen={2: "D"}))
-    assert found.guilty == 2
-    assert "others wait for it in a collective operation that it has not started" in found.text
-    assert "can't be interrupted" in found.text
-
-
-def test_groups_that_not_all_ranks_are_in_say_nothing() -> None:
-    found = verdict(
-        report(0, collectives={"0": 7, "a": 5}),
-        report(1, collectives={"0": 7, "b": 9}),
-        report(2, collectives={"0": 7}),
-    )
-    assert found.guilty is None
-
-
-def test_the_rank_whose_data_do_not_come_is_named() -> None:
-    """Its peers keep asking it meanwhile, and so are never at the same number."""
-    found = verdict(
-        report(0, collectives={"0": 7}), report(1, note="waiting for data"), report(2, collectives={"0": 3})
-    )
-    assert found.guilty == 1
-    assert "in step 57 (training, waiting for data) while others have what they need" in found.text
-
-
-def test_where_all_ranks_are_equally_far_nobody_is_named() -> None:
-    found = verdict(report(0), report(1), report(2))
-    assert (found.guilty, found.node, found.speaker) == (None, None, 0)
-    assert "all 3 ranks are in step 57 (training) for 300 s" in found.text
-    assert "look at the network" in found.text
-
-
-def test_where_nobody_has_data_the_disk_is_to_be_looked_at() -> None:
-    found = verdict(*(report(rank, note="waiting for data") for rank in range(3)))
-    assert found.guilty is None
-    assert "look at the disk" in found.text
+@pytest.mark.parametrize(
+    ("facts", "guilty", "text"),
+    [
+        ([{}, {}], 2, "rank 2 does not answer and never did"),
+        (
+            [{}, {"count": 59, "step": 56}, {"collectives": {"0": 1, "1": 1}}],
+            1,
+            "in step 56 (training) while rank 0 has reached step 57 (training)",
+        ),
+        # Among equals, the rank that has not started the collective that the others wait for.
+        (
+            [{}, {}, {"collectives": {"0": 99, "1": 50}, "seen": {2: "D"}}],
+            2,
+            "others wait for it in a collective operation that it has not started",
+        ),
+        ([{}, {}, {"collectives": {"0": 99, "1": 50}, "seen": {2: "D"}}], 2, "can't be interrupted"),
+        # Groups that do not contain all ranks do not count.
+        (
+            [{"collectives": {"0": 7, "a": 5}}, {"collectives": {"0": 7, "b": 9}}, {"collectives": {"0": 7}}],
+            None,
+            "",
+        ),
+        # Peers keep asking a rank that waits for data, so their numbers differ.
+        (
+            [{"collectives": {"0": 7}}, {"note": "waiting for data"}, {"collectives": {"0": 3}}],
+            1,
+            "in step 57 (training, waiting for data) while others have what they need",
+        ),
+        ([{}, {}, {}], None, "all 3 ranks are in step 57 (training) for 300 s"),
+        ([{}, {}, {}], None, "look at the network"),
+        ([{"note": "waiting for data"}] * 3, None, "look at the disk"),
+        # ProcessGroupNCCL2 has no sequence numbers: its entries are missing, on some ranks or on all.
+        (
+            [
+                {"collectives": _CPU | {"0 cuda": 100}},
+                {"collectives": _CPU | {"0 cuda": 7}},
+                {"collectives": _CPU},
+            ],
+            None,
+            "",
+        ),
+    ],
+)
+def test_the_rank_that_made_others_hang(facts: list[dict[str, Any]], guilty: int | None, text: str) -> None:
+    judged = verdict(*(report(rank, **changes) for rank, changes in enumerate(facts)))
+    has_answered = guilty is not None and guilty < len(facts)
+    assert (judged.guilty, judged.node) == (guilty, f"n{(guilty or 0) + 1}" if has_answered else None)
+    assert text in judged.text
+    assert guilty is not None or judged.speaker == 0
 
 
 def test_one_rank_alone_is_behind_by_itself() -> None:
@@ -124,13 +130,3 @@ def test_ranks_that_can_not_connect_name_the_interface() -> None:
     late = verdict(report(0, phase="connecting"), report(1, phase="connecting", count=59), report(2))
     assert late.guilty == 1 and WORDS in late.text
     assert WORDS not in verdict(report(0), report(1), report(2)).text
-
-
-def test_nobody_is_behind_in_collectives_that_are_not_counted() -> None:
-    """ProcessGroupNCCL2 has no sequence numbers: its entries are missing, on some ranks or on all."""
-    cpu = {"0 cpu": 4}
-    found = verdict(
-        report(0, collectives=cpu | {"0 cuda": 100}), report(1, collectives=cpu | {"0 cuda": 7}),
-        report(2, collectives=cpu),
-    )  # fmt: skip
-    assert found.guilty is None

@@ -69,9 +69,7 @@ def test_a_good_node_passes_and_nothing_is_left(attempt: AttemptPaths) -> None:
 
 @pytest.mark.fault(14)
 @pytest.mark.usefixtures("one_rank")
-def test_a_device_whose_product_is_wrong_is_refused(
-    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_product_is_refused(attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "matmul", lying(torch.matmul))
     with pytest.raises(
         BadNodeError,
@@ -80,43 +78,30 @@ def test_a_device_whose_product_is_wrong_is_refused(
         check(RankFacts(), CPU, attempt, "n1")
 
 
-@pytest.mark.fault(14)
+_NODE = "node n1 failed its check of the disk: .*{}"
+
+
+@pytest.mark.fault(9, 14)
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_disk_that_refuses_is_the_nodes_fault(
-    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        *((number, BadNodeError, _NODE) for number in (errno.EROFS, errno.EACCES)),
+        *((number, TransientStorageError, "(?i){}") for number in (errno.EIO, errno.ESTALE, errno.EREMOTEIO)),
+        *((number, StorageError, r"\({}\); free some space") for number in (errno.ENOSPC, errno.EDQUOT)),
+    ],
+)
+def test_an_error_of_a_write_blames_the_node_or_not(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr(node_check.os, "fsync", refusing(number))
-    with pytest.raises(BadNodeError, match=rf"node n1 failed its check of the disk: .*{os.strerror(number)}"):
+    with pytest.raises(error, match=message.format(os.strerror(number))):
         check(RankFacts(), CPU, attempt, "n1")
-    assert list(attempt.folder.iterdir()) == []
-
-
-@pytest.mark.fault(9)
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EREMOTEIO])
-def test_a_file_server_that_fails_is_not_blamed_on_the_node(
-    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
-    with pytest.raises(TransientStorageError, match=f"(?i){os.strerror(number)}"):
-        check(RankFacts(), CPU, attempt, "n1")
+    assert error is not BadNodeError or list(attempt.folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_not_blamed_on_the_node(
-    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
-    with pytest.raises(StorageError, match=rf"\({os.strerror(number)}\); free some space"):
-        check(RankFacts(), CPU, attempt, "n1")
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_disk_that_gives_back_other_bytes_is_refused(
-    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corrupting_disk_is_refused(attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_check.os, "pread", lambda *arguments: b"other")
     with pytest.raises(BadNodeError, match="contains other bytes than were written"):
         check(RankFacts(), CPU, attempt, "n1")
@@ -159,9 +144,7 @@ def check_gpu_memory(experiment: Experiment | None = None, *, owns_gpu: bool) ->
     node_check._check_memory(RankFacts(), torch.device("cuda", 0), experiment, owns_gpu)
 
 
-def test_a_gpu_that_others_have_filled_is_refused_with_their_names(
-    filled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_filled_by_others_is_refused(filled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_check, "_FREED_AFTER_S", 0.0)
     with pytest.raises(HpcTrainError, match=TAKEN):
         check_gpu_memory(owns_gpu=True)
@@ -174,9 +157,7 @@ def test_the_memory_of_a_process_that_was_just_killed_is_waited_for(filled: list
 
 
 @pytest.mark.usefixtures("warm_children")
-def test_a_shared_gpu_is_refused_only_where_the_run_can_not_fit(
-    filled: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_shared_gpu_must_fit_the_run(filled: list[int], caplog: pytest.LogCaptureFixture) -> None:
     check_gpu_memory(small_experiment(), owns_gpu=False)
     assert re.search(rf"{TAKEN}; 8.0 GiB are free", caplog.text)
     filled[:] = [2**10]

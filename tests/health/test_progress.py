@@ -20,15 +20,8 @@ def advance(clock: list[float], seconds: float = 10.0) -> None:
 
 def test_each_new_piece_of_work_counts_and_renews_the_age(clock: list[float]) -> None:
     progress = Progress()
-    for number, (phase, step, part) in enumerate(
-        [
-            ("checking", None, 0),
-            ("training", 1, 0),
-            ("training", 2, 0),
-            ("evaluating", 2, 0),
-            ("evaluating", 2, 1),
-        ]
-    ):
+    work = [("checking", None, 0), ("training", 1, 0), ("training", 2, 0)]
+    for number, (phase, step, part) in enumerate([*work, ("evaluating", 2, 0), ("evaluating", 2, 1)]):
         advance(clock)
         progress.at(phase, step, part)
         standing = progress.standing

@@ -264,9 +264,7 @@ def test_the_end_that_a_rank_left_itself_stands(watched: Watched) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(17)
-def test_a_disk_that_answers_no_more_keeps_nobody_from_ending(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_disk_blocks_no_exit(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
 
     def hang(*arguments: Any) -> None:
@@ -284,9 +282,7 @@ def test_a_disk_that_answers_no_more_keeps_nobody_from_ending(
 
 
 @pytest.mark.fault(53)
-def test_the_interface_of_the_library_that_connects_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_connecting_librarys_interface_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's first, then NCCL's; ProcessGroupNCCL2 connects as soon as it is made."""
 
     def named(phase: str) -> str:

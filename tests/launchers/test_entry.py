@@ -83,9 +83,7 @@ def test_a_full_disk_that_takes_no_log_changes_no_exit_code(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rank", "code", "told"), [(0, 0, None), (0, 75, 75), (1, 75, None), (1, 76, 76), (2, 1, 1)]
 )
-def test_a_code_is_left_for_whoever_judges_the_attempt(
-    tmp_path: Path, rank: int, code: int, told: int | None
-) -> None:
+def test_a_rank_writes_its_exit_code(tmp_path: Path, rank: int, code: int, told: int | None) -> None:
     assert run_rank(tmp_path, str(code), SLURM_PROCID=str(rank)).returncode == code
     attempt = RunPaths(tmp_path).attempt(3)
     assert exit_codes(attempt) == ({} if told is None else {rank: told})

@@ -56,7 +56,7 @@ def test_local_ranks_are_told_all_mig_devices(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("script", ["raise SystemExit(9)", None])
-def test_else_the_device_files_count(
+def test_fallback_is_device_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
 ) -> None:
     if script is None:

@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
+from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.launchers.outcome import log_tail
 from hpc_train.run import resource_limits
@@ -37,6 +38,18 @@ if rank == 1:
 )
 
 
+@pytest.fixture
+def pair(tmp_path: Path) -> LaunchRequest:
+    """A request for two ranks."""
+    return new_request(tmp_path)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> LaunchRequest:
+    """A request for one rank."""
+    return new_request(tmp_path, devices=1)
+
+
 def test_ranks_that_finish_are_done(tmp_path: Path) -> None:
     request = new_request(tmp_path, devices=3)
     record_path = str(attempt_of(request).record)
@@ -58,16 +71,13 @@ while len(json.load(open({record_path!r}))['rank_processes']) < 3:  # one that i
     ]
 
 
-def test_each_rank_is_told_its_place_and_nothing_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_environment_is_not_stale(pair: LaunchRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_PROCID", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("PYTHONPATH", "own-modules")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    request = new_request(tmp_path)
-    assert launch(request, "import json; print(json.dumps(dict(os.environ)))") == ExitCode.DONE
-    first, second = (json.loads(attempt_of(request).log(rank).read_text()) for rank in range(2))
+    assert launch(pair, "import json; print(json.dumps(dict(os.environ)))") == ExitCode.DONE
+    first, second = (json.loads(attempt_of(pair).log(rank).read_text()) for rank in range(2))
     assert [(each["RANK"], each["LOCAL_RANK"]) for each in (first, second)] == [("0", "0"), ("1", "1")]
     assert (second["WORLD_SIZE"], second["LOCAL_WORLD_SIZE"], second["HPC_TRAIN_ATTEMPT"]) == ("2", "2", "1")
     assert first["HPC_TRAIN_TOKEN"] == second["HPC_TRAIN_TOKEN"] != ""
@@ -75,12 +85,10 @@ def test_each_rank_is_told_its_place_and_nothing_stale(
     assert first["PYTHONPATH"].split(os.pathsep)[:2] == [str(Path.cwd()), "own-modules"]
     assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        assert Path(first[name]).is_relative_to(request.paths.cache)
+        assert Path(first[name]).is_relative_to(pair.paths.cache)
 
 
-def test_ranks_import_the_snapshot_and_nothing_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_import_the_snapshot_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = work_tree(tmp_path / "work", "sub/own.py")
     (tree / "sub" / "own.py").write_text("value = 'old'")
     request = new_request(tmp_path / "runs", devices=1)
@@ -106,9 +114,7 @@ print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_t
 
 
 @pytest.mark.parametrize("has_snapshot", [True, False])
-def test_files_named_like_modules_of_python_replace_none_of_them(
-    has_snapshot: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdlib_is_not_replaced(has_snapshot: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``types.py`` on PYTHONPATH no Python starts. Other modules are found, also in child processes."""
     monkeypatch.setenv("HPC_TRAIN_TEST_FRESH_RANKS", "1")
     own = ("own.py", "logging.py", "types.py", "queue.py", "random.py")
@@ -179,50 +185,45 @@ def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:
     assert not attempt_of(request).log(0).exists()
 
 
-def test_a_thread_count_of_the_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_count_of_the_users_stays(single: LaunchRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    request = new_request(tmp_path, devices=1)
-    assert launch(request, "print(os.environ['OMP_NUM_THREADS'])") == ExitCode.DONE
-    assert attempt_of(request).log(0).read_text() == "5\n"
+    assert launch(single, "print(os.environ['OMP_NUM_THREADS'])") == ExitCode.DONE
+    assert attempt_of(single).log(0).read_text() == "5\n"
 
 
-def test_a_rank_leads_a_session_with_signals_held_back(tmp_path: Path) -> None:
+def test_a_rank_leads_a_session_with_signals_held_back(single: LaunchRequest) -> None:
     script = """
 held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 print(os.getsid(0) == os.getpid(), set(signals.STOP_SIGNALS) <= held)
 """
-    request = new_request(tmp_path, devices=1)
-    assert launch(request, script) == ExitCode.DONE
-    assert attempt_of(request).log(0).read_text() == "True True\n"
+    assert launch(single, script) == ExitCode.DONE
+    assert attempt_of(single).log(0).read_text() == "True True\n"
 
 
-def test_the_old_reason_is_gone_once_a_new_attempt_begins(tmp_path: Path) -> None:
-    request = new_request(tmp_path, devices=1)
-    write_status(request.paths, RunStatus("failed", attempt=0, reason="older"))
-    assert launch(request, "print(run.status.read_text())") == ExitCode.DONE
-    seen = json.loads(attempt_of(request).log(0).read_text())
+def test_the_old_reason_is_gone_once_a_new_attempt_begins(single: LaunchRequest) -> None:
+    write_status(single.paths, RunStatus("failed", attempt=0, reason="older"))
+    assert launch(single, "print(run.status.read_text())") == ExitCode.DONE
+    seen = json.loads(attempt_of(single).log(0).read_text())
     assert (seen["state"], seen["attempt"], seen["reason"]) == ("pending", 1, None)
 
 
-def test_a_launcher_that_was_given_up_leaves_the_state_to_the_attempt_after(tmp_path: Path) -> None:
+def test_a_launcher_that_was_given_up_leaves_the_state_to_the_attempt_after(single: LaunchRequest) -> None:
     """It may come back: a machine that slept, or was cut off."""
-    request = new_request(tmp_path, devices=1)
     script = """
 from hpc_train.run.attempts import claim_attempt
 claim_attempt(run)
 sys.exit(1)
 """
-    write_status(request.paths, RunStatus("running", attempt=2))
-    assert launch(request, script) == ExitCode.FAILED
-    assert read_status(request.paths).state != "failed"
-    assert record_of(request).end is not None
+    write_status(single.paths, RunStatus("running", attempt=2))
+    assert launch(single, script) == ExitCode.FAILED
+    assert read_status(single.paths).state != "failed"
+    assert record_of(single).end is not None
 
 
-def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
+def test_poll_is_called_while_ranks_run(single: LaunchRequest) -> None:
     from tests.launchers.fake_ranks import launcher
 
-    request = new_request(tmp_path, devices=1)
-    go = request.paths.folder / "go"
+    go = single.paths.folder / "go"
     calls = 0
 
     def poll() -> None:
@@ -232,59 +233,33 @@ def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
             go.touch()
 
     script = "wait_for((run.folder / 'go').exists)"
-    assert launcher(script, request.paths).launch(request, poll) == ExitCode.DONE
+    assert launcher(script, single.paths).launch(single, poll) == ExitCode.DONE
     assert calls >= 3
 
 
 @pytest.mark.fault(16)
-def test_a_crash_ends_all_and_its_traceback_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_crash_ends_all_ranks(
+    pair: LaunchRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_FAILURE_GRACE_S", 60.0)  # longer than rank 0 would wait in vain
-    request = new_request(tmp_path)
-    assert launch(request, CRASH) == ExitCode.FAILED
-    status = read_status(request.paths)
+    assert launch(pair, CRASH) == ExitCode.FAILED
+    status = read_status(pair.paths)
     assert (status.state, status.attempt, status.reason) == ("failed", 1, "rank 1: ValueError: a")
-    assert record_of(request).exit_codes == [76, 1], "rank 0 was not asked to end"
-    assert record_of(request).reason == status.reason
+    assert record_of(pair).exit_codes == [76, 1], "rank 0 was not asked to end"
+    assert record_of(pair).reason == status.reason
     shown = capsys.readouterr().err
     assert 'File "x.py", line 1\nValueError: a\nsecond line\nrank 1: ValueError: a\n' in shown
 
 
-@pytest.mark.fault(16)
-def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 0.2)
-    request = new_request(tmp_path)
-    script = "if rank == 1: fail('ValueError: b')\nsignals.install(); wait_for(lambda: False)"
-    assert launch(request, script) == ExitCode.FAILED
-    assert record_of(request).exit_codes == [-9, 1]
-    assert read_status(request.paths).reason == "rank 1: ValueError: b"
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-def test_ranks_that_lose_a_peer_that_was_asked_to_stop_have_not_failed(asked: int, tmp_path: Path) -> None:
-    """Before the first step one that is asked leaves at once."""
-    request = new_request(tmp_path)
-    script = f"""
+_ASKED = """
 if rank == {asked}:
     tell("left")
     leave(75)
 wait_for((run.folder / "left-{asked}").exists)
 leave(76)
 """
-    assert launch(request, script) == ExitCode.TRY_AGAIN
-    assert read_status(request.paths).state == "interrupted"
-
-
-def test_a_peer_that_ends_after_those_that_lost_it_is_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank's connections close before it has ended: with much memory on a GPU, seconds before."""
-    monkeypatch.setattr(local, "_CAUSE_GRACE_S", HANG_LIMIT_S)
-    request = new_request(tmp_path)
-    script = """
+#: A rank's connections close before it has ended: with much memory on a GPU, seconds before.
+_PEER_ENDS_LAST = """
 pid = run.folder / "pid"
 if rank == 1:
     wait_for(pid.exists)
@@ -294,63 +269,138 @@ if rank == 1:
 (run.folder / "new").rename(pid)
 leave(76)
 """
-    assert launch(request, script) == ExitCode.TRY_AGAIN
-    assert read_status(request.paths).state == "interrupted"
+_HUNG = """
+if rank == 1: signals.install(); wait_for(lambda: False)
+attempt.error(1).write_text("HangError: rank 1 on here made no progress for 300 s")
+attempt.exit(1).write_text("79 here")
+sys.exit(76)
+"""
+_COMPLETED = """
+if rank == 0:
+    write_status(run, RunStatus("completed", 10, 10, 1.0, 1))
+else:
+    wait_for(lambda: "completed" in run.status.read_text())
+"""
+_DEVICE_ERROR = """
+from tests import aborts
+aborts.abort_as(aborts.DEVICE if rank == 1 else aborts.PEER)
+"""
+_PEER_ABORTS = """
+if rank == 0:
+    os.abort()
+wait_for(lambda: (run.folder / "attempts/1/attempt.json").exists())
+fail("ValueError: the cause")
+"""
+_LOST_EACH_OTHER = """
+if rank == 0:
+    wait_for(attempt.error(1).exists)
+    leave(76)
+fail("a peer is gone, or NCCL fails on this node: no /dev/shm", 76)
+"""
 
 
-@pytest.mark.fault(16)
-def test_a_rank_that_the_launcher_asks_after_a_peer_was_lost_excuses_nothing(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    script = "if rank == 0: leave(76)\nflag = signals.install(); wait_for(lambda: flag); leave(75)"
-    assert launch(request, script) == ExitCode.FAILED
-    assert read_status(request.paths).state == "failed"
-
-
-@pytest.mark.fault(16)
-def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    script = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)" + ELSE_LOSE_PEER
-    assert launch(request, script) == ExitCode.FAILED
-    reason = read_status(request.paths).reason
-    assert reason is not None
-    assert reason.startswith("rank 1: killed by SIGKILL; out of memory?")
-
-
-def test_a_limit_that_ended_a_rank_is_named_with_its_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.fault(16, 17, 51)
+@pytest.mark.parametrize(
+    ("script", "graces", "code", "end"),
+    [
+        (
+            "if rank == 1: fail('ValueError: b')\nsignals.install(); wait_for(lambda: False)",
+            {"_FAILURE_GRACE_S": 0.2},
+            ExitCode.FAILED,
+            "failed: rank 1: ValueError: b [-9, 1]",
+        ),
+        (
+            "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)" + ELSE_LOSE_PEER,
+            {},
+            ExitCode.FAILED,
+            "failed: rank 1: killed by SIGKILL; out of memory?",
+        ),
+        ("sys.exit(75)", {}, ExitCode.TRY_AGAIN, "interrupted: its ranks were asked to stop"),
+        # Before the first step a rank that is asked to stop leaves at once.
+        (_ASKED.format(asked=0), {}, ExitCode.TRY_AGAIN, "interrupted: "),
+        (_ASKED.format(asked=1), {}, ExitCode.TRY_AGAIN, "interrupted: "),
+        (_PEER_ENDS_LAST, {"_CAUSE_GRACE_S": HANG_LIMIT_S}, ExitCode.TRY_AGAIN, "interrupted: "),
+        # A rank that the launcher asks to stop after a peer was lost is no excuse.
+        (
+            "if rank == 0: leave(76)\nflag = signals.install(); wait_for(lambda: flag); leave(75)",
+            {},
+            ExitCode.FAILED,
+            "failed: ",
+        ),
+        (
+            _HUNG,
+            {"_FAILURE_GRACE_S": 0.2},
+            ExitCode.FAILED,
+            "failed: rank 1 on here made no progress for 300 s",
+        ),
+        (f"{_COMPLETED}    os.abort()", {}, ExitCode.DONE, "completed: "),
+        (f"{_COMPLETED}    sys.exit(76)", {}, ExitCode.DONE, "completed: "),
+        # A rank may be slow to start.
+        (
+            _DEVICE_ERROR,
+            {"_FAILURE_GRACE_S": HANG_LIMIT_S},
+            ExitCode.FAILED,
+            f"failed: rank 1: killed by SIGABRT: {aborts.DEVICE_LINE}",
+        ),
+        (_PEER_ABORTS, {"_FAILURE_GRACE_S": 60.0}, ExitCode.FAILED, "failed: rank 1: ValueError: the cause"),
+        (
+            _LOST_EACH_OTHER,
+            {},
+            ExitCode.FAILED,
+            "failed: rank 1: a peer is gone, or NCCL fails on this node: no /dev/shm",
+        ),
+        (
+            "if rank == 1: wait_for(lambda: False)",
+            {"_LEAVE_GRACE_S": 0.2},
+            ExitCode.FAILED,
+            "failed: rank 0: ended, but 1 others did not and were killed [0, -9]",
+        ),
+    ],
+)
+def test_the_end_of_two_ranks(
+    pair: LaunchRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    graces: dict[str, float],
+    code: ExitCode,
+    end: str,
 ) -> None:
+    for name, seconds in graces.items():
+        monkeypatch.setattr(local, name, seconds)
+    assert launch(pair, script) == code
+    status = read_status(pair.paths)
+    actual = f"{status.state}: {status.reason or ''} {record_of(pair).exit_codes}"
+    assert actual.startswith(end)
+
+
+def test_the_limit_that_ended_a_rank_is_named(pair: LaunchRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource_limits, "current", lambda: {"-v": "memory is limited to 9 MiB"})
-    request = new_request(tmp_path)
     script = (
         "if rank == 1: print('std::bad_alloc\\nbye', flush=True); os.kill(os.getpid(), signal.SIGABRT)"
         + ELSE_LOSE_PEER
     )
-    assert launch(request, script) == ExitCode.FAILED
-    reason = read_status(request.paths).reason or ""
+    assert launch(pair, script) == ExitCode.FAILED
+    reason = read_status(pair.paths).reason or ""
     assert reason.startswith("rank 1: killed by SIGABRT: std::bad_alloc; memory is limited to 9 MiB: ")
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_FILE, ExitCode.IO])
-def test_a_users_mistake_keeps_its_code_and_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: ExitCode
+def test_user_errors_keep_codes(
+    pair: LaunchRequest, capsys: pytest.CaptureFixture[str], code: ExitCode
 ) -> None:
-    request = new_request(tmp_path)
     script = (
         f"if rank == 0: fail('data.root: nothing there\\nmodel.args: too many', {int(code)})" + ELSE_LOSE_PEER
     )
-    assert launch(request, script) == code
-    assert read_status(request.paths).reason == "data.root: nothing there; model.args: too many"
+    assert launch(pair, script) == code
+    assert read_status(pair.paths).reason == "data.root: nothing there; model.args: too many"
     assert capsys.readouterr().err == "data.root: nothing there\nmodel.args: too many\n"
 
 
 @pytest.mark.fault(20)
-def test_what_diverged_is_told_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    request = new_request(tmp_path)
+def test_divergence_prints_no_traceback(pair: LaunchRequest, capsys: pytest.CaptureFixture[str]) -> None:
     text = "Traceback (most recent call last):\\n  …\\nhpc_train.errors.NonFiniteError: loss is NaN at step 7"
-    assert launch(request, f"fail('{text}', 77)") == ExitCode.FAILED
-    assert read_status(request.paths).reason == "loss is NaN at step 7"
+    assert launch(pair, f"fail('{text}', 77)") == ExitCode.FAILED
+    assert read_status(pair.paths).reason == "loss is NaN at step 7"
     assert capsys.readouterr().err == "loss is NaN at step 7\n"
 
 
@@ -361,140 +411,41 @@ def test_what_diverged_is_told_without_a_traceback(
         (ExitCode.HUNG, "rank 1: its memory is held by another"),
     ],
 )
-def test_a_node_that_is_not_fit_is_told_in_its_own_words(tmp_path: Path, code: ExitCode, words: str) -> None:
-    request = new_request(tmp_path)
+def test_an_unfit_node_is_reported_in_its_own_words(pair: LaunchRequest, code: ExitCode, words: str) -> None:
     script = f"if rank == 1: fail('BadNodeError: its memory is held by another', {int(code)})"
-    assert launch(request, script + ELSE_LOSE_PEER) == ExitCode.FAILED
-    assert read_status(request.paths).reason == words
+    assert launch(pair, script + ELSE_LOSE_PEER) == ExitCode.FAILED
+    assert read_status(pair.paths).reason == words
 
 
-@pytest.mark.fault(17)
-def test_a_rank_that_hung_is_named_by_what_another_left_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 0.2)
-    request = new_request(tmp_path)
-    script = """
-if rank == 1: signals.install(); wait_for(lambda: False)
-attempt.error(1).write_text("HangError: rank 1 on here made no progress for 300 s")
-attempt.exit(1).write_text("79 here")
-sys.exit(76)
-"""
-    assert launch(request, script) == ExitCode.FAILED
-    assert read_status(request.paths).reason == "rank 1 on here made no progress for 300 s"
-
-
-def test_a_rank_that_says_nothing_shows_the_end_of_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    request = new_request(tmp_path, devices=1)
-    assert launch(request, "print('\\n'.join(map(str, range(1000)))); sys.exit(3)") == ExitCode.FAILED
+def test_a_silent_rank_shows_its_log(single: LaunchRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(single, "print('\\n'.join(map(str, range(1000)))); sys.exit(3)") == ExitCode.FAILED
     shown = capsys.readouterr().err
     assert "\n998\n999\nrank 0: ended with exit code 3: 999\n" in shown
     assert "\n900\n" not in shown
 
 
-def test_what_a_rank_says_can_not_act_on_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    request = new_request(tmp_path, devices=1)
-    assert launch(request, "fail('ValueError: \\x1b[2J\\u202e')") == ExitCode.FAILED
-    assert read_status(request.paths).reason == r"rank 0: ValueError: \x1b[2J\u202e"
+def test_rank_messages_are_escaped(single: LaunchRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(single, "fail('ValueError: \\x1b[2J\\u202e')") == ExitCode.FAILED
+    assert read_status(single.paths).reason == r"rank 0: ValueError: \x1b[2J\u202e"
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_ranks_that_were_stopped_by_others_can_be_resumed(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    assert launch(request, "sys.exit(75)") == ExitCode.TRY_AGAIN
-    status = read_status(request.paths)
-    assert (status.state, status.reason) == ("interrupted", "its ranks were asked to stop")
-
-
-@pytest.mark.parametrize("end", ["os.abort()", "sys.exit(76)"])
-def test_an_abort_after_completion_is_not_a_failure(tmp_path: Path, end: str) -> None:
-    request = new_request(tmp_path)
-    script = f"""
-if rank == 0:
-    write_status(run, RunStatus("completed", 10, 10, 1.0, 1))
-else:
-    wait_for(lambda: "completed" in run.status.read_text())
-    {end}
-"""
-    assert launch(request, script) == ExitCode.DONE
-    assert read_status(request.paths).state == "completed"
-
-
-def test_an_abort_before_completion_is_a_failure(tmp_path: Path) -> None:
-    request = new_request(tmp_path, devices=1)
+def test_an_abort_before_completion_is_a_failure(single: LaunchRequest) -> None:
     script = "write_status(run, RunStatus('completed', 10, 10, 1.0, 7)); os.abort()"
-    assert launch(request, script) == ExitCode.FAILED
-    assert read_status(request.paths).reason == "rank 0: killed by SIGABRT"
-
-
-@pytest.mark.fault(51)
-def test_a_device_error_before_an_abort_is_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "_FAILURE_GRACE_S", HANG_LIMIT_S)  # a rank may be slow to start
-    request = new_request(tmp_path)
-    script = """
-from tests import aborts
-aborts.abort_as(aborts.DEVICE if rank == 1 else aborts.PEER)
-"""
-    assert launch(request, script) == ExitCode.FAILED
-    assert read_status(request.paths).reason == f"rank 1: killed by SIGABRT: {aborts.DEVICE_LINE}"
-
-
-def test_a_peers_abort_does_not_hide_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 60.0)  # rank 1 may be slow to start
-    request = new_request(tmp_path)
-    script = """
-if rank == 0:
-    os.abort()
-wait_for(lambda: (run.folder / "attempts/1/attempt.json").exists())
-fail("ValueError: the cause")
-"""
-    launch(request, script)
-    assert read_status(request.paths).reason == "rank 1: ValueError: the cause"
-
-
-@pytest.mark.fault(16)
-def test_of_ranks_that_lost_each_other_the_one_with_words_is_named(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    error = str(attempt_of(request).error(1))
-    script = f"""
-if rank == 0:
-    wait_for(Path({error!r}).exists)
-    leave(76)
-fail("a peer is gone, or NCCL fails on this node: no /dev/shm", 76)
-"""
-    assert launch(request, script) == ExitCode.FAILED
-    reason = "rank 1: a peer is gone, or NCCL fails on this node: no /dev/shm"
-    assert read_status(request.paths).reason == reason
-
-
-@pytest.mark.fault(17)
-def test_a_rank_that_stays_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_LEAVE_GRACE_S", 0.2)
-    request = new_request(tmp_path)
-    assert launch(request, "if rank == 1: wait_for(lambda: False)") == ExitCode.FAILED
-    assert record_of(request).exit_codes == [0, -9]
-    reason = read_status(request.paths).reason
-    assert reason == "rank 0: ended, but 1 others did not and were killed"
+    assert launch(single, script) == ExitCode.FAILED
+    assert read_status(single.paths).reason == "rank 0: killed by SIGABRT"
 
 
 @pytest.mark.fault(48)
-def test_ranks_do_not_outlive_an_error_of_the_launcher(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_an_error_of_the_launcher(pair: LaunchRequest) -> None:
     from tests.launchers.fake_ranks import launcher
-
-    request = new_request(tmp_path)
 
     def poll() -> None:
         raise RuntimeError("progress")
 
     with pytest.raises(RuntimeError, match="progress"):
-        launcher("wait_for(lambda: False)", request.paths).launch(request, poll)
-    assert [rank.is_alive() for rank in record_of(request).rank_processes] == [False, False]
+        launcher("wait_for(lambda: False)", pair.paths).launch(pair, poll)
+    assert [rank.is_alive() for rank in record_of(pair).rank_processes] == [False, False]
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
@@ -519,9 +470,7 @@ def test_one_rank_a_gpu_or_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("visible", "devices", "device"), [("0,1", 4, "cuda"), ("", 1, "cuda"), ("0", 2, "auto"), ("", 0, "cpu")]
 )
-def test_more_ranks_than_gpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch, visible: str, devices: int, device: str
-) -> None:
+def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch, visible: str, devices: int, device: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv(fake_cuda.BACKEND, raising=False)
     with pytest.raises(UsageError, match=rf"^--devices: {devices} .*; write "):

@@ -34,6 +34,14 @@ wait_for(lambda: False)
 """
 
 
+def ready(folder: Path, script: str) -> tuple[LaunchRequest, subprocess.Popen[str]]:
+    """Start a launcher of two ranks and wait until both are ready."""
+    request = new_request(folder)
+    launcher = start_launcher(request, script)
+    wait_for(told(request, "ready"))
+    return request, launcher
+
+
 def end(launcher: subprocess.Popen[str]) -> int:
     try:
         launcher.communicate(timeout=HANG_LIMIT_S)
@@ -50,9 +58,7 @@ def logs(request: LaunchRequest) -> list[str]:
 
 @pytest.mark.fault(47)
 def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    launcher = start_launcher(request, SAVE_AND_STOP)
-    wait_for(told(request, "ready"))
+    request, launcher = ready(tmp_path, SAVE_AND_STOP)
     launcher.send_signal(signal.SIGINT)
     assert end(launcher) == ExitCode.INTERRUPTED
     assert logs(request) == ["SIGTERM 1\n"] * 2
@@ -62,9 +68,7 @@ def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_the_launcher_is_ctrl_c(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    launcher = start_launcher(request, SAVE_AND_STOP)
-    wait_for(told(request, "ready"))
+    _, launcher = ready(tmp_path, SAVE_AND_STOP)
     launcher.terminate()
     assert end(launcher) == ExitCode.INTERRUPTED
 
@@ -106,9 +110,7 @@ def test_ctrl_c_counts_in_a_scripts_background_job_too(tmp_path: Path) -> None:
 
 @pytest.mark.fault(47)
 def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    launcher = start_launcher(request, STUBBORN)
-    wait_for(told(request, "ready"))
+    request, launcher = ready(tmp_path, STUBBORN)
     launcher.send_signal(signal.SIGINT)
     wait_for(told(request, "noted"))
     launcher.send_signal(signal.SIGINT)
@@ -148,9 +150,7 @@ wait_for(lambda: signal.SIGTERM in signal.sigpending())
 
 @pytest.mark.fault(48)
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    launcher = start_launcher(request, STUBBORN)
-    wait_for(told(request, "ready"))
+    request, launcher = ready(tmp_path, STUBBORN)
     wait_for(lambda: record_of(request).rank_processes)
     ranks = record_of(request).rank_processes
     assert [rank.is_alive() for rank in ranks] == [True, True]

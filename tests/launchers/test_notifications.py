@@ -23,7 +23,7 @@ from hpc_train.launchers.notifications import notify_end, read_webhook, settings
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train
-from tests.launchers.slurm.test_after import Batch, signalled, submitted_run
+from tests.launchers.slurm.test_after import Batch, stop, submitted_run
 from tests.run.runs import small_experiment, small_run
 from tests.waiting import HANG_LIMIT_S, came_true
 
@@ -95,19 +95,17 @@ def configure(text: str, mode: int = 0o600) -> Path:
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Batch:
-    found = Batch(*submitted_run(tmp_path, slurm={"time_limit": "2h"}))
-    found.begin()
-    return found
+    batch = Batch(*submitted_run(tmp_path, slurm={"time_limit": "2h"}))
+    batch.begin()
+    return batch
 
 
-def test_a_batch_job_reports_each_end_once(
+def test_a_batch_job_reports_its_ends(
     batch: Batch, receiver: Receiver, unhurried: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure(f"webhook: {receiver.url}\nevents: [completed, failed, requeued]\n{unhurried}")
     write_status(batch.paths, RunStatus("running", 6, 10, attempt=1))
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     batch.begin(restart=1)
     batch.rank(1, 77, "NonFiniteError: the <!channel> loss of @all\n")
     assert batch.after(77).startswith("stop ")
@@ -127,9 +125,7 @@ def test_a_batch_job_reports_each_end_once(
 
 def test_only_the_chosen_events_are_reported(batch: Batch, receiver: Receiver) -> None:
     configure(f"webhook: {receiver.url}\n")
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     assert receiver.messages == []
 
 
@@ -152,9 +148,7 @@ def test_a_run_that_has_filled_its_disk_reports_that(
     assert f"how the attempt ended can't be written: {batch.paths.folder}: the disk is full" in told
 
 
-def test_a_run_that_finds_its_disk_full_reports_that(
-    batch: Batch, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_begin_reports_a_full_disk(batch: Batch, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(f"webhook: {receiver.url}\n")
     monkeypatch.setattr("hpc_train.launchers.slurm.begin.claim_attempt", _full)
     monkeypatch.setattr("hpc_train.launchers.slurm.begin.write_status", _full)
@@ -190,9 +184,7 @@ def test_a_requeue_waits_less_for_a_server_than_the_settings_allow(
     configure(f"webhook: {receiver.url}\nevents: [requeued]\ntimeout_s: 30\n")
     monkeypatch.setattr(notifications, "_REQUEUED_LIMIT_S", 0.2)
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", LIMIT_S)
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     assert "did not answer within 0.2 s" in capfd.readouterr().err
 
 
@@ -202,9 +194,7 @@ def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
     released = threading.Event()
     monkeypatch.setattr(notifications, "read_webhook", lambda file: released.wait(HANG_LIMIT_S))
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", 0.2)
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     assert "notification not sent: not done within 0.2 s" in capfd.readouterr().err
     released.set()
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", LIMIT_S)
@@ -241,9 +231,7 @@ def test_a_run_of_this_machine_that_has_filled_its_disk_reports_that(
 
 
 @pytest.mark.parametrize("state", ["completed", "failed"])
-def test_a_run_of_this_machine_reports_its_end(
-    tmp_path: Path, receiver: Receiver, unhurried: str, state: str
-) -> None:
+def test_a_local_run_reports_its_end(tmp_path: Path, receiver: Receiver, unhurried: str, state: str) -> None:
     configure(f"webhook: {receiver.url}\n{unhurried}")
     paths = small_run(tmp_path)
     launcher = FollowingLauncher("local", _Plugin(state))  # type: ignore[arg-type]

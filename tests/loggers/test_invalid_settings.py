@@ -38,9 +38,7 @@ def server() -> Iterator[WandbServer]:
         ("WANDB_INSECURE_DISABLE_SSL", "perhaps", False),
     ],
 )
-def test_an_invalid_variable_of_wandb_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_valid: bool
-) -> None:
+def test_bad_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_valid: bool) -> None:
     monkeypatch.setitem(os.environ, name, value)
     told: list[str] = []
     wandb._drop_invalid_settings(told.append)

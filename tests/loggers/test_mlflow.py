@@ -122,9 +122,7 @@ def mirror(run: RunPaths, store: str, told: list[str]) -> Iterator[Make]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
-def test_history_equals_the_rows_over_attempts(
-    run: RunPaths, store: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_history_equals_all_rows(run: RunPaths, store: str, capfd: pytest.CaptureFixture[str]) -> None:
     def has_rows(count: int) -> bool:
         found = runs_in(store)
         return bool(found) and len(history_in(store, found[0].info.run_id).get("train/loss", ())) >= count
@@ -221,9 +219,7 @@ def test_a_database_is_a_store(run: RunPaths, tmp_path: Path, mirror: Make, told
     assert history_in(store, found.info.run_id) == expected(run)
 
 
-def test_a_failure_is_one_line_without_credentials(
-    mirror: Make, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_hides_credentials(mirror: Make, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as bound:  # it refuses
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setenv(

@@ -27,9 +27,7 @@ def test_the_oldest_versions_are_those_of_the_package() -> None:
     ("installed", "is_too_old"),
     [("0.12.21", True), ("0.19.99rc1", True), ("0.20", False), ("0.20.0rc1", False), ("1.0+cu12", False)],
 )
-def test_a_package_that_is_too_old_is_called_that(
-    monkeypatch: pytest.MonkeyPatch, installed: str, is_too_old: bool
-) -> None:
+def test_an_old_package_is_named(monkeypatch: pytest.MonkeyPatch, installed: str, is_too_old: bool) -> None:
     monkeypatch.setattr(sending, "version", lambda name: installed)
     if not is_too_old:
         check_version("wandb")

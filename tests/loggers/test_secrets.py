@@ -121,9 +121,7 @@ def test_mlflow_writes_no_secret_of_an_address_that_is_no_url(
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "csv"])
-def test_loggers_of_the_run_folder_write_no_secret(
-    run: RunPaths, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_run_folder_loggers_hide_secrets(run: RunPaths, capfd: pytest.CaptureFixture[str], name: str) -> None:
     def make(number: int) -> Any:
         return make_logger(name, context(run.folder, number))
 
@@ -145,9 +143,7 @@ class Refused:
         pass
 
 
-def test_the_error_of_a_plug_in_is_shown_without_secrets(
-    run: RunPaths, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plugins_error_is_shown_without_secrets(run: RunPaths, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     name = f"{__name__}:Refused"
     assert make_logger(name, context(run.folder, args={"fails": True})) is None

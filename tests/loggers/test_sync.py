@@ -93,7 +93,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.slow
-def test_three_offline_attempts_are_one_run_everywhere(
+def test_offline_runs(
     run: RunPaths, server: WandbServer, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(number: int) -> WandbLogger:
@@ -214,9 +214,7 @@ def test_event_files_elsewhere_follow_rows_that_are_withdrawn(run: RunPaths, tmp
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_a_resume_repeats_at_a_sent_step_reaches_event_files(
-    run: RunPaths, tmp_path: Path
-) -> None:
+def test_a_repeated_evaluation_at_a_sent_step_reaches_event_files(run: RunPaths, tmp_path: Path) -> None:
     to = ("--to", "tensorboard", "-o", tmp_path / "events")
     write_rows(run, 1, 2)
     saved(run, 2, 0)
@@ -244,9 +242,7 @@ def test_a_run_that_another_process_sends_is_left_to_it(run: RunPaths, server: W
     lock.close()
 
 
-def test_what_can_not_be_sent_is_refused_before_anything_is(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsendable_rows_are_refused_before_sending(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     plain_run = small_run(runs_root() / "..", name="other")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -263,9 +259,7 @@ def test_what_can_not_be_sent_is_refused_before_anything_is(
     assert "no API key is set; run `wandb login`" in hpc_train("sync", "abc").err
 
 
-def test_rows_past_the_newest_checkpoint_are_not_final(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_after_the_newest_checkpoint_are_held(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     write_rows(run, 1, 2)
     assert "no rows yet that a checkpoint has made final" in hpc_train("sync", "abc").out

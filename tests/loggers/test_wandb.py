@@ -64,7 +64,7 @@ def test_a_missing_key_is_one_warning(
     assert told.count("\n") == 1 and told.startswith("wandb: ")
 
 
-def test_a_killed_process_is_one_warning(
+def test_a_killed_process_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_logger, "start_process", _start_deaf)
@@ -176,7 +176,7 @@ def _login(home: Path, *options: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--host", _OWN), ("--host", "https://api.wandb.ai")])
-def test_a_key_saved_by_wandb_login_is_found(
+def test_wandb_login_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     """Whatever the installed wandb's default server is, and where it writes the key and the server."""
@@ -226,9 +226,7 @@ def _write_settings(tmp_path: Path, text: str) -> None:
     (tmp_path / "config" / "settings").write_text(f"[default]\n{text}\n")
 
 
-def test_the_environment_has_precedence_over_wandbs_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_overrides_wandb_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "netrc").write_text("machine wandb.example.edu:8443 login user password secret\n")
     _write_settings(tmp_path, f"base_url = {_OWN}")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")

@@ -103,9 +103,7 @@ def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
     assert [told in each for each in warnings if told] == ([True] if told else []) == [True] * len(warnings)
 
 
-def test_a_server_that_is_away_is_tried_again_at_each_checkpoint(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_server_is_retried_at_checkpoints(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     starts: list[Any] = [OSError("away"), OSError("away"), _FakeRun(run.folder)]
 
     def start(*_: Any) -> Any:

@@ -165,53 +165,23 @@ def _search(metric: str) -> str:
 
 #: The section ``sweep`` from its second line on, which is the file's 12th, and part of what is said.
 WRONG = [
-    (
-        "  list: [{optimizer.lr: 1}]\n",
-        "12:11: sweep.list[0].optimizer.lr: unknown key; did you mean optimization",
-    ),
-    (
-        "  list: [{seed: 1}, {seed: 1}]\n",
-        "12:21: sweep.list[1]: is the same as run 1 of the list; take it out",
-    ),
-    (
-        "  list: [{seed: x}]\n",
-        "12:17: sweep.list[0].seed: needs a whole number of at least 0 and below 2**63, got ",
-    ),
-    (
-        "  list: [{name: a}]\n",
-        "12:11: sweep.list[0].name: is not part of a run's id, so all values would give ",
-    ),
-    (
-        "  list: [{seed: 1}]\n  grid: {seed: [2]}\n",
-        "12:11: sweep.list[0].seed: is also in sweep.grid; sweep one",
-    ),
+    ("  list: [{optimizer.lr: 1}]\n", "12:11: sweep.list[0].optimizer.lr: unknown key"),
+    ("  list: [{seed: 1}, {seed: 1}]\n", "12:21: sweep.list[1]: is the same as run 1 of the list"),
+    ("  list: [{seed: x}]\n", "12:17: sweep.list[0].seed: needs a whole number of at least 0 and below 2*"),
+    ("  list: [{name: a}]\n", "12:11: sweep.list[0].name: is not part of a run's id, so all values would"),
+    ("  list: [{seed: 1}]\n  grid: {seed: [2]}\n", "12:11: sweep.list[0].seed: is also in sweep.grid"),
     ("  random: {count: 0, parameters: {seed: {int: [0, 1]}}}\n", "12:19: sweep.random.count: needs a whole"),
     ("  random: {parameters: {seed: {int: [0, 1]}}}\n", "sweep.random.count: is missing; write count: "),
-    (
-        "  random: {count: 2}\n",
-        "sweep.random.parameters: is missing; write parameters: {optimization.optimizer.lr",
-    ),
+    ("  random: {count: 2}\n", "sweep.random.parameters: is missing"),
     ("  random: {count: 2, parameters: {}}\n", "sweep.random.parameters: names no parameter; "),
-    (
-        _one(""),
-        "12:35: sweep.random.parameters.seed: needs one of choice, uniform, log_uniform, int, log_int; write",
-    ),
+    (_one(""), "12:35: sweep.random.parameters.seed: needs one of choice, uniform, log_uniform, int, log_"),
     (_one("int: [0, 1], choice: [3]"), "sweep.random.parameters.seed: has choice and int; keep one of them"),
     (_one("normal: [0, 1]"), "sweep.random.parameters.seed.normal: unknown key; "),
     (_one("log_uniform: [0, 1]", _LR), "lr.log_uniform[0]: needs a number above 0, got 0; "),
     (_one("int: [0, 1.5]"), "sweep.random.parameters.seed.int[1]: needs a whole number"),
-    (
-        _one("int: [3, 1]"),
-        "12:47: sweep.random.parameters.seed.int: is empty: 3 is above 1; write the lower first",
-    ),
-    (
-        _one("int: [3, 3]"),
-        "sweep.random.parameters.seed.int: has the one value 3; write a higher second bound",
-    ),
-    (
-        _one("log_int: [1, 9], step: 2"),
-        "seed.step: has no effect with log_int; take it out, or write uniform or int",
-    ),
+    (_one("int: [3, 1]"), "12:47: sweep.random.parameters.seed.int: is empty: 3 is above 1"),
+    (_one("int: [3, 3]"), "sweep.random.parameters.seed.int: has the one value 3"),
+    (_one("log_int: [1, 9], step: 2"), "seed.step: has no effect with log_int"),
     (_one("int: [1, 9], step: 0.5"), "seed.step: needs a whole number, got 0.5; write one like 2"),
     (_one("int: [1, 9], step: 20"), "seed.step: 20.0 exceeds the range of 8; write a smaller step"),
     (_one("uniform: [-1, 1]", _LR), "optimization.optimizer.lr.uniform[0]: needs a number"),
@@ -220,40 +190,19 @@ WRONG = [
         _one("int: [0, 99]", "data.args.x", "  grid: {seed: [0, 1, 2]}\n").replace("count: 2", "count: 5000"),
         "12:3: sweep: makes 15,000 runs; write at most 10,000",
     ),
-    (
-        _one("int: [0, 9], when: {data.args.x: 1}"),
-        "sweep.random.parameters.seed.when.data.args.x: is not swept; write one of seed",
-    ),
-    (
-        _one("choice: [1, 2], when: {seed: 1}"),
-        "12:58: sweep.random.parameters.seed.when: depends on the parameter itself; take it out",
-    ),
+    (_one("int: [0, 9], when: {data.args.x: 1}"), "sweep.random.parameters.seed.when.data.args.x: is not"),
+    (_one("choice: [1, 2], when: {seed: 1}"), "12:58: sweep.random.parameters.seed.when: depends on the p"),
     (
         _one("int: [0, 9], when: {data.args.x: b}", more="  grid: {data.args.x: [a]}\n"),
         "12:75: sweep.random.parameters.seed.when.data.args.x: no run has the text 'b'; write a value",
     ),
-    (
-        "  grid: {seed: [0, 1]}\n  exclude: [{seed: 3}]\n",
-        "13:20: sweep.exclude[0].seed: no run has 3; write a",
-    ),
+    ("  grid: {seed: [0, 1]}\n  exclude: [{seed: 3}]\n", "13:20: sweep.exclude[0].seed: no run has 3"),
     ("  grid: {seed: [0, 1]}\n  exclude: [{}]\n", "13:13: sweep.exclude[0]: excludes all runs; "),
-    (
-        _one("int: [0, 9]", more="  exclude: [{seed: 3}]\n"),
-        "sweep.exclude[0].seed: seed is drawn from a range, so ",
-    ),
-    (
-        "  grid: {seed: [1]}\n" + _search("accuracy"),
-        "13:3: sweep.search: excludes sweep.grid; keep one of the two",
-    ),
-    (
-        _search("acuracy"),
-        "sweep.search.metric: acuracy is not a metric of classification; did you mean accuracy?",
-    ),
+    (_one("int: [0, 9]", more="  exclude: [{seed: 3}]\n"), "sweep.exclude[0].seed: seed is drawn from a r"),
+    ("  grid: {seed: [1]}\n" + _search("accuracy"), "13:3: sweep.search: excludes sweep.grid"),
+    (_search("acuracy"), "sweep.search.metric: acuracy is not a metric of classification"),
     (_search("f1_micro"), "sweep.search.metric: f1_micro is not a metric of classification (target: class)"),
-    (
-        _search("val/acuracy"),
-        "sweep.search.metric: acuracy is not a metric of classification; did you mean accuracy?",
-    ),
+    (_search("val/acuracy"), "sweep.search.metric: acuracy is not a metric of classification"),
 ]
 
 

@@ -4,56 +4,36 @@ import pytest
 
 from hpc_train.plan.devices import GPU_MODELS, described, gpu_memory_gib, peak_tflops
 
+#: Memory in GiB of the names that Slurm, torch and sites use.
+MEMORY: dict[float | None, tuple[str, ...]] = {
+    8: ("rtx_2080",),
+    10: ("nvidia_a100_1g.10gb", "1g.10gb"),
+    11: ("rtx_2080_ti", "rtx2080ti"),
+    12: ("titan",),
+    15: ("t4",),
+    16: ("h100|v100&infiniband",),
+    22.5: ("l4_24gb", "NVIDIA A10G"),
+    24: ("gpu:rtx_4090:4", "rtx6000", "titan_rtx", "rtx4090"),
+    32: ("v100-32g", "v100-32"),
+    40: ("a100", "a100|h100", "a100-sxm4-mem256gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100&mem384gb"),
+    45: ("l40s",),
+    48: ("rtx_6000_ada",),
+    64: ("mi250",),
+    80: (
+        "nvidia_a100-sxm4-80gb", "a100_80g", "h100", "NVIDIA H100 80GB HBM3", "a100_80", "8xh100", "gpu80gb",
+        "gh200_480gb|a100_80gb",
+    ),
+    96: ("h20", "rtx_pro_6000", "NVIDIA GH200 480GB", "nvidia_gh200_120gb", "gh200_96gb"),
+    141: ("h20-3e_141gb",),
+    144: ("gh200-144", "NVIDIA GH200 144G HBM3e"),
+    179: ("b200_192gb",),
+    184: ("gb200",),
+    192: ("AMD Instinct MI300X",),
+    None: ("quantum",),
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("name", "gib"),
-    [
-        ("a100", 40),
-        ("nvidia_a100-sxm4-80gb", 80),
-        ("a100_80g", 80),
-        ("h100", 80),
-        ("NVIDIA H100 80GB HBM3", 80),
-        ("v100-32g", 32),
-        ("nvidia_a100_1g.10gb", 10),
-        ("gpu:rtx_4090:4", 24),
-        ("mi250", 64),
-        ("quantum", None),
-        ("rtx6000", 24),
-        ("rtx_6000_ada", 48),
-        ("titan", 12),
-        ("rtx_2080", 8),
-        ("rtx_2080_ti", 11),
-        ("a100|h100", 40),
-        ("h100|v100&infiniband", 16),
-        ("a100_80", 80),
-        ("v100-32", 32),
-        ("titan_rtx", 24),
-        ("rtx4090", 24),
-        ("rtx2080ti", 11),
-        ("l4_24gb", 22.5),
-        ("NVIDIA A10G", 22.5),
-        ("t4", 15),
-        ("l40s", 45),
-        ("b200_192gb", 179),
-        ("h20", 96),
-        ("h20-3e_141gb", 141),
-        ("gb200", 184),
-        ("a100-sxm4-mem256gb", 40),
-        ("rtx_pro_6000", 96),
-        ("AMD Instinct MI300X", 192),
-        ("8xh100", 80),
-        ("gpu80gb", 80),
-        ("1g.10gb", 10),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40),
-        ("NVIDIA GH200 480GB", 96),
-        ("nvidia_gh200_120gb", 96),
-        ("gh200_96gb", 96),
-        ("gh200-144", 144),
-        ("NVIDIA GH200 144G HBM3e", 144),
-        ("gh200_480gb|a100_80gb", 80),
-        ("a100&mem384gb", 40),
-    ],
-)
+
+@pytest.mark.parametrize(("gib", "name"), [(gib, name) for gib, names in MEMORY.items() for name in names])
 def test_names_of_gpus_say_their_memory(name: str, gib: float | None) -> None:
     assert gpu_memory_gib(name) == gib
 

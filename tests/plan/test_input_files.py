@@ -94,9 +94,7 @@ def test_notes_beside_the_images_are_no_data(tmp_path: Path) -> None:
     assert of_images(tmp_path, root) == before
 
 
-def test_what_was_read_once_is_read_again_only_where_a_folder_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_folders_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = images(tmp_path / "data")
     before = of_images(tmp_path, root)
     walked = []
@@ -107,17 +105,13 @@ def test_what_was_read_once_is_read_again_only_where_a_folder_changed(
     assert of_images(tmp_path, root) != before and walked
 
 
-def test_a_folder_that_changes_just_now_is_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_just_changed_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_files, "SETTLED_NS", 3_000_000_000)
     of_images(tmp_path, images(tmp_path / "data"))
     assert not (tmp_path / "cache").exists()
 
 
-def test_where_there_is_no_time_the_classes_count_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_time_only_classes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = images(tmp_path / "data")
     whole = of_images(tmp_path, root)
     shutil.rmtree(tmp_path / "cache")

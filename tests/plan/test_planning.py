@@ -49,9 +49,7 @@ def test_ranks_and_gpu_hours_come_from_slurm(tmp_path: Path) -> None:
         (["slurm.gpus_per_node=0", "slurm.ranks_per_node=3"], 6, 0.0),
     ],
 )
-def test_slurm_is_planned_at_its_most(
-    tmp_path: Path, overrides: list[str], ranks: int, gpu_hours: float | None
-) -> None:
+def test_slurm_is_planned(tmp_path: Path, overrides: list[str], ranks: int, gpu_hours: float | None) -> None:
     (run,) = plan_on_slurm(loaded(tmp_path, _16_MICRO_BATCHES, *overrides, more=_SLURM)).runs
     assert (run.ranks, run.size.gpu_hours) == (ranks, gpu_hours)
 

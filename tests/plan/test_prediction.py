@@ -55,9 +55,7 @@ def predicted(folder: Path, *overrides: str, ranks: int = 2) -> list[StepPredict
         "seed: {choice: [1, 2, 3, 4]}",
     ],
 )
-def test_draws_that_take_the_same_memory_are_one_question(
-    tmp_path: Path, parameters: str, child: Answering
-) -> None:
+def test_draws_of_equal_memory_are_one_question(tmp_path: Path, parameters: str, child: Answering) -> None:
     draws = f"sweep.random={{count: 6, parameters: {{{parameters}}}}}"
     found = predicted(tmp_path, "optimization.optimizer={name: adamw, lr: 0.001}", draws)
     assert len(found) > 1
@@ -75,16 +73,12 @@ def test_draws_that_take_the_same_memory_are_one_question(
         ("activation_checkpointing", "[off, blocks]"),
     ],
 )
-def test_what_changes_memory_is_another_question(
-    tmp_path: Path, key: str, values: str, child: Answering
-) -> None:
+def test_memory_keys_are_another_question(tmp_path: Path, key: str, values: str, child: Answering) -> None:
     predicted(tmp_path, f"sweep.grid={{{key}: {values}}}")
     assert len(child.questions) == 2
 
 
-def test_runs_after_the_time_limit_say_that_they_are_not_predicted(
-    tmp_path: Path, child: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_after_the_limit(tmp_path: Path, child: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "_TOTAL_S", 0.0)
     first, second = predicted(tmp_path, "sweep.grid={optimization.micro_batch_size: [2, 4]}")
     assert first.memory is not None

@@ -71,9 +71,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
         (3, None, "crash"),
     ],
 )
-def test_the_same_end_has_the_same_reason_here_and_on_slurm(
-    tmp_path: Path, code: int, error: str | None, cause: str
-) -> None:
+def test_reasons_are_equal_on_all_launchers(tmp_path: Path, code: int, error: str | None, cause: str) -> None:
     here = _local(tmp_path, code, error)
     there = _slurm(code, error, f"Exited with exit code {code}")
     assert here[0] == there[0] == cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,12 @@ from hpc_train.recovery import history
 from hpc_train.recovery.budgets import ResolvedLimits
 from hpc_train.recovery.diagnosis import Diagnosis
 from hpc_train.recovery.history import current_status, effective_recovery, ended_unseen
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, write_record
 from hpc_train.run.create import effective_experiment, note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.run.runs import small_run
+from tests.run.runs import record_of, small_run
 
 RUNNING = RunStatus("running", 5, 10, 0.5, 1)
 
@@ -31,17 +32,23 @@ def run(tmp_path: Path) -> RunPaths:
 
 def begin_attempt(run: RunPaths, launcher_process: Process, launcher: str = "local") -> None:
     attempt = run.attempt(claim_attempt(run))
-    record = read_record(attempt)
-    assert record is not None
-    write_record(attempt, replace(record, launcher=launcher, launcher_process=launcher_process))
+    write_record(attempt, replace(record_of(attempt), launcher=launcher, launcher_process=launcher_process))
 
 
 def dead() -> Process:
     return replace(Process.current(), start_ticks=1)
 
 
-def test_a_living_launcher_runs(run: RunPaths) -> None:
-    begin_attempt(run, Process.current())
+@pytest.mark.parametrize(
+    ("changes", "launcher"),
+    [
+        ({}, "local"),  # it lives
+        ({"start_ticks": 1}, "slurm"),  # another launcher answers for itself
+        ({"host": "elsewhere", "boot_id": "another"}, "local"),
+    ],
+)
+def test_a_run_with_a_launcher_is_running(run: RunPaths, changes: dict[str, Any], launcher: str) -> None:
+    begin_attempt(run, replace(Process.current(), **changes), launcher)
     write_status(run, RUNNING)
     assert current_status(run) == RUNNING
 
@@ -62,9 +69,7 @@ def test_an_end_is_never_corrected(run: RunPaths, state: str) -> None:
     assert current_status(run) == ended
 
 
-def test_an_end_written_in_the_last_moment_is_not_overwritten(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_end_is_not_overwritten(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     write_status(run, RUNNING)
     completed = replace(RUNNING, state="completed", step=10)
 
@@ -76,27 +81,13 @@ def test_an_end_written_in_the_last_moment_is_not_overwritten(
     assert current_status(run) == completed == read_status(run)
 
 
-def test_other_launchers_answer_for_themselves(run: RunPaths) -> None:
-    begin_attempt(run, dead(), launcher="slurm")
-    write_status(run, RUNNING)
-    assert current_status(run) == RUNNING
-
-
-def test_a_launcher_on_another_machine_is_left_alone(run: RunPaths) -> None:
-    begin_attempt(run, replace(Process.current(), host="elsewhere", boot_id="another"))
-    write_status(run, RUNNING)
-    assert current_status(run) == RUNNING
-
-
 def test_a_run_whose_creator_died_before_its_first_attempt_failed(run: RunPaths) -> None:
     assert current_status(run).state == "pending"
     write_json(run.run, (read_json(run.run) or {}) | {"creator": dead().to_json()})
     assert current_status(run).reason == "launcher died"
 
 
-def test_a_correction_that_can_not_be_written_is_still_told(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_correction_is_shown(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_attempt(run, dead())
     write_status(run, RUNNING)
 
@@ -149,7 +140,6 @@ def test_a_lost_attempt_ended_when_its_last_file_was_written(run: RunPaths) -> N
         os.utime(path, (1000, 1000))
     attempt.log(0).touch()
     os.utime(attempt.log(0), (2000, 2000))
-    record = read_record(attempt)
-    assert record is not None
+    record = record_of(attempt)
     ended = ended_unseen(run, record, Diagnosis("lost", "launcher died"))
     assert ended.end == "1970-01-01T00:33:20+00:00"

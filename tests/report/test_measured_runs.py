@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import Experiment
+from hpc_train.paths import RunPaths
 from hpc_train.report import measured_runs as measured_module
 from hpc_train.report.measured_runs import measured, measured_runs, same_work
 from hpc_train.report.time_use import evaluation_seconds
-from hpc_train.run.attempts import newest_number, read_record, write_record
+from hpc_train.run.attempts import newest_number, write_record
 from hpc_train.run.create import note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.frozen_experiment import read
 from tests.report.made_runs import STEP_S, made_sweep
+from tests.run.runs import record_of
 
 
 def test_the_newest_attempts_of_runs_with_the_same_work_count(tmp_path: Path) -> None:
@@ -33,64 +35,64 @@ def test_the_newest_attempts_of_runs_with_the_same_work_count(tmp_path: Path) ->
         assert each.save_s > 0
 
 
-def test_other_work_per_sample_does_not_count(tmp_path: Path) -> None:
-    (run,) = made_sweep(tmp_path, 1, steps=100)
-    experiment = read(run)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A run that tests only read."""
+    return made_sweep(tmp_path_factory.mktemp("finished"), 1, steps=100)[0]
+
+
+def _root(run: RunPaths) -> Path:
+    return run.folder.parents[1]
+
+
+def test_other_work_per_sample_does_not_count(finished: RunPaths) -> None:
+    experiment = read(finished)
     other_size = experiment.optimization.model_copy(update={"global_batch_size": 8, "steps": 7})
-    assert measured_runs(tmp_path, experiment.model_copy(update={"optimization": other_size}))
-    assert not measured_runs(tmp_path, experiment.model_copy(update={"precision": "bf16"}))
+    assert measured_runs(
+        finished.folder.parents[1], experiment.model_copy(update={"optimization": other_size})
+    )
+    assert not measured_runs(_root(finished), experiment.model_copy(update={"precision": "bf16"}))
     renamed = experiment.model_copy(update={"name": "another"})
-    assert measured_runs(tmp_path, renamed), "runs of other experiments with the same model"
+    assert measured_runs(_root(finished), renamed), "runs of other experiments with the same model"
+
+
+#: Keys that change the time of a step, and keys that do not.
+OTHER_WORK: list[dict[str, Any]] = [
+    {"activation_checkpointing": "blocks"},
+    {"deterministic": True},
+    {"model": {"channels_last": True}},
+    {"optimization": {"ema": {"decay": 0.9}}},
+    {"optimization": {"optimizer": {"args": {"foreach": False}}}},
+    {"optimization": {"clip_grad_norm": 1.0}},
+    {"data": {"augment": {"hflip": 0.5}}},
+    {"data": {"workers": 4}},
+    {"data": {"root": "/data/other"}},
+    {"data": {"stage": True}},
+]
+SAME_WORK: list[dict[str, Any]] = [
+    {"seed": 7},
+    {"data": {"args": {"num_samples": 100}}},
+    {"data": {"normalize": {"mean": [0.5], "std": [0.5]}}},
+    {"model": {"init_from": "/runs/other/abc"}},
+    {"optimization": {"optimizer": {"lr": 0.5, "weight_decay": 0.1}}},
+    {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 3}}},
+    {"optimization": {"steps": None, "epochs": 3}},
+    {"checkpoint": {"every_steps": 7}, "evaluation": {"every_steps": 7}, "logging": {"every_steps": 1}},
+    {"recovery": {"max_crashes": 1}, "early_stopping": {"metric": "loss", "mode": "min", "patience": 3}},
+]
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"activation_checkpointing": "blocks"},
-        {"deterministic": True},
-        {"model": {"channels_last": True}},
-        {"optimization": {"ema": {"decay": 0.9}}},
-        {"optimization": {"optimizer": {"args": {"foreach": False}}}},
-        {"optimization": {"clip_grad_norm": 1.0}},
-        {"data": {"augment": {"hflip": 0.5}}},
-        {"data": {"workers": 4}},
-        {"data": {"root": "/data/other"}},
-        {"data": {"stage": True}},
-    ],
+    ("change", "is_same"), [(key, False) for key in OTHER_WORK] + [(key, True) for key in SAME_WORK]
 )
-def test_what_changes_the_time_of_a_step_is_other_work(tmp_path: Path, change: dict[str, Any]) -> None:
-    (run,) = made_sweep(tmp_path, 1, steps=100)
-    changed = Experiment.model_validate(_merged(read(run).model_dump(mode="json"), change))
-    assert not measured_runs(tmp_path, changed)
-    assert same_work(changed) != same_work(read(run))
+def test_which_keys_change_step_time(finished: RunPaths, change: dict[str, Any], is_same: bool) -> None:
+    changed = Experiment.model_validate(_merged(read(finished).model_dump(mode="json"), change))
+    assert bool(measured_runs(_root(finished), changed)) is is_same
+    assert (same_work(changed) == same_work(read(finished))) is is_same
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 7},
-        {"data": {"args": {"num_samples": 100}}},
-        {"data": {"normalize": {"mean": [0.5], "std": [0.5]}}},
-        {"model": {"init_from": "/runs/other/abc"}},
-        {"optimization": {"optimizer": {"lr": 0.5, "weight_decay": 0.1}}},
-        {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 3}}},
-        {"optimization": {"steps": None, "epochs": 3}},
-        {"checkpoint": {"every_steps": 7}, "evaluation": {"every_steps": 7}, "logging": {"every_steps": 1}},
-        {"recovery": {"max_crashes": 1}, "early_stopping": {"metric": "loss", "mode": "min", "patience": 3}},
-    ],
-)
-def test_what_does_not_change_the_time_of_a_step_is_the_same_work(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    (run,) = made_sweep(tmp_path, 1, steps=100)
-    changed = Experiment.model_validate(_merged(read(run).model_dump(mode="json"), change))
-    assert measured_runs(tmp_path, changed)
-    assert same_work(changed) == same_work(read(run))
-
-
-def test_fractions_count_by_whether_they_are_zero(tmp_path: Path) -> None:
-    (run,) = made_sweep(tmp_path, 1, steps=100)
-    resolved = read(run).model_dump(mode="json")
+def test_fractions_count_by_whether_they_are_zero(finished: RunPaths) -> None:
+    resolved = read(finished).model_dump(mode="json")
     some, more = (
         Experiment.model_validate(
             _merged(
@@ -103,7 +105,7 @@ def test_fractions_count_by_whether_they_are_zero(tmp_path: Path) -> None:
         )
         for value in (0.5, 0.75)
     )
-    assert same_work(some) == same_work(more) != same_work(read(run))
+    assert same_work(some) == same_work(more) != same_work(read(finished))
 
 
 def test_keys_that_an_earlier_version_did_not_have_are_those_of_the_schema(tmp_path: Path) -> None:
@@ -145,8 +147,7 @@ def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 def test_runs_of_another_launcher_do_not_count(tmp_path: Path) -> None:
     (run,) = made_sweep(tmp_path, 1, steps=100)
-    record = read_record(run.attempt(newest_number(run)))
-    assert record is not None
+    record = record_of(run.attempt(newest_number(run)))
     write_record(run.attempt(record.attempt), replace(record, launcher="local"))
     experiment = read(run)
     assert measured_runs(tmp_path, experiment, "local")
@@ -187,13 +188,10 @@ def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("began", "saves"), [((), 200), (("step-00040000", "step-00050000"), 100)])
-def test_the_saves_of_a_long_attempt_are_counted_from_its_first_step(
-    tmp_path: Path, began: tuple[str, ...], saves: int
-) -> None:
+def test_saves_are_counted_from_the_first_step(tmp_path: Path, began: tuple[str, ...], saves: int) -> None:
     """Its rows are longer than the end of the file that is read."""
     (run,) = made_sweep(tmp_path, 1, steps=100)
-    record = read_record(run.attempt(newest_number(run)))
-    assert record is not None
+    record = record_of(run.attempt(newest_number(run)))
     attempt = run.attempt(record.attempt)
     attempt.events.unlink(missing_ok=True)
     write_record(attempt, replace(record, checkpoints=list(began), checkpoint_stall_s=2.0 * saves))

@@ -24,9 +24,7 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
-def test_only_rows_of_evaluations_are_parsed_for_the_last_and_the_best(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_and_best_parse_only_evaluation_rows(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = 0
     really = json.loads
 
@@ -62,9 +60,7 @@ def test_an_evaluation_without_a_loss_is_judged_before_rows_of_training(tmp_path
 
 
 @pytest.mark.parametrize("ends_with_line", [True, False])
-def test_rows_longer_than_a_block_and_rows_across_blocks_are_read(
-    tmp_path: Path, *, ends_with_line: bool
-) -> None:
+def test_rows_longer_than_a_block_or_across_blocks(tmp_path: Path, *, ends_with_line: bool) -> None:
     written = [
         {"split": "val" if step % 7 == 0 else "train", "step": step, "text": "x" * (step * 37 % 3000)}
         for step in range(300)

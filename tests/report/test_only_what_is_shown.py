@@ -179,26 +179,20 @@ def _opened(monkeypatch: pytest.MonkeyPatch, *command: str) -> list[str]:
     return [path.removeprefix(root).lstrip("/0") for path in work.opened if path.startswith(root)]
 
 
-def test_a_table_of_runs_needs_three_files_and_their_attempts(
-    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_of_runs_reads_three_files(runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch) -> None:
     names = {Path(each).name for each in _opened(monkeypatch, "status")}
     assert names == {"run.json", *_OF_A_RUN}
     names = {Path(each).name for each in _opened(monkeypatch, "compare", "sweep")}
     assert names == {"resolved.json", *_OF_A_RUN}, "run.json is as it was a moment ago"
 
 
-def test_of_runs_that_have_not_failed_only_the_status_is_read(
-    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_without_failure_read_status_only(runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch) -> None:
     names = _opened(monkeypatch, "status", "--failed")
     assert "5/metrics.jsonl" in names
     assert {Path(each).name for each in names if not each.startswith("5/")} == {"run.json", "status.json"}
 
 
-def test_json_of_a_run_needs_its_metrics_twice_and_other_files_once(
-    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_reads_only_metrics_twice(runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows, and the newest ones."""
     names = _opened(monkeypatch, "status", "--json")
     assert names.count("1/metrics.jsonl") == 2

@@ -59,9 +59,7 @@ def _row(run: RunPaths, **row: Any) -> None:
         file.write(json.dumps({"attempt": 2, "split": "train", "step": 1} | row) + "\n")
 
 
-def test_a_line_comes_every_ten_seconds(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_every_ten_seconds(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(run, attempt=2)
     _row(run, loss=0.5)
     for step in range(0, 31, 2):  # two steps a second
@@ -86,9 +84,7 @@ def test_a_loss_that_is_nan_is_shown(run: RunPaths, clock: Clock, capsys: pytest
     assert "loss nan" in shown and "val loss nan accuracy 0.1" in shown and "0.5" not in shown
 
 
-def test_notices_of_the_attempt_are_shown_once(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notices_are_shown_once(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for attempt, words in ((1, "earlier"), (2, "pretrained weights: 3 of 5 tensors")):
         run.attempt(attempt).folder.mkdir(parents=True)
         write_json(run.attempt(attempt).notices, {"lines": [words]})
@@ -102,18 +98,14 @@ def test_notices_of_the_attempt_are_shown_once(
     assert [line for line in capsys.readouterr().err.splitlines() if "step" not in line] == [shown]
 
 
-def test_an_evaluation_is_shown_immediately(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_is_shown_now(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(run, attempt=2)
     _row(run, split="val", step=7, epoch=1.5, loss=0.25, accuracy=0.9)
     progress.update()
     assert capsys.readouterr().err == f"{run.folder.name}: step 7: val loss 0.25 accuracy 0.9\n"
 
 
-def test_rows_of_earlier_attempts_are_not_shown_again(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_attempts_are_hidden(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     _row(run, split="val", attempt=1, loss=0.25)
     progress = Progress(run, attempt=2)
     _at(run, 50, attempt=1)
@@ -138,9 +130,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_bar_is_not_drawn_again_after_what_is_said_of_the_end(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_bar_is_drawn_after_the_end(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -154,9 +144,7 @@ def test_the_bar_is_not_drawn_again_after_what_is_said_of_the_end(
     assert "20/100" not in after.rpartition("\x1b[2K")[2], "it is erased last"
 
 
-def test_the_files_are_read_four_times_a_second_at_most(
-    run: RunPaths, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_at_most_at_4_hz(run: RunPaths, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[float] = []
     monkeypatch.setattr(MetricsReader, "new_rows", lambda _: reads.append(clock.now_s) or [])
     progress = Progress(run, attempt=2)
@@ -186,9 +174,7 @@ def test_a_file_that_a_resume_rewrote_is_read_from_its_start(run: RunPaths, tmp_
     assert list(reader.new_rows()) == [{"step": 1}]
 
 
-def test_a_run_that_compiles_has_a_line_that_says_so(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compiling_run_has_a_line(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(run, attempt=2)
     clock.now_s += 11
     since = datetime.now(UTC).isoformat()
@@ -248,9 +234,7 @@ def test_what_matters_most_stays_longest(width: int, shown: str) -> None:
     assert fit(width, "0123456789", "1234/5000", _WORDS)[2] == shown
 
 
-def test_waits_for_data_are_shown_if_they_are_long(
-    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_data_waits_are_shown(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(run, attempt=2)
     for wait_s in (0.09, 0.25):
         clock.now_s += LINE_EVERY_S

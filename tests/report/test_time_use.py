@@ -37,8 +37,6 @@ def row(
         ([{"split": "train"}, {"split": "train", "step": "x"}, row(5, 2.0)], 5, 10),
     ],
 )
-def test_each_step_counts_once_at_its_rows_time(
-    rows: list[dict[str, Any]], num_steps: int, seconds: float | None
-) -> None:
+def test_each_step_counts_once(rows: list[dict[str, Any]], num_steps: int, seconds: float | None) -> None:
     found = step_seconds(rows, num_steps)
     assert (found and found.useful) == seconds

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
-from hpc_train.paths import RunPaths
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.create import create_run
 
 
@@ -33,3 +34,10 @@ def small_run(folder: Path, **changes: Any) -> RunPaths:
     paths = RunPaths(folder / "small" / "abc")
     assert create_run(paths, small_experiment(**changes), "abc", 10)
     return paths
+
+
+def record_of(attempt: AttemptPaths) -> AttemptRecord:
+    """Return the record of an attempt that has one."""
+    record = read_record(attempt)
+    assert record is not None
+    return record

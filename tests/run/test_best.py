@@ -23,9 +23,7 @@ def after(values: list[Any], mode: Literal["min", "max"], min_delta: float = 0.0
     ("mode", "min_delta", "step", "num_worse"),
     [("max", 0.0, 50, 1), ("max", 0.1, 20, 4), ("min", 0.0, 10, 5)],
 )
-def test_the_first_of_the_best_values_counts(
-    mode: Literal["min", "max"], min_delta: float, step: int, num_worse: int
-) -> None:
+def test_first_best_counts(mode: Literal["min", "max"], min_delta: float, step: int, num_worse: int) -> None:
     followed = after(VALUES, mode, min_delta)
     assert followed.best == Best("accuracy", VALUES[step // 10 - 1] or 0, step)
     assert followed.num_worse == num_worse

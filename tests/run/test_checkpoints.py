@@ -58,6 +58,13 @@ def write_checkpoint(run: RunPaths, step: int, attempt: int) -> CheckpointPaths:
     return checkpoint
 
 
+def save(run: RunPaths, *steps: int) -> None:
+    """Save these steps in attempt 1."""
+    begin_attempt(run, 1)
+    for step in steps:
+        write_checkpoint(run, step, attempt=1)
+
+
 def change_manifest(checkpoint: CheckpointPaths, **changes: object) -> None:
     data = json.loads(checkpoint.manifest.read_text())
     checkpoint.manifest.write_text(json.dumps(data | changes))
@@ -100,8 +107,7 @@ def test_what_an_old_attempt_commits_after_a_newer_began_does_not_count(run: Run
 
 
 def test_a_listing_is_inherited_over_several_attempts(run: RunPaths) -> None:
-    begin_attempt(run, 1)
-    write_checkpoint(run, 100, attempt=1)
+    save(run, 100)
     for attempt in (2, 3, 4):
         begin_attempt(run, attempt, listing(run))
     assert names(committed(run)) == ["step-00000100"]
@@ -117,8 +123,7 @@ def test_an_attempts_own_listing_or_a_later_ones_gives_no_claim(run: RunPaths) -
 
 
 def test_an_attempt_that_ended_before_its_record_takes_nothing_away(run: RunPaths) -> None:
-    begin_attempt(run, 1)
-    write_checkpoint(run, 100, attempt=1)
+    save(run, 100)
     run.attempt(2).folder.mkdir()
     assert newest_attempt(run) == 1
     assert names(committed(run)) == ["step-00000100"]
@@ -236,9 +241,7 @@ ENTRY = {"size": 1, "xxh3_128": "0" * 32}
         {"files": {"x": 5}},
     ],
 )
-def test_a_hostile_manifest_is_refused_before_a_file_is_opened(
-    run: RunPaths, changes: dict[str, object]
-) -> None:
+def test_a_hostile_manifest_opens_no_file(run: RunPaths, changes: dict[str, object]) -> None:
     checkpoint = write_checkpoint(run, 100, attempt=1)
     change_manifest(checkpoint, **changes)
     with pytest.raises(BadFileError, match=r"manifest\.json"):
@@ -246,7 +249,7 @@ def test_a_hostile_manifest_is_refused_before_a_file_is_opened(
     assert verify(checkpoint)
 
 
-def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_nothing_continues_without_it(
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_blocks_resume(
     run: RunPaths,
 ) -> None:
     begin_attempt(run, 1)
@@ -262,9 +265,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_nothing_continues_wi
     assert names(run.checkpoint_folders()) == ["step-00000100", "step-00000200"]
 
 
-def test_what_another_removes_meanwhile_is_not_damaged(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrent_removal_is_not_damage(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_attempt(run, 1)
     gone = write_checkpoint(run, 100, attempt=1)
     folders = run.checkpoint_folders()
@@ -288,9 +289,7 @@ def test_what_is_set_aside_is_kept_under_names_of_its_own(run: RunPaths) -> None
 
 @pytest.mark.parametrize(("keep", "left"), [(1, 2), (2, 2), (3, 3), (9, 5)])
 def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: int, left: int) -> None:
-    begin_attempt(run, 1)
-    for step in (1, 2, 3, 4, 5):
-        write_checkpoint(run, step, attempt=1)
+    save(run, 1, 2, 3, 4, 5)
     prune(run, keep, attempt=1)
     assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 3, 2, 1][:left]
     assert len(list(run.checkpoints.iterdir())) == left
@@ -298,9 +297,7 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: 
 
 @pytest.mark.fault(13)
 def test_partial_folders_are_not_counted_as_kept(run: RunPaths) -> None:
-    begin_attempt(run, 1)
-    for step in (1, 2, 3):
-        write_checkpoint(run, step, attempt=1)
+    save(run, 1, 2, 3)
     for step in (4, 5):
         write_checkpoint(run, step, attempt=1).manifest.unlink()
     prune(run, 2, attempt=1)
@@ -318,12 +315,8 @@ def test_pruning_removes_left_overs_but_nothing_of_a_living_attempt_or_of_others
     assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted(kept)
 
 
-def test_a_removal_that_stops_half_way_leaves_no_checkpoint(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_attempt(run, 1)
-    for step in (1, 2, 3):
-        write_checkpoint(run, step, attempt=1)
+def test_a_half_done_removal_leaves_no_checkpoint(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run, 1, 2, 3)
 
     def stop(folder: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -339,9 +332,7 @@ def test_a_removal_that_stops_half_way_leaves_no_checkpoint(
 
 @pytest.mark.fault(15)
 def test_an_attempt_that_lost_the_run_removes_nothing(run: RunPaths) -> None:
-    begin_attempt(run, 1)
-    for step in (1, 2, 3):
-        write_checkpoint(run, step, attempt=1)
+    save(run, 1, 2, 3)
     begin_attempt(run, 2, ["step-00000001"])
     assert prune(run, 2, attempt=1) == []
     assert names(committed(run)) == ["step-00000001"]

@@ -136,9 +136,7 @@ def test_a_key_changed_after_its_section_keeps_its_value(tmp_path: Path) -> None
         ([1], False, True),
     ],
 )
-def test_a_change_that_ranks_refuse_before_a_first_step_counts_no_longer(
-    tmp_path: Path, codes: list[int], has_stepped: bool, is_kept: bool
-) -> None:
+def test_refused_changes_drop(tmp_path: Path, codes: list[int], has_stepped: bool, is_kept: bool) -> None:
     paths = small_run(tmp_path)
     change = "parallel.strategy=fsdp"
     note_change(paths, 1, [change])

@@ -13,7 +13,7 @@ from hpc_train.run import file_shapes
 from hpc_train.run.attempts import claim_attempt, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
-from tests.run.runs import small_run
+from tests.run.runs import record_of, small_run
 
 _MALFORMED: dict[str, dict[str, list[Any]]] = {
     "run.json": {
@@ -53,9 +53,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("name", "key", "value"), _CASES)
-def test_a_value_of_a_wrong_type_makes_the_file_unreadable(
-    tmp_path: Path, name: str, key: str, value: object
-) -> None:
+def test_a_wrong_type_makes_the_file_unreadable(tmp_path: Path, name: str, key: str, value: object) -> None:
     write_json(tmp_path / name, {key: value, "later": [1]})
     assert read_json(tmp_path / name) is None
     write_json(tmp_path / name, {"later": [1]})
@@ -65,9 +63,7 @@ def test_a_value_of_a_wrong_type_makes_the_file_unreadable(
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in _MALFORMED_RECORD.items() for value in values]
 )
-def test_an_attempt_with_a_value_of_a_wrong_type_has_no_record(
-    tmp_path: Path, key: str, value: object
-) -> None:
+def test_an_attempt_with_a_wrong_type_has_no_record(tmp_path: Path, key: str, value: object) -> None:
     paths = small_run(tmp_path)
     attempt = paths.attempt(claim_attempt(paths, job="9"))
     whole = read_json(attempt.record) or {}
@@ -95,8 +91,8 @@ def test_a_process_that_is_not_one_is_missing_from_its_record(tmp_path: Path) ->
     write_json(
         attempt.record, whole | {"rank_processes": [foreign, ours.to_json()], "launcher_process": foreign}
     )
-    record = read_record(attempt)
-    assert record is not None and (record.rank_processes, record.launcher_process) == ([ours], None)
+    record = record_of(attempt)
+    assert (record.rank_processes, record.launcher_process) == ([ours], None)
 
 
 def test_every_field_of_a_submission_is_checked() -> None:
@@ -107,8 +103,8 @@ def test_what_a_run_writes_fits(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
     number = claim_attempt(paths, "slurm", job="9", hosts=["n1"], restart=0, events={"begin": "…"})
     assert read_json(paths.run) is not None
-    record = read_record(paths.attempt(number))
-    assert record is not None and record.hosts == ["n1"]
+    record = record_of(paths.attempt(number))
+    assert record.hosts == ["n1"]
 
 
 def test_the_number_of_an_attempt_is_its_folders(tmp_path: Path) -> None:
@@ -116,8 +112,8 @@ def test_the_number_of_an_attempt_is_its_folders(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
     attempt = paths.attempt(claim_attempt(paths))
     write_json(attempt.record, (read_json(attempt.record) or {}) | {"attempt": 7})
-    record = read_record(attempt)
-    assert record is not None and record.attempt == 1
+    record = record_of(attempt)
+    assert record.attempt == 1
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "\u0663", "01", "0", "1" * 200])

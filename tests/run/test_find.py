@@ -26,37 +26,23 @@ def _found(*words: str) -> list[Path]:
 
 @pytest.fixture
 def folders() -> list[Path]:
-    return [
-        _make_run("one", "aaaa"),
-        _make_run("one", "bbbb"),
-        _make_run("two", "bbbb"),
-        _make_run("two", "cccc"),
-    ]
+    names = ("one/aaaa", "one/bbbb", "two/bbbb", "two/cccc")
+    return [_make_run(*name.split("/")) for name in names]
 
 
-def test_a_run_is_found_by_its_id(folders: list[Path]) -> None:
+def test_words_name_runs_and_experiments(folders: list[Path]) -> None:
     assert _found("aaaa") == [folders[0]]
-
-
-def test_an_experiments_name_means_all_its_runs(folders: list[Path]) -> None:
     assert _found("one") == folders[:2]
+    assert _found("two/bbbb") == [folders[2]]
+    assert _found() == folders
+    assert _found("one", "aaaa", str(folders[0])) == folders[:2], "each run once"
 
 
-def test_a_folder_is_taken_as_a_run_or_as_an_experiment(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_a_run_or_experiment(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert _found(str(folders[2])) == [folders[2]]
     monkeypatch.chdir(folders[2].parent)
     assert _found("./bbbb") == [folders[2]]
     assert _found(".") == folders[2:]
-
-
-def test_without_words_all_runs_are_meant(folders: list[Path]) -> None:
-    assert _found() == folders
-
-
-def test_each_run_is_given_once(folders: list[Path]) -> None:
-    assert _found("one", "aaaa", str(folders[0])) == folders[:2]
 
 
 def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: list[Path]) -> None:
@@ -79,10 +65,6 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_is_only_being_made_is_not_there_yet(folders: list[Path]) -> None:
     _make_run("two", ".dddd.0123abcd")
     assert _found() == folders
-
-
-def test_an_experiments_name_and_an_id_together_mean_one_run(folders: list[Path]) -> None:
-    assert _found("two/bbbb") == [folders[2]]
 
 
 def test_the_name_of_a_run_finds_it_and_only_it(folders: list[Path], tmp_path: Path) -> None:

@@ -67,28 +67,24 @@ def test_a_process_is_alive_until_it_ended(child: subprocess.Popen[bytes]) -> No
     assert Process.of(child.pid) is None
 
 
-def test_another_process_under_the_same_number_is_not_it(
-    run: RunPaths, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_reused_process_number_is_not_it(run: RunPaths, child: subprocess.Popen[bytes]) -> None:
     older = replace(identity(child), start_ticks=1)
     assert older.is_alive() is False
     assert not older.send(signal.SIGKILL, run.folder, 1)
     assert child.poll() is None
 
 
-def test_a_process_from_before_a_reboot_is_dead() -> None:
-    assert replace(Process.current(), boot_id="another").is_alive() is False
-
-
 @pytest.mark.parametrize(
-    "changes", [{"host": "elsewhere", "boot_id": "another"}, {"pid_namespace": "pid:[1]"}]
+    ("changes", "is_alive"),
+    [
+        ({"boot_id": "another"}, False),  # from before a reboot
+        ({"host": "elsewhere", "boot_id": "another"}, None),
+        ({"pid_namespace": "pid:[1]"}, None),  # of another container
+        ({"host": "before-dhcp"}, True),
+    ],
 )
-def test_other_machines_and_containers_can_not_be_judged(changes: dict[str, str]) -> None:
-    assert replace(Process.current(), **changes).is_alive() is None
-
-
-def test_a_renamed_machine_is_still_this_one() -> None:
-    assert replace(Process.current(), host="before-dhcp").is_alive()
+def test_processes_of_other_boots_and_machines(changes: dict[str, str], is_alive: bool | None) -> None:
+    assert replace(Process.current(), **changes).is_alive() is is_alive
 
 
 @pytest.mark.parametrize("data", [None, {}, [], {"pid": 1}, Process.current().to_json() | {"pid": "1"}])
@@ -96,9 +92,7 @@ def test_what_is_no_identity_is_none(data: object) -> None:
     assert Process.from_json(data) is None
 
 
-def test_a_living_launcher_is_returned_and_its_ranks_are_left_alone(
-    run: RunPaths, child: subprocess.Popen[bytes]
-) -> None:
+def test_a_living_launchers_ranks_are_left_alone(run: RunPaths, child: subprocess.Popen[bytes]) -> None:
     attempt = run.attempt(claim_attempt(run))
     write_record(attempt, record_of(Process.current(), [identity(child)]))
     assert end_living(run) == read_record(attempt)
@@ -116,7 +110,7 @@ def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Pop
 
 
 @pytest.mark.parametrize("attempt", ["2", None])
-def test_a_process_that_is_not_a_rank_of_the_attempt_is_left_alone(
+def test_other_processes_stay_alive(
     run: RunPaths, child: subprocess.Popen[bytes], attempt: str | None
 ) -> None:
     """A forged ``attempt.json`` may name any process of the user's."""
@@ -132,16 +126,10 @@ def test_a_process_that_is_not_a_rank_of_the_attempt_is_left_alone(
     assert child.poll() is None
 
 
-def test_a_launcher_that_can_not_be_judged_counts_as_living(run: RunPaths) -> None:
+def test_which_attempts_live(run: RunPaths) -> None:
+    assert end_living(run) is None, "no attempt"
     elsewhere = replace(Process.current(), host="elsewhere", boot_id="another")
     write_record(run.attempt(claim_attempt(run)), record_of(elsewhere, []))
-    assert end_living(run) is not None
-
-
-def test_an_attempt_that_ended_does_not_live(run: RunPaths) -> None:
+    assert end_living(run) is not None, "nobody here can see its launcher"
     write_record(run.attempt(claim_attempt(run)), record_of(Process.current(), []).ended([0], None))
-    assert end_living(run) is None
-
-
-def test_without_an_attempt_nothing_lives(run: RunPaths) -> None:
     assert end_living(run) is None

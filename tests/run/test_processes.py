@@ -65,9 +65,7 @@ def _stop() -> None:
 
 @pytest.mark.usefixtures("ignores_children")
 @pytest.mark.parametrize("program", [app.main, Entry(Path("run"))])
-def test_commands_and_ranks_get_the_statuses_of_their_children(
-    program: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_have_exit_statuses(program: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     umask, threshold = os.umask(0o022), gc.get_threshold()
     monkeypatch.setattr(app, "app", _stop)
     monkeypatch.setattr(signals, "block", _stop)

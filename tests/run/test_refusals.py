@@ -71,9 +71,7 @@ def test_refused_calls_are_done_without_or_named(call: str, error: str, program:
         ("TRITON_CACHE_DIR", "/no/x", FileNotFoundError(2, "No such file or directory", "/no/x/y")),
     ],
 )
-def test_the_variable_that_a_library_refuses_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, error: Exception
-) -> None:
+def test_refused_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str, error: Exception) -> None:
     assert refusal(error) is None
     monkeypatch.setenv(name, value)
     line = refusal(error)

@@ -57,9 +57,7 @@ def test_a_folder_that_others_may_write_is_refused(run: RunPaths, which: str, mo
 
 
 @pytest.mark.parametrize("which", [".", "..", "../.slurm"])
-def test_a_folder_of_another_user_is_refused(
-    run: RunPaths, which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_refused(run: RunPaths, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run.siblings.submissions.mkdir(mode=0o700)
     _give_away(Path(os.path.normpath(run.folder / which)), monkeypatch)
     with pytest.raises(UntrustedError, match="belongs to another user"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_json
 from tests.run.runs import small_run
 
@@ -30,9 +29,3 @@ def submitted_run(folder: Path, **changes: Any) -> tuple[RunPaths, Path]:
 
 def restarted(times: int) -> dict[str, str]:
     return ENVIRON | {"SLURM_RESTART_COUNT": str(times)}
-
-
-def record_of(attempt: AttemptPaths) -> AttemptRecord:
-    record = read_record(attempt)
-    assert record is not None
-    return record

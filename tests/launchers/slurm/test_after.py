@@ -20,7 +20,8 @@ from hpc_train.run.attempts import EventLog, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.launchers.slurm.batch import record_of, restarted, submitted_run
+from tests.launchers.slurm.batch import restarted, submitted_run
+from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 from tests.waiting import HANG_LIMIT_S
 
@@ -80,6 +81,13 @@ def signalled(batch: Batch, name: str, minutes_after_begin: float) -> None:
     EventLog(batch.attempt).signalled(name, datetime.now(UTC).isoformat())
 
 
+def stop(batch: Batch, name: str, minutes_after_begin: float) -> None:
+    """Let the ranks save after the signal; the job is requeued."""
+    signalled(batch, name, minutes_after_begin)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+
+
 def test_a_run_that_is_done_is_left_as_it_is(batch: Batch) -> None:
     done = RunStatus("completed", 10, 10, 1.0, 1)
     write_status(batch.paths, done)
@@ -93,9 +101,7 @@ def test_a_run_that_is_done_is_left_as_it_is(batch: Batch) -> None:
 
 def test_a_preempted_run_is_requeued_and_keeps_its_events(batch: Batch) -> None:
     write_status(batch.paths, RunStatus("running", 6, 10, attempt=1))
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     assert read_status(batch.paths) == RunStatus("requeued", 6, 10, 0.0, 1, "preempted at step 6")
     record = record_of(batch.attempt)
     assert (record.cause, record.exit_codes) == ("preemption", [75] * 4)
@@ -103,13 +109,9 @@ def test_a_preempted_run_is_requeued_and_keeps_its_events(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(("minutes", "cause"), [(1, "preemption"), (110, "time limit")])
-def test_a_warning_long_before_the_time_limit_is_a_preemption(
-    batch: Batch, minutes: float, cause: str
-) -> None:
+def test_a_warning_long_before_the_limit_is_a_preemption(batch: Batch, minutes: float, cause: str) -> None:
     """Slurm's preempt_send_user_signal."""
-    signalled(batch, "SIGUSR2", minutes)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGUSR2", minutes)
     assert record_of(batch.attempt).cause == cause
 
 
@@ -267,7 +269,7 @@ def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     assert "could not be judged: HpcTrainError" in (status.reason or "")
 
 
-def test_a_file_server_that_stumbles_fails_no_run(
+def test_stale_is_retried(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch.rank(0, 75)
@@ -348,9 +350,7 @@ def test_a_refused_requeue_fails_the_run(batch: Batch, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "hpc_train.launchers.slurm.after.notify_end", lambda paths, say, status: notified.append(status)
     )
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     refused(batch.submission, "Slurm refuses to requeue job 12_0: disabled", batch.environ)
     status = read_status(batch.paths)
     assert status.state == "failed"
@@ -361,9 +361,7 @@ def test_a_refused_requeue_fails_the_run(batch: Batch, monkeypatch: pytest.Monke
 
 def test_a_refusal_that_comes_too_late_changes_nothing(batch: Batch) -> None:
     """The job has begun its next attempt, or the run was cancelled or completed meanwhile."""
-    signalled(batch, "SIGTERM", 1)
-    batch.rank(0, 75)
-    assert batch.after(75) == "requeue 75"
+    stop(batch, "SIGTERM", 1)
     environ = batch.environ
     for state in ("cancelled", "completed"):
         write_status(batch.paths, RunStatus(state, 6, 10, attempt=1))

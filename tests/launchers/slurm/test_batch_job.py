@@ -25,15 +25,11 @@ def of_array(submission: Path, task: str) -> BatchJob:
     return BatchJob.of(submission, array)
 
 
-@pytest.mark.parametrize(("task", "run"), [("0", "run-a"), ("1", "run-b"), ("2", "run-c")])
-def test_each_task_of_an_array_trains_a_run_of_its_own(submission: Path, task: str, run: str) -> None:
-    found = of_array(submission, task)
-    assert (found.paths.folder.name, found.job) == (run, f"12_{task}")
-
-
-def test_a_job_without_an_array_trains_the_first_run(submission: Path) -> None:
-    found = BatchJob.of(submission, {"SLURM_JOB_ID": "12"})
-    assert (found.paths.folder.name, found.job) == ("run-a", "12")
+@pytest.mark.parametrize(("task", "run"), [("0", "run-a"), ("1", "run-b"), ("2", "run-c"), (None, "run-a")])
+def test_the_run_of_an_array_task_and_of_a_job(submission: Path, task: str | None, run: str) -> None:
+    alone = BatchJob.of(submission, {"SLURM_JOB_ID": "12"})
+    job = alone if task is None else of_array(submission, task)
+    assert (job.paths.folder.name, job.job) == (run, "12" if task is None else f"12_{task}")
 
 
 def test_a_task_beyond_the_runs_and_no_job_at_all_are_errors(submission: Path) -> None:

@@ -22,8 +22,9 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.launchers.slurm.batch import ENVIRON, record_of, restarted, submitted_run
+from tests.launchers.slurm.batch import ENVIRON, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
+from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 from tests.waiting import HANG_LIMIT_S
 
@@ -38,18 +39,36 @@ def other() -> Iterator[Process]:
         popen.kill()
 
 
-def begun(submission: Path, environ: dict[str, str]) -> tuple[int, str, Path]:
-    line = begin(submission, environ)
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return submitted_run(tmp_path)[0]
+
+
+def as_command(paths: RunPaths) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(folder_of(paths))],
+        env=os.environ | ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
+    )
+
+
+def folder_of(paths: RunPaths) -> Path:
+    """Return the folder of the submission that has the run as its first task."""
+    return paths.siblings.submission("feed").folder
+
+
+def begun(paths: RunPaths, environ: dict[str, str]) -> tuple[int, str, Path]:
+    line = begin(folder_of(paths), environ)
     assert line is not None
     attempt, token, folder = line.split("\t")
     return int(attempt), token, Path(folder)
 
 
-def test_it_claims_an_attempt_and_says_where_it_lies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths, submission = submitted_run(tmp_path)
-    number, token, folder = begun(submission, ENVIRON)
+def test_begin_claims_an_attempt(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    number, token, folder = begun(paths, ENVIRON)
     assert (number, folder) == (1, paths.folder)
     assert len(token) == 32
     record = record_of(paths.attempt(1))
@@ -61,16 +80,14 @@ def test_it_claims_an_attempt_and_says_where_it_lies(
     assert f"{MARK} 1 of run abc, job 12_0" in capsys.readouterr().err
 
 
-def test_a_job_that_is_not_an_array_is_its_own_name(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, {"SLURM_JOB_ID": "13", "SLURM_NTASKS": "3", "HPC_TRAIN_HOSTS": "n1"})
+def test_a_job_that_is_not_an_array_is_its_own_name(paths: RunPaths) -> None:
+    begun(paths, {"SLURM_JOB_ID": "13", "SLURM_NTASKS": "3", "HPC_TRAIN_HOSTS": "n1"})
     record = record_of(paths.attempt(1))
     assert (record.job, record.ranks) == ("13", 3)
 
 
-def test_the_same_batch_script_claims_once(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    first, second = begun(submission, ENVIRON), begun(submission, ENVIRON)
+def test_the_same_batch_script_claims_once(paths: RunPaths) -> None:
+    first, second = begun(paths, ENVIRON), begun(paths, ENVIRON)
     assert first[0] == second[0] == 1
     assert first[1] != second[1], "a token of an earlier start of ranks"
     assert len(paths.attempt_folders()) == 1
@@ -78,24 +95,20 @@ def test_the_same_batch_script_claims_once(tmp_path: Path) -> None:
 
 @pytest.mark.fault(46)
 @pytest.mark.parametrize("state", ["completed", "cancelled"])
-def test_what_has_ended_for_good_starts_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], state: str
-) -> None:
-    paths, submission = submitted_run(tmp_path)
+def test_an_ended_run_starts_nothing(paths: RunPaths, capfd: pytest.CaptureFixture[str], state: str) -> None:
     if state == "completed":
         write_status(paths, RunStatus("completed", 10, 10))
     else:
         write_json(paths.cancelled, {})
-    assert begin(submission, ENVIRON) is None
+    assert begin(folder_of(paths), ENVIRON) is None
     assert not paths.attempt_folders()
     assert f"run abc is {state}; nothing to do" in capfd.readouterr().err
 
 
 @pytest.mark.fault(14)
-def test_a_requeued_job_ends_the_record_of_what_was_lost(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
-    begun(submission, restarted(1))
+def test_a_requeued_job_ends_the_record_of_what_was_lost(paths: RunPaths) -> None:
+    begun(paths, ENVIRON)
+    begun(paths, restarted(1))
     first, second = record_of(paths.attempt(1)), record_of(paths.attempt(2))
     assert (first.cause, first.end is None) == ("lost", False)
     assert (second.restart, second.end) == (1, None)
@@ -112,11 +125,10 @@ def test_a_requeued_job_ends_the_record_of_what_was_lost(tmp_path: Path) -> None
         (None, True, "75", "lost"),
     ],
 )
-def test_an_attempt_that_slurm_ended_says_what_it_was_asked(
-    tmp_path: Path, signal: str | None, saved: bool, code: str | None, cause: str
+def test_cause_if_slurm_ended_it(
+    paths: RunPaths, signal: str | None, saved: bool, code: str | None, cause: str
 ) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+    begun(paths, ENVIRON)
     events = EventLog(paths.attempt(1))
     if signal:
         events.signalled(signal, now_ms())
@@ -124,19 +136,18 @@ def test_an_attempt_that_slurm_ended_says_what_it_was_asked(
         events.note("saved")
     if code:
         paths.attempt(1).exit(0).write_text(f"{code}\n")
-    begun(submission, restarted(1))
+    begun(paths, restarted(1))
     assert record_of(paths.attempt(1)).cause == cause
 
 
 @pytest.mark.fault(15)
 @pytest.mark.fault(36)
-def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
+def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(paths: RunPaths) -> None:
     for restart in range(3):
-        begun(submission, restarted(restart))
+        begun(paths, restarted(restart))
         EventLog(paths.attempt(restart + 1)).note("first_step")
     with pytest.raises(BudgetSpentError, match="no progress in 3 attempts: no checkpoint at all; "):
-        begin(submission, restarted(3))
+        begin(folder_of(paths), restarted(3))
     assert len(paths.attempt_folders()) == 3
     status = read_status(paths)
     assert status.state == "failed" and "no progress in 3 attempts" in (status.reason or "")
@@ -147,7 +158,7 @@ def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(tmp_path
         found = status_of(Folder.read(paths), JobState("12_0", job_state, restarts=3))
         assert found == read_status(paths) == status
     # Requeued by hand after that: somebody wants it.
-    assert begun(submission, restarted(4))[0] == 4
+    assert begun(paths, restarted(4))[0] == 4
 
 
 def fail(paths: RunPaths, number: int, **events: str) -> None:
@@ -159,58 +170,52 @@ def fail(paths: RunPaths, number: int, **events: str) -> None:
 
 
 @pytest.mark.fault(36)
-def test_a_failed_run_is_not_started_again_by_slurm_without_end(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_restarts_a_failed_run_three_times(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> None:
     """By RequeueExit, where the batch script could not find an exit code that is not in the list."""
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+    begun(paths, ENVIRON)
     for restart in (1, 2, 3):
         fail(paths, restart)
-        assert begun(submission, restarted(restart))[0] == restart + 1
+        assert begun(paths, restarted(restart))[0] == restart + 1
     assert "3 of 3 times" in capfd.readouterr().err
     fail(paths, 4)
     for restart in (4, 5):
         with pytest.raises(BudgetSpentError, match="started again 3 times without progress, by Slurm"):
-            begin(submission, restarted(restart))
+            begin(folder_of(paths), restarted(restart))
     assert len(paths.attempt_folders()) == 4
     status = read_status(paths)
     assert (status.state, status.reason) == ("failed", "data.root: nothing there"), "it is still why"
     write_checkpoint(paths, 4, attempt=4)
-    assert begun(submission, restarted(6))[0] == 5, "it has progressed"
+    assert begun(paths, restarted(6))[0] == 5, "it has progressed"
 
 
-def test_only_starts_that_nobody_asked_for_count(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+def test_only_starts_that_nobody_asked_for_count(paths: RunPaths) -> None:
+    begun(paths, ENVIRON)
     for restart in range(1, 6):
         fail(paths, restart, requeue=now_ms())
-        begun(submission, restarted(restart))
-    (submission / "cannot-start-12_0").write_text("exit code 1\n")
+        begun(paths, restarted(restart))
+    (folder_of(paths) / "cannot-start-12_0").write_text("exit code 1\n")
     for restart in range(6, 12):
         fail(paths, restart)
-        begun(submission, restarted(restart))
-    (submission / "cannot-start-12_0").unlink()
+        begun(paths, restarted(restart))
+    (folder_of(paths) / "cannot-start-12_0").unlink()
     for restart in range(12, 18):  # lost with its node
-        begun(submission, restarted(restart))
-    assert not list(submission.glob("unrequested-*"))
+        begun(paths, restarted(restart))
+    assert not list(folder_of(paths).glob("unrequested-*"))
 
 
-def test_progress_lets_slurm_requeue_without_end(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
+def test_progress_lets_slurm_requeue_without_end(paths: RunPaths) -> None:
     for number in range(1, 7):
-        begun(submission, restarted(number))
+        begun(paths, restarted(number))
         EventLog(paths.attempt(number)).note("first_step")
         write_checkpoint(paths, number, attempt=number)
     assert record_of(paths.attempt(5)).saved_step == 5
 
 
-def test_a_start_that_slurm_did_not_requeue_costs_a_crash(tmp_path: Path, other: Process) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+def test_a_start_that_slurm_did_not_requeue_costs_a_crash(paths: RunPaths, other: Process) -> None:
+    begun(paths, ENVIRON)
     dead = replace(other, start_ticks=0)
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=dead))
-    begun(submission, ENVIRON)
+    begun(paths, ENVIRON)
     record = record_of(paths.attempt(1))
     assert record.cause == "crash" and (record.reason or "").startswith("crash 1 of 3: ")
 
@@ -227,107 +232,97 @@ def test_a_start_that_slurm_did_not_requeue_costs_a_crash(tmp_path: Path, other:
         ("drained", False),
     ],
 )
-def test_a_node_that_is_gone_ended_the_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, is_gone: bool
+def test_a_missing_node_ended_the_attempt(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, is_gone: bool
 ) -> None:
     sinfo = f"echo n1 idle; echo n2 {state}"
     put_programs_first(tmp_path, monkeypatch).put("sinfo", sinfo)
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
-    begun(submission, restarted(1))
+    begun(paths, ENVIRON)
+    begun(paths, restarted(1))
     record = record_of(paths.attempt(1))
     assert record.bad_nodes == ({"n2": "died"} if is_gone else {})
     assert ("node n2 died" in (record.reason or "")) == is_gone
 
 
-def test_what_ranks_said_of_their_nodes_is_heard_though_nobody_judged(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+def test_what_ranks_said_of_their_nodes_is_heard_though_nobody_judged(paths: RunPaths) -> None:
+    begun(paths, ENVIRON)
     paths.attempt(1).exit(1).write_text("78 n1\n")
     paths.attempt(1).exit(3).write_text("79 n2\n")
     with pytest.raises(WrongNodeError):
-        begin(submission, restarted(1))
+        begin(folder_of(paths), restarted(1))
     assert record_of(paths.attempt(1)).bad_nodes == {"n1": "failed its check", "n2": "rank 3 hung"}
 
 
 @pytest.mark.fault(14)
-def test_on_an_excluded_node_it_requests_another_twice(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+def test_an_excluded_node_is_left_twice(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> None:
+    begun(paths, ENVIRON)
     bad = {"n2": "failed its check: hot"}
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
     for restart in (1, 2):
         with pytest.raises(WrongNodeError) as raised:
-            begin(submission, restarted(restart))
+            begin(folder_of(paths), restarted(restart))
         assert raised.value.nodes == ["n2"]
         status = read_status(paths)
         assert status.state == "requeued"
         assert status.reason == "asks for other nodes: excludes n2 (failed its check: hot)"
-    assert begun(submission, restarted(3))[0] == 2
+    assert begun(paths, restarted(3))[0] == 2
     assert "Slurm allocates no other; continuing there" in capfd.readouterr().err
     write_record(paths.attempt(2), replace(record_of(paths.attempt(2)), end=now_ms()))
     with pytest.raises(WrongNodeError):
-        begin(submission, restarted(4))
-    assert begun(submission, restarted(5) | {"HPC_TRAIN_ANY_NODE": "1"})[0] == 3
-    assert begun(submission, restarted(5) | {"HPC_TRAIN_HOSTS": "n1 n3"})[0] == 3
+        begin(folder_of(paths), restarted(4))
+    assert begun(paths, restarted(5) | {"HPC_TRAIN_ANY_NODE": "1"})[0] == 3
+    assert begun(paths, restarted(5) | {"HPC_TRAIN_HOSTS": "n1 n3"})[0] == 3
 
 
-def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> None:
+def test_what_an_old_attempt_saves_after_this_does_not_count(paths: RunPaths) -> None:
     """Its node was given up, and is alive."""
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+    begun(paths, ENVIRON)
     write_checkpoint(paths, 2, attempt=1)
-    begun(submission, restarted(1))
+    begun(paths, restarted(1))
     write_checkpoint(paths, 4, attempt=1)
     assert [each.step for each in committed(paths)] == [2]
 
 
 @pytest.mark.fault(15)
-def test_it_does_not_start_while_another_attempt_runs(tmp_path: Path, other: Process) -> None:
-    paths, submission = submitted_run(tmp_path)
+def test_it_does_not_start_while_another_attempt_runs(paths: RunPaths, other: Process) -> None:
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
     number = claim_attempt(paths, "local")
     write_record(paths.attempt(number), replace(record_of(paths.attempt(1)), launcher_process=other))
     with pytest.raises(TryAgainError, match="attempt 1 of run abc is running"):
-        begin(submission, ENVIRON)
+        begin(folder_of(paths), ENVIRON)
     assert len(paths.attempt_folders()) == 1
     assert read_status(paths) == RunStatus("running", 3, 10, attempt=1), "it belongs to the other"
 
 
-def test_it_starts_where_the_job_itself_was_started_again(tmp_path: Path, other: Process) -> None:
+def test_it_starts_where_the_job_itself_was_started_again(paths: RunPaths, other: Process) -> None:
     """A batch script that outlived its node's daemons is over for Slurm."""
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+    begun(paths, ENVIRON)
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=other))
-    assert begun(submission, restarted(1))[0] == 2
+    assert begun(paths, restarted(1))[0] == 2
 
 
 @pytest.mark.parametrize(("state", "starts"), [("RUNNING", False), ("COMPLETED", True), ("", True)])
-def test_slurm_tells_of_another_job_on_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool
+def test_waits_for_another_job(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool
 ) -> None:
     put_programs_first(tmp_path, monkeypatch).put("squeue", f"echo {state}")
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, {"SLURM_JOB_ID": "9", "HPC_TRAIN_HOSTS": "n1"})
+    begun(paths, {"SLURM_JOB_ID": "9", "HPC_TRAIN_HOSTS": "n1"})
     elsewhere = replace(other, host="n1", boot_id="another")
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=elsewhere))
     if starts:
-        assert begun(submission, ENVIRON)[0] == 2
+        assert begun(paths, ENVIRON)[0] == 2
         return
     with pytest.raises(TryAgainError, match="slurm on n1"):
-        begin(submission, ENVIRON)
+        begin(folder_of(paths), ENVIRON)
 
 
 @pytest.mark.parametrize("what", ["12_0_submitted.pkl", "."])
-def test_what_others_can_write_is_not_run(tmp_path: Path, what: str) -> None:
-    paths, submission = submitted_run(tmp_path)
-    pickle = submission / "12_0_submitted.pkl"
+def test_what_others_can_write_is_not_run(paths: RunPaths, what: str) -> None:
+    pickle = folder_of(paths) / "12_0_submitted.pkl"
     pickle.touch(mode=0o600)
-    (submission / what).chmod(0o770)
+    (folder_of(paths) / what).chmod(0o770)
     with pytest.raises(UserError, match="others may write it"):
-        begin(submission, ENVIRON)
+        begin(folder_of(paths), ENVIRON)
     assert not paths.attempt_folders()
     status = read_status(paths)
     assert status.state == "failed"
@@ -335,51 +330,37 @@ def test_what_others_can_write_is_not_run(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("runs", [[], ["../../elsewhere"], [".."], [3], "abc", None])
-def test_a_submission_that_names_no_run_is_refused(tmp_path: Path, runs: object) -> None:
-    _, submission = submitted_run(tmp_path)
-    write_json(submission / "submission.json", {"runs": runs})
+def test_a_submission_that_names_no_run_is_refused(paths: RunPaths, runs: object) -> None:
+    write_json(folder_of(paths) / "submission.json", {"runs": runs})
     with pytest.raises(BadFileError, match="knows no run of array task 0"):
-        begin(submission, ENVIRON)
+        begin(folder_of(paths), ENVIRON)
 
 
-def test_outside_of_a_job_it_is_refused(tmp_path: Path) -> None:
-    _, submission = submitted_run(tmp_path)
+def test_outside_of_a_job_it_is_refused(paths: RunPaths) -> None:
     with pytest.raises(UsageError, match="SLURM_JOB_ID: not set"):
-        begin(submission, {})
+        begin(folder_of(paths), {})
 
 
 @pytest.mark.slow
-def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
-    )
-    assert done.stdout.count("\n") == 1
+def test_as_a_command_it_prints_the_line_alone(paths: RunPaths) -> None:
+    done = as_command(paths)
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
     assert done.stdout.split("\t")[::2] == ["1", f"{paths.folder}\n"]
     write_json(paths.cancelled, {})
-    done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
-    )
-    assert done.stdout == "\n", "no attempt: the answer is empty"
-    write_json(submission / "submission.json", {})
-    done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=HANG_LIMIT_S
-    )
+    done = as_command(paths)
+    assert (done.returncode, done.stdout) == (0, "\n"), "no attempt: the answer is empty"
+    write_json(folder_of(paths) / "submission.json", {})
+    done = as_command(paths)
     assert (done.returncode, done.stdout) == (65, "")
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_as_a_command_it_names_the_nodes_to_exclude(tmp_path: Path) -> None:
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
+def test_as_a_command_it_names_the_nodes_to_exclude(paths: RunPaths) -> None:
+    begun(paths, ENVIRON)
     bad = {"n2": "failed its check", "n7": "failed its check"}
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
-    command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=HANG_LIMIT_S
-    )
+    done = as_command(paths)
     assert (done.returncode, done.stdout) == (78, "n2,n7\n")
 
 
@@ -395,7 +376,7 @@ def test_it_imports_no_torch_and_no_schema() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_list_of_nodes_that_scontrol_does_not_expand_counts_all_its_nodes(
+def test_a_node_list_is_expanded_without_scontrol(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -405,7 +386,7 @@ def test_a_list_of_nodes_that_scontrol_does_not_expand_counts_all_its_nodes(
 @pytest.mark.parametrize(
     ("count", "expected"), [("2", ["n1", "n2"]), ("", ["module", "n1", "n2"]), ("0", ["module", "n1", "n2"])]
 )
-def test_the_last_names_that_scontrol_prints_are_the_nodes(
+def test_ignores_banners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str, expected: list[str]
 ) -> None:
     put_programs_first(tmp_path, monkeypatch).put("scontrol", "echo module; echo n1; echo n2")

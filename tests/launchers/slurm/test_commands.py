@@ -81,30 +81,20 @@ def test_only_what_asks_for_it_is_repeated(programs: Programs) -> None:
     assert len(programs.calls("squeue")) == 3
 
 
-def test_a_users_formats_and_filters_change_no_answer_and_no_order(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (
-        "SQUEUE_FORMAT",
-        "SACCT_FORMAT",
-        "SCANCEL_STATE",
-        "SLURM_TIME_FORMAT",
-        "LC_ALL",
-        "SLURM_CONF",
-    ):
+def test_user_formats_change_no_answer_or_order(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = ("SQUEUE_FORMAT", "SACCT_FORMAT", "SCANCEL_STATE")
+    for name in (*formats, "SLURM_TIME_FORMAT", "LC_ALL", "SLURM_CONF"):
         monkeypatch.setenv(name, "mine")
     programs.put("squeue", "env")
     programs.put("sbatch", "env")
     asked = dict(line.partition("=")[::2] for line in run(["squeue"]).splitlines())
-    assert {"SQUEUE_FORMAT", "SACCT_FORMAT", "SCANCEL_STATE"} & set(asked) == set()
+    assert set(formats) & set(asked) == set()
     assert (asked["SLURM_TIME_FORMAT"], asked["LC_ALL"], asked["TZ"]) == ("standard", "C", "UTC0")
     assert asked["SLURM_CONF"] == "mine"
     assert "LC_ALL=mine\n" in run(["sbatch"]), "the job gets it from there"
 
 
-def test_what_slurm_says_reaches_no_terminal_as_it_is(
-    programs: Programs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_slurm_is_escaped(programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
     programs.put("squeue", r"printf '\e]0;title\a' >&2; exit 1")
     assert exit_code_of(lambda: len(run(["squeue"]))) != 0
     printed = capsys.readouterr().err

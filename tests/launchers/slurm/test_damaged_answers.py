@@ -269,9 +269,7 @@ def _clock(cluster: Cluster) -> type[datetime]:
 
 
 @pytest.mark.parametrize("first", range(0, _SEQUENCES, _PER_TEST))
-def test_no_run_is_judged_wrongly_by_damaged_answers(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_answers_keep_status(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, min(first + _PER_TEST, _SEQUENCES)):
         with monkeypatch.context() as patched:
             Life(tmp_path / str(seed), seed, patched).live()
@@ -303,9 +301,7 @@ class Queue:
 
 
 @pytest.mark.parametrize("first", range(0, _SEQUENCES, _PER_TEST))
-def test_no_job_is_submitted_twice_by_damaged_answers(
-    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_answers_submit_one_job(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number cut short, such as 41 of 4100, is not taken for the job's."""
     paths = SubmissionPaths(tmp_path / "runs/exp/.slurm/token")
     batch = Batch(paths.folder, "python", {"additional_parameters": {}})

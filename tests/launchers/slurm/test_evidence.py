@@ -25,14 +25,58 @@ def told(facts: Facts) -> tuple[str, str, str | None]:
     return verdict.cause, verdict.words(), verdict.reason
 
 
-def test_what_is_completed_is_completed_however_ranks_ended_then() -> None:
-    assert told(Facts(0, is_completed=True)) == ("completed", "stop 0", None)
-    assert told(replace(CRASHED, is_completed=True)) == ("completed", "stop 0", None)
+_ENDED_EARLY = "srun: error: n2: tasks 2-3: Exited with exit code 1\n"
+_LOADER = "data.workers: a loader process was killed; write fewer"
+_CRASH = ("crash", "requeue 75")
+_WORKER_LOST = (
+    Facts(80, errors={1: _LOADER}, codes={0: 76, 1: 80}),
+    ("worker lost", "requeue 75", f"rank 1: {_LOADER}"),
+)
 
 
-@pytest.mark.parametrize("facts", [CRASHED, STOPPED])
-def test_a_cancelled_run_is_not_requeued(facts: Facts) -> None:
-    assert told(replace(facts, is_cancelled=True))[:2] == ("cancelled", "stop 1")
+@pytest.mark.fault(16, 21)
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (Facts(0, is_completed=True), ("completed", "stop 0", None)),
+        (replace(CRASHED, is_completed=True), ("completed", "stop 0", None)),
+        (replace(CRASHED, is_cancelled=True), ("cancelled", "stop 1")),
+        (replace(STOPPED, is_cancelled=True), ("cancelled", "stop 1")),
+        # A user's error on one rank counts more than another rank's traceback.
+        (
+            Facts(65, errors={1: TRACEBACK, 0: "wrong file"}, codes={0: 65, 1: 1}),
+            ("user error", "stop 65", "wrong file"),
+        ),
+        (Facts(2, errors={0: "RANK: …"}, codes={0: 2}), ("user error", "stop 2")),
+        (CRASHED, (*_CRASH, "rank 1: ValueError: too hot")),
+        (
+            replace(CRASHED, errors={3: TRACEBACK, 0: "OSError: later"}, codes={3: 1, 0: 1}),
+            (*_CRASH, "rank 3: ValueError: too hot"),
+        ),
+        # The SIGTERM that srun sends to the others may reach a rank that can still stop.
+        (replace(CRASHED, srun_code=75, codes={0: 75, 1: 1}, signal="SIGTERM"), _CRASH),
+        # A rank was killed while others only waited for it.
+        (replace(STOPPED, srun_code=137, output=KILLED + EXITS_75), _CRASH),
+        (
+            Facts(1, codes={0: 76}, output=_ENDED_EARLY, logs={0: "", 2: "ModuleNotFoundError: no submitit"}),
+            (*_CRASH, "ranks 2-3 on n2: ended with exit code 1: ModuleNotFoundError: no submitit"),
+        ),
+        (Facts(76, codes={0: 76, 1: 76}, logs={0: "", 1: ""}), _CRASH),
+        (Facts(0, logs={0: ""}), _CRASH),
+        # Ended by SIGTERM, but one had lost its peer before.
+        (Facts(143, codes={1: 76}, logs={0: "", 1: ""}), _CRASH),
+        # The kill is reported after the loss that it caused; srun then asks the others to stop, which before
+        # a first step they do at once.
+        (Facts(137, codes={0: 75, 1: 76}, signal="SIGTERM", output=EXITS_76 + KILLED + EXITS_75), _CRASH),
+        (Facts(137, codes={0: 75}, signal="SIGTERM", output=EXITS_76 + EXITS_75 + KILLED), ("preemption",)),
+        (
+            Facts(80, errors={1: _LOADER}, codes={0: 76, 1: 80}),
+            ("worker lost", "requeue 75", f"rank 1: {_LOADER}"),
+        ),
+    ],
+)
+def test_cause_and_words_of_an_end(facts: Facts, expected: tuple[str | None, ...]) -> None:
+    assert told(facts)[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("code", [65, 74])
@@ -40,11 +84,6 @@ def test_a_users_error_is_final_and_reported_whole(code: int) -> None:
     facts = Facts(code, errors={0: "data.root: not there\ndata.args: wrong"}, codes={0: code, 1: 76})
     assert told(facts) == ("user error", f"stop {code}", "data.root: not there; data.args: wrong")
     assert judge(facts).state == "failed"
-
-
-def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None:
-    facts = Facts(65, errors={1: TRACEBACK, 0: "wrong file"}, codes={0: 65, 1: 1})
-    assert told(facts)[1:] == ("stop 65", "wrong file")
 
 
 @pytest.mark.parametrize(
@@ -56,9 +95,7 @@ def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None
         ("Segmentation fault", "pthread_create", "killed by SIGSEGV: pthread_create; -v is 1"),
     ],
 )
-def test_a_limit_that_ended_a_rank_is_named_and_the_node_not_blamed(
-    srun: str, line: str, reason: str
-) -> None:
+def test_a_resource_limit_is_named_and_the_node_not_blamed(srun: str, line: str, reason: str) -> None:
     output, limits = f"srun: error: n2: task 3: {srun}\n", {"-v": "-v is 1", "-t": "-t is 60"}
     found = judge(Facts(1, output=output, logs={3: line}, limits=limits))
     assert str(found.reason).startswith(f"rank 3 on n2: {reason}: raise it with `ulimit`")
@@ -72,10 +109,6 @@ def test_a_limit_that_kept_srun_from_starting_is_named() -> None:
     assert "unavailable; -u is 9: raise it" in str(found.reason)
 
 
-def test_a_crash_is_reported_with_its_rank() -> None:
-    assert told(CRASHED) == ("crash", "requeue 75", "rank 1: ValueError: too hot")
-
-
 @pytest.mark.parametrize(
     ("comes_back", "state", "words"), [(True, "requeued", "requeue 75 n2,n3"), (False, "failed", "stop 1")]
 )
@@ -83,17 +116,6 @@ def test_the_budget_has_the_last_word(comes_back: bool, state: str, words: str) 
     verdict = judge(CRASHED).decided(Decision(comes_back, "crash 9 of 9: so it is"))
     assert (verdict.cause, verdict.state, verdict.reason) == ("crash", state, "crash 9 of 9: so it is")
     assert verdict.words({"n2": "died", "n3": "died"}) == words
-
-
-def test_the_first_error_is_the_reason() -> None:
-    facts = replace(CRASHED, errors={3: TRACEBACK, 0: "OSError: later"}, codes={3: 1, 0: 1})
-    assert told(facts)[2] == "rank 3: ValueError: too hot"
-
-
-def test_a_crash_that_makes_others_stop_is_not_a_preemption() -> None:
-    """The SIGTERM that srun sends to the others may reach a rank that can stop still."""
-    facts = replace(CRASHED, srun_code=75, codes={0: 75, 1: 1}, signal="SIGTERM")
-    assert told(facts)[0] == "crash"
 
 
 @pytest.mark.parametrize(
@@ -123,23 +145,12 @@ def test_a_rank_that_was_killed_is_named_by_srun(first: str) -> None:
     assert reason.startswith("rank 3 on n2: killed by SIGKILL; out of memory? ask for more slurm.mem_gb")
 
 
-def test_a_rank_killed_while_others_only_wait_for_it_is_not_a_preemption() -> None:
-    facts = replace(STOPPED, srun_code=137, output=KILLED + EXITS_75)
-    assert told(facts)[0] == "crash"
-
-
 def test_memory_that_ran_out_is_reported() -> None:
     output = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\n"
     output += "srun: error: n2: task 3: Out Of Memory\n"
     reason = told(Facts(125, codes={0: 76}, output=output, logs={0: ""}))[2]
     assert reason is not None
     assert "rank 3 on n2: Out Of Memory, out of memory; ask for more slurm.mem_gb" in reason
-
-
-def test_a_rank_that_ended_before_it_could_write_an_error_is_quoted() -> None:
-    output = "srun: error: n2: tasks 2-3: Exited with exit code 1\n"
-    facts = Facts(1, codes={0: 76}, output=output, logs={0: "", 2: "ModuleNotFoundError: no submitit"})
-    assert told(facts)[2] == "ranks 2-3 on n2: ended with exit code 1: ModuleNotFoundError: no submitit"
 
 
 def test_a_full_disk_is_final_though_it_has_no_room_for_an_exit_code() -> None:
@@ -303,38 +314,9 @@ def test_what_nccl_said_of_a_lost_peer_is_told_where_nobody_said_more() -> None:
     assert "killed by SIGKILL" in (told(replace(lost, output=KILLED))[2] or "")
 
 
-def test_ranks_that_end_without_a_word_are_a_crash() -> None:
-    assert told(Facts(76, codes={0: 76, 1: 76}, logs={0: "", 1: ""}))[0] == "crash"
-    assert told(Facts(0, logs={0: ""}))[:2] == ("crash", "requeue 75")
-    # Ended by SIGTERM, but one had lost its peer before.
-    assert told(Facts(143, codes={1: 76}, logs={0: "", 1: ""}))[0] == "crash"
-
-
 def test_a_reason_is_one_printable_line() -> None:
     facts = Facts(1, errors={0: f"ValueError: \x1b[31mred\n{'x' * 2000}"}, codes={0: 1})
     reason = judge(facts).reason
     assert reason is not None
     assert "\x1b" not in reason and "\n" not in reason
     assert len(reason) <= 500
-
-
-@pytest.mark.fault(21)
-def test_a_killed_loader_process_is_a_cause_of_its_own() -> None:
-    facts = Facts(
-        80, errors={1: "data.workers: a loader process was killed; write fewer"}, codes={0: 76, 1: 80}
-    )
-    words = "rank 1: data.workers: a loader process was killed; write fewer"
-    assert told(facts) == ("worker lost", "requeue 75", words)
-
-
-@pytest.mark.fault(16)
-def test_a_kill_that_is_seen_after_the_loss_that_it_caused_is_a_crash() -> None:
-    """srun then asks the others to stop, which before a first step they do at once."""
-    facts = Facts(137, codes={0: 75, 1: 76}, signal="SIGTERM", output=EXITS_76 + KILLED + EXITS_75)
-    assert told(facts)[0] == "crash"
-    stopped = Facts(137, codes={0: 75}, signal="SIGTERM", output=EXITS_76 + EXITS_75 + KILLED)
-    assert told(stopped)[0] == "preemption"
-
-
-def test_a_command_line_that_no_rank_can_take_is_final() -> None:
-    assert told(Facts(2, errors={0: "RANK: …"}, codes={0: 2}))[:2] == ("user error", "stop 2")

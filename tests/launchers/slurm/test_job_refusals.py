@@ -96,9 +96,7 @@ def test_numbers_of_nodes(
         ("h100%2", []),  # not a list of features
     ],
 )
-def test_features_are_read_whole(
-    tmp_path: Path, programs: Programs, constraint: str, missing: list[str]
-) -> None:
+def test_whole_feature_names(tmp_path: Path, programs: Programs, constraint: str, missing: list[str]) -> None:
     programs.put("sbatch", _NO_SUCH_NODES)
     features = [line.split()[1].rstrip(",") for line in lines(forecast(tmp_path, constraint=constraint))]
     assert features == missing
@@ -132,7 +130,7 @@ def test_a_time_limit_above_the_partitions(
     assert lines(job) == ([expected] if is_refused else [])
 
 
-def test_the_users_defaults_of_sbatch_count(
+def test_sbatch_defaults_of_a_user(
     tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.put("sbatch", _NO_SUCH_NODES)
@@ -182,9 +180,7 @@ def test_a_pending_reason_is_about_a_key(reason: str, key: str | None) -> None:
     assert [problem.key for problem in problems] == ([key] if key else [])
 
 
-def test_a_persons_own_options_of_sinfo_do_not_hide_nodes(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_options_of_sinfo_hide_no_nodes(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINFO_PARTITION", "high")
     programs.put("sinfo", 'echo "[$SINFO_PARTITION]"')
     assert commands.run(["sinfo"]) == "[]\n"

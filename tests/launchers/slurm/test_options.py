@@ -20,16 +20,9 @@ from hpc_train.run.attempts import AttemptRecord, now, write_record
 from tests.launchers.slurm.scripts import experiment
 
 ALWAYS = {
-    "job-name=exp",
-    "nodes=1",
-    "ntasks-per-node=1",
-    "open-mode=append",
-    "output=/r/%j_0_log.out",
-    "propagate=NONE",
-    "requeue",
-    "signal=USR2@120",
-    "hold",
-}
+    "job-name=exp", "nodes=1", "ntasks-per-node=1", "open-mode=append", "output=/r/%j_0_log.out",
+    "propagate=NONE", "requeue", "signal=USR2@120", "hold",
+}  # fmt: skip
 GENERIC = Profile()
 
 
@@ -89,9 +82,7 @@ def test_each_key_reaches_sbatch(slurm: dict[str, Any], lines: set[str]) -> None
         ({"extra": {"mincpus": 8}}, {"mincpus=8"}),
     ],
 )
-def test_of_a_range_of_nodes_cores_are_asked_for_since_tasks_would_bound_it(
-    slurm: dict[str, Any], cores: set[str]
-) -> None:
+def test_a_range_of_nodes_requests_cores_not_tasks(slurm: dict[str, Any], cores: set[str]) -> None:
     kept = ALWAYS - {"nodes=1", "ntasks-per-node=1"}
     assert options_of(experiment(slurm={"nodes": "2-4"} | slurm)) == kept | {"nodes=2-4"} | cores
 
@@ -145,25 +136,9 @@ def test_parameters_are_json() -> None:
 )
 @pytest.mark.parametrize(
     "bad",
-    [
-        "a\nid",
-        "a b",
-        "a'b",
-        'a"b',
-        "$(id)",
-        "`id`",
-        "a;b",
-        "a\u2028b",
-        "a\x85b",
-        "a\x00b",
-        "-x",
-        "--wrap=id",
-        "a\\",
-        "a#b",
-        "ä",
-        "",
-    ],
-)
+    ["a\nid", "a b", "a'b", 'a"b', "$(id)", "`id`", "a;b", "a\u2028b", "a\x85b", "a\x00b", "-x", "--wrap=id",
+     "a\\", "a#b", "ä", ""],
+)  # fmt: skip
 def test_a_value_that_slipped_past_the_file_is_refused_here(key: str, bad: str) -> None:
     slurm = SlurmConfig().model_copy(update={key: bad})
     with pytest.raises(BadFileError, match=r"slurm\.mail_user|slurm\." + key):

@@ -43,9 +43,7 @@ def test_the_suites_own_profiles_are_sound() -> None:
     assert all(profiles.find(name).description for name in names)
 
 
-def test_the_first_folder_that_has_the_name_wins(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_folder_wins(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = tmp_path / "config/hpc-train/profiles"
     second.mkdir(parents=True, mode=0o755)
     written(second, "description: the user's\n", "generic")

@@ -104,9 +104,7 @@ def test_a_signal_leaves_no_exit_code(programs: Programs, number: str, told: str
     assert ask(["7"])["7"].exit_code == told
 
 
-def test_a_thousand_questions_within_10_s_are_one_squeue(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_within_10_s_share_one_squeue(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     monkeypatch.setattr(queue_cache.time, "time", lambda: now)  # however busy the machine is
     for _ in range(1000):
@@ -125,9 +123,7 @@ def test_commands_that_ask_at_once_are_answered_by_one_squeue(programs: Programs
     assert len(programs.calls("squeue")) == 1
 
 
-def test_an_answer_that_is_too_old_or_unwanted_is_not_taken(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_or_unwanted_answer_is_not_used(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(["7"])
     ask(["7"], max_age_s=0)
     assert len(programs.calls("squeue")) == 2
@@ -184,7 +180,7 @@ def test_silence_is_shared_too(programs: Programs) -> None:
     assert len(programs.calls("squeue")) == 1
 
 
-def test_without_a_place_to_write_each_process_still_asks_once(
+def test_asks_once_without_a_cache(
     programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -232,9 +228,7 @@ def test_only_an_invalid_job_id_makes_a_missing_job_forgotten(programs: Programs
     assert "99" not in ask(["99"])
 
 
-def test_a_forgotten_job_has_the_time_when_it_was_first_missed(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forgotten_job_keeps_its_first_time(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_800_000_000.0
     monkeypatch.setattr(queue_cache.time, "time", lambda: now)
     assert ask(["99"])["99"].missed_at == now

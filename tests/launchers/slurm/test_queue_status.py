@@ -30,6 +30,14 @@ from tests.launchers.slurm.queued import add_job, begin, job, queued_run
 from tests.run.test_checkpoints import write_checkpoint
 
 _LONG_AGO = "2020-01-01T00:00:00+00:00"
+_NEVER = "never starts: {}; cancel it, then resume it with another slurm.{}"
+_HELD = "held; `scontrol release 12_3` lets it start"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run whose job 12 is queued."""
+    return queued_run(tmp_path / "runs", "12")
 
 
 def _stand(paths: RunPaths, state: JobState | None) -> RunStatus:
@@ -48,32 +56,18 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
         ("PENDING", "Priority", "waits: Priority"),
         ("PENDING", None, "waits: Slurm has given no reason yet"),
         ("PENDING", "JobArrayTaskLimit", "waits: JobArrayTaskLimit"),
-        (
-            "PENDING",
-            "PartitionTimeLimit",
-            "never starts: PartitionTimeLimit; cancel it, then resume it with another slurm.time_limit",
-        ),
-        (
-            "PENDING",
-            "QOSMaxNodePerJobLimit",
-            "never starts: QOSMaxNodePerJobLimit; cancel it, then resume it with another slurm.nodes",
-        ),
+        ("PENDING", "PartitionTimeLimit", _NEVER.format("PartitionTimeLimit", "time_limit")),
+        ("PENDING", "QOSMaxNodePerJobLimit", _NEVER.format("QOSMaxNodePerJobLimit", "nodes")),
         ("PENDING", "QOSMaxJobsPerUserLimit", "waits: QOSMaxJobsPerUserLimit"),
         ("PENDING", "AssocGrpGRES", "waits: AssocGrpGRES"),
-        ("PENDING", "JobHeldUser", "held; `scontrol release 12_3` lets it start"),
+        ("PENDING", "JobHeldUser", _HELD),
         ("PENDING", "JobHeldAdmin", "held by an administrator"),
-        (
-            "PENDING",
-            "launch_failed_requeued_held",
-            "held by Slurm: launch_failed_requeued_held; `scontrol release 12_3` lets it start",
-        ),
+        ("PENDING", "launch_failed_requeued_held", f"held by Slurm: launch_failed_requeued_{_HELD}"),
         ("CONFIGURING", None, "starting on n[1-2]"),
         ("RUNNING", None, "starting on n[1-2]"),
     ],
 )
-def test_a_job_that_has_not_begun_says_what_it_waits_for(
-    tmp_path: Path, state: str, reason: str | None, words: str
-) -> None:
+def test_a_pending_job_has_its_reason(tmp_path: Path, state: str, reason: str | None, words: str) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
     nodes = None if state == "PENDING" else "n[1-2]"
     found = _stand(paths, job("12_3", state, reason, nodes=nodes))
@@ -93,31 +87,29 @@ def test_a_held_job_is_told_from_an_unfinished_submission(tmp_path: Path) -> Non
     assert "scontrol release 12_3" in str(_stand(paths, job("12_3", "PENDING", "JobHeldUser")).reason)
 
 
-def test_slurms_guess_of_a_start_is_shown_in_local_time(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_slurms_guess_of_a_start_is_shown_in_local_time(paths: RunPaths) -> None:
     state = job("12", "PENDING", "Resources", start_estimate="2037-05-01T12:00:00+00:00")
     shown = datetime(2037, 5, 1, 12, tzinfo=UTC).astimezone().strftime("%Y-%m-%d at %H:%M")
     assert _stand(paths, state).reason == f"waits: Resources, starts on {shown} by Slurm's guess"
     assert _stand(paths, replace(state, reason="BeginTime")).reason == f"starts on {shown}"
 
 
-def test_a_run_that_goes_on_is_as_its_folder_says(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_run_that_goes_on_is_as_its_folder_says(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     assert _stand(paths, job("12", "RUNNING")) == read_status(paths)
     assert _stand(paths, job("12", "SUSPENDED")).reason == "suspended by Slurm"
     assert _stand(paths, None) == read_status(paths)
 
 
-def test_an_answer_from_before_the_start_takes_no_run_that_goes_on_for_one_that_waits(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_an_answer_from_before_the_start_leaves_the_run_running(
+    paths: RunPaths,
+) -> None:
     begin(paths, "12", restart=2, step=4)
     assert _stand(paths, job("12", "PENDING", "Priority", restarts=2)).state == "running"
     assert _stand(paths, job("12", "PENDING", "Priority", restarts=1)).state == "running"
 
 
-def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     found = _stand(paths, job("12", "PENDING", "Resources", restarts=1))
     assert (found.state, found.step, found.attempt) == ("requeued", 4, 1)
@@ -126,8 +118,7 @@ def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path:
     assert _stand(paths, job("12", "PENDING", "Resources", restarts=1)) == found, "said once"
 
 
-def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_the_batch_scripts_reason_for_a_requeue_is_kept(paths: RunPaths) -> None:
     begin(paths, "12", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
     assert _stand(paths, job("12", "COMPLETING", restarts=0)).reason == "preempted at step 4"
@@ -152,10 +143,7 @@ def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
         (FORGOTTEN, "failed", "job 12: the job is gone, and Slurm has forgotten", "lost"),
     ],
 )
-def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
-    tmp_path: Path, state: str, stands: str, words: str, cause: str
-) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_an_ended_job_ends_the_run(paths: RunPaths, state: str, stands: str, words: str, cause: str) -> None:
     begin(paths, "12", step=4)
     found = _stand(paths, job("12", state, exit_code="3:0", ended=_LONG_AGO))
     assert (found.state, found.step) == (stands, 4)
@@ -166,8 +154,7 @@ def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
     assert (record.cause, record.reason) == (cause, found.reason)
 
 
-def test_ranks_that_saved_at_the_time_limit_itself_are_told_from_those_that_did_not(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_ranks_that_saved_at_the_time_limit_itself_are_told_from_those_that_did_not(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     EventLog(paths.attempt(1)).note("saved")
     found = _stand(paths, job("12", "TIMEOUT", ended=_LONG_AGO))
@@ -178,8 +165,7 @@ def test_ranks_that_saved_at_the_time_limit_itself_are_told_from_those_that_did_
     )
 
 
-def test_a_job_that_had_no_room_for_its_reason_has_it_in_its_exit_code(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_job_that_had_no_room_for_its_reason_has_it_in_its_exit_code(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     found = _stand(paths, job("12", "FAILED", exit_code="74:0", ended=_LONG_AGO))
     assert "(FAILED, exit code 74: its disk is full, or can't be written)" in str(found.reason)
@@ -200,8 +186,7 @@ def test_a_job_that_slurm_ended_before_any_rank_has_failed(tmp_path: Path, state
     assert _stand(queued_run(tmp_path / "runs", "12"), job("12", state, ended=_LONG_AGO)).state == "failed"
 
 
-def test_a_node_that_does_not_see_the_folder_of_runs_is_named(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_node_that_does_not_see_the_folder_of_runs_is_named(paths: RunPaths, tmp_path: Path) -> None:
     found = _stand(paths, job("12", "FAILED", "JobLaunchFailure", exit_code="0:53", nodes="n1"))
     where = f"n1 can't write into {paths.siblings.submissions}"
     assert found.state == "failed"
@@ -223,8 +208,7 @@ def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
     assert found.reason == "job 12_3 ended before any rank started; see `hpc-train logs abc`"
 
 
-def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(paths: RunPaths) -> None:
     begin(paths, "12")
     just_now = datetime.now(UTC).isoformat()
     found = _stand(paths, job("12", "FAILED", ended=just_now))
@@ -232,8 +216,7 @@ def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path
     assert read_status(paths).state == "running"
 
 
-def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_requeue_that_did_not_happen_is_an_end(paths: RunPaths) -> None:
     begin(paths, "12", end="2026-01-01T00:00:00+00:00", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
     found = _stand(paths, job("12", "FAILED", exit_code="75:0", ended=_LONG_AGO))
@@ -245,16 +228,14 @@ def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
-def test_an_end_in_the_folder_is_not_questioned(tmp_path: Path, state: str) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_an_end_in_the_folder_is_not_questioned(paths: RunPaths, state: str) -> None:
     begin(paths, "12")
     write_status(paths, RunStatus(state, 9, 10, attempt=1, reason="rank 0: it broke"))
     for said in (job("12", "CANCELLED"), job("12", "RUNNING"), job("12", FORGOTTEN), None):
         assert _stand(paths, said) == read_status(paths)
 
 
-def test_a_failed_run_whose_job_was_requeued_by_hand_continues(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_failed_run_whose_job_was_requeued_by_hand_continues(paths: RunPaths) -> None:
     begin(paths, "12")
     write_status(paths, RunStatus("failed", 9, 10, attempt=1, reason="rank 0: it broke"))
     found = _stand(paths, job("12", "PENDING", "Priority", restarts=1))
@@ -264,8 +245,7 @@ def test_a_failed_run_whose_job_was_requeued_by_hand_continues(tmp_path: Path) -
     )
 
 
-def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_cancelled_run_is_so_once_its_job_is_gone(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     write_json(paths.cancelled, {"version": 1})
     assert _stand(paths, job("12", "RUNNING")).reason == "being cancelled"
@@ -274,8 +254,7 @@ def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
     assert read_status(paths) == found
 
 
-def test_a_cancelled_run_is_at_the_step_that_its_ranks_saved_before_they_ended(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_cancelled_run_is_at_its_newest_checkpoint(paths: RunPaths) -> None:
     begin(paths, "12", step=4)
     write_json(paths.cancelled, {"version": 1})
     write_checkpoint(paths, 6, attempt=1)
@@ -283,8 +262,7 @@ def test_a_cancelled_run_is_at_the_step_that_its_ranks_saved_before_they_ended(t
     assert (found.state, found.step) == ("cancelled", 6)
 
 
-def test_the_newest_job_counts(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_the_newest_job_counts(paths: RunPaths) -> None:
     begin(paths, "12")
     add_job(paths, "15_0")
     write_status(paths, RunStatus("pending", 4, 10, attempt=1))
@@ -292,8 +270,7 @@ def test_the_newest_job_counts(tmp_path: Path) -> None:
     assert _stand(paths, job("15_0", "PENDING", "Priority")).reason == "waits: Priority"
 
 
-def test_what_the_folder_came_to_say_meanwhile_holds(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_what_the_folder_came_to_say_meanwhile_holds(paths: RunPaths) -> None:
     begin(paths, "12")
     read_before = Folder.read(paths)
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
@@ -312,10 +289,9 @@ def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
     assert capsys.readouterr().err.count("Unable to contact slurm controller") == 1
 
 
-def test_runs_that_have_ended_need_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_runs_need_no_slurm(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "exit 1")
-    paths = queued_run(tmp_path / "runs", "12")
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
     assert statuses([paths])[0].state == "completed"
     assert programs.calls("squeue") == []
@@ -337,18 +313,14 @@ def _missed(job_id: str, seconds_ago: float) -> JobState:
     return JobState(job_id, FORGOTTEN, missed_at=time.time() - seconds_ago)
 
 
-def test_a_missing_job_ends_its_run_at_the_second_look_only(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_missing_job_ends_its_run_at_the_second_look_only(paths: RunPaths) -> None:
     first = _stand(paths, _missed("12", 0))
     assert first.state == "pending" and "Slurm does not list job 12" in str(first.reason)
     assert read_status(paths).state == "pending"
     assert _stand(paths, _missed("12", 61)).state == "cancelled"
 
 
-def test_a_missing_job_whose_attempt_writes_is_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_missing_job_with_heartbeats_is_running(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(paths, "12")
     assert _stand(paths, _missed("12", 3600)).state == "running"
     for silent_s, state in ((119.0, "running"), (121.0, "failed")):
@@ -369,8 +341,7 @@ def test_an_attempt_that_has_ended_or_is_of_an_earlier_job_is_no_sign_of_life(tm
     assert _stand(resumed, _missed("15", 61)).state == "cancelled"
 
 
-def test_a_cancelled_run_needs_no_second_look(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_cancelled_run_needs_no_second_look(paths: RunPaths) -> None:
     write_json(paths.cancelled, {"version": 1})
     assert _stand(paths, _missed("12", 0)).state == "cancelled"
 
@@ -401,21 +372,17 @@ def test_an_end_inferred_from_absence_is_taken_back_when_the_job_is_listed(tmp_p
 
 
 @pytest.mark.parametrize("facts", [{"events": {"end": _LONG_AGO}}, {"exit_codes": [1]}])
-def test_an_end_that_the_batch_script_has_written_is_not_taken_back(
-    tmp_path: Path, facts: dict[str, Any]
-) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_an_end_by_the_batch_script_is_final(paths: RunPaths, facts: dict[str, Any]) -> None:
     begin(paths, "12", end=_LONG_AGO, cause="crash", **facts)
     write_status(paths, RunStatus("failed", 4, 10, attempt=1))
     assert _stand(paths, job("12", "RUNNING")).state == "failed"
 
 
 def test_a_job_that_is_listed_again_is_asked_about_and_silence_is_not_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
     programs = put_programs_first(tmp_path, monkeypatch)
-    paths = queued_run(tmp_path / "runs", "12")
     assert _stand(paths, job("12", FORGOTTEN)).state == "cancelled"
     programs.put("squeue", "exit 1")
     assert statuses([paths])[0].state == "cancelled"
@@ -426,9 +393,7 @@ def test_a_job_that_is_listed_again_is_asked_about_and_silence_is_not_reported(
     assert statuses([paths])[0].state == "pending"
 
 
-def test_a_job_of_another_cluster_is_named_while_its_run_is_active(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_active_job_of_another_cluster_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = queued_run(tmp_path / "runs", None)
     add_job(paths, "12", "a")
     for reached, named in (("b", "a"), ("a", None), (None, None)):
@@ -439,8 +404,7 @@ def test_a_job_of_another_cluster_is_named_while_its_run_is_active(
     assert other_cluster(paths) is None
 
 
-def test_a_time_limit_that_slurm_has_cut_is_shown(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_time_limit_that_slurm_has_cut_is_shown(paths: RunPaths) -> None:
     begin(paths, "12", time_limit_s=120.0, requested_limit_s=1800.0)
     words = "Slurm gives the job 2 min, not the 30 min of slurm.time_limit"
     assert _stand(paths, job("12", "RUNNING")).reason == words
@@ -464,8 +428,7 @@ def test_equal_job_numbers_of_two_clusters_are_two_jobs(tmp_path: Path) -> None:
     assert _stand(paths, job("12", "RUNNING", nodes="n1")).reason == "starting on n1"
 
 
-def test_a_job_with_the_runs_number_but_another_script_is_not_its_own(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path / "runs", "12")
+def test_a_job_of_another_script_is_not_its_own(paths: RunPaths, tmp_path: Path) -> None:
     submission = paths.siblings.submission("t1")
     submission.folder.mkdir(parents=True)
     write_json(submission.record, {"job_id": "12", "runs": ["def"], "state": "released"})

@@ -44,9 +44,7 @@ def said(tmp_path: Path, save_s: float | None, **keys: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("partition", [None, "low"])
-def test_a_grace_shorter_than_a_save_is_said(
-    tmp_path: Path, programs: Programs, partition: str | None
-) -> None:
+def test_a_grace_shorter_than_a_save_warns(tmp_path: Path, programs: Programs, partition: str | None) -> None:
     slurm(programs, 30)
     (line,) = said(tmp_path, 13.04, partition=partition)
     assert line.startswith("a job of partition low that is preempted has 30 s, but the longest save so far")
@@ -57,7 +55,7 @@ def test_a_grace_shorter_than_a_save_is_said(
     ("save_s", "grace_s", "keys"),
     [(12.4, 30, {}), (12.4, 0, {}), (None, 1, {}), (26.0, 30, {"partition": "high"})],
 )
-def test_what_fits_is_not_spoken_of(
+def test_no_warning_if_a_save_fits(
     tmp_path: Path, programs: Programs, save_s: float | None, grace_s: int, keys: dict[str, Any]
 ) -> None:
     slurm(programs, grace_s)
@@ -73,9 +71,7 @@ def test_where_nobody_preempts_or_slurm_does_not_say_there_is_no_grace(programs:
     assert preemption_grace("low") == ("low", None)
 
 
-def test_a_slurm_that_does_not_answer_says_nothing(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_no_warning(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "_ATTEMPTS", 1)
     programs.put("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert said(tmp_path, 1000.0, signal_lead_s=9999) == []

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,78 +65,86 @@ def run_like_slurm(batch: Batch, programs: Programs, **environment: str) -> tupl
     return done.returncode, errors.read_text()
 
 
+@dataclass
+class Job:
+    """A job's script, with what its begin, ranks and after answer, and the programs that replace Slurm's."""
+
+    batch: Batch
+    programs: Programs
+
+    def write(self, name: str, text: str) -> None:
+        (self.batch.submission / name).write_text(text)
+
+    def read(self, name: str) -> str:
+        return (self.batch.submission / name).read_text()
+
+    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return run(self.batch, self.programs, **environment)
+
+    def orders(self) -> list[str]:
+        return asked(self.programs)
+
+
+@pytest.fixture
+def job(tmp_path: Path, programs: Programs) -> Job:
+    return Job(fake_batch(tmp_path), programs)
+
+
 def use(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
     """Let every experiment have the profile of these keys."""
     profile = Profile.model_validate(keys)
     monkeypatch.setattr("hpc_train.launchers.slurm.profiles.find", lambda *_: profile)
 
 
-def test_the_ranks_run_between_begin_and_after(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    done = run(batch, programs)
+def test_the_ranks_run_between_begin_and_after(job: Job) -> None:
+    done = job.run()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert (batch.submission / "ranks").read_text() == "0 0 -\n"
-    assert (batch.submission / "code").read_text() == "0"
-    assert "--kill-on-bad-exit=1 --export=ALL" in programs.calls("srun")[0]
-    assert asked(programs) == []
+    assert job.read("ranks") == "0 0 -\n"
+    assert job.read("code") == "0"
+    assert "--kill-on-bad-exit=1 --export=ALL" in job.programs.calls("srun")[0]
+    assert job.orders() == []
 
 
-def test_the_rank_is_started_as_a_file_and_starts_submitit(tmp_path: Path) -> None:
-    batch = fake_batch(tmp_path)
-    (line,) = [line for line in script_text(batch).split("\n") if line.startswith("srun ")]
+def test_the_rank_is_started_as_a_file_and_starts_submitit(job: Job, tmp_path: Path) -> None:
+    (line,) = [line for line in script_text(job.batch).split("\n") if line.startswith("srun ")]
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
     assert f" -I -S {rank} " in line
-    assert line.endswith(f" -u -m submitit.core._submit {batch.submission}")
+    assert line.endswith(f" -u -m submitit.core._submit {job.batch.submission}")
 
 
 GREETING = "import atexit; print('Welcome'); print('stop 1'); atexit.register(print, 'Goodbye')\n"
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_what_a_sites_python_prints_is_no_answer(tmp_path: Path, programs: Programs, code: int) -> None:
+def test_what_a_sites_python_prints_is_no_answer(job: Job, tmp_path: Path, code: int) -> None:
     """`begin` and `after` answer through a file."""
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text(str(code))
+    job.write("rank", str(code))
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(GREETING)
-    done = run(batch, programs, PYTHONPATH=str(tmp_path / "site"))
+    done = job.run(PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == code, done.stderr
-    assert (batch.submission / "ranks").read_text() == "0 0 -\n"
-    assert (batch.submission / "code").read_text() == str(code)
-    assert ("requeue 7" in programs.calls("scontrol")) == (code == 75)
-    assert not list(batch.submission.glob("answer-*"))
+    assert job.read("ranks") == "0 0 -\n"
+    assert job.read("code") == str(code)
+    assert ("requeue 7" in job.programs.calls("scontrol")) == (code == 75)
+    assert not list(job.batch.submission.glob("answer-*"))
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_a_snapshot_of_0_2_prints_its_answers(tmp_path: Path, programs: Programs, code: int) -> None:
-    batch = fake_batch(tmp_path)
+def test_a_snapshot_of_0_2_prints_its_answers(job: Job, tmp_path: Path, code: int) -> None:
     make_it_print(tmp_path)
-    (batch.submission / "rank").write_text(str(code))
-    assert run(batch, programs).returncode == code
-    assert (batch.submission / "code").read_text() == str(code)
-    (batch.submission / "begin").write_text("|0")
-    (batch.submission / "code").unlink()
-    assert run(batch, programs).returncode == 0
-    assert not (batch.submission / "code").exists()
-
-
-def test_a_banner_of_squeue_or_scontrol_keeps_no_job_from_its_requeue(
-    tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("squeue", "echo 'Welcome to slurm 24.11'; echo; echo 'RUNNING '; echo '-- use it well --'")
-    programs.put("scontrol", "echo 'NOTICE: Restarts=9 soon'; echo 'JobId=7 Restarts=0 BatchFlag=1'")
-    assert run(batch, programs).returncode == 75
-    assert "requeue 7" in programs.calls("scontrol")
+    job.write("rank", str(code))
+    assert job.run().returncode == code
+    assert job.read("code") == str(code)
+    job.write("begin", "|0")
+    (job.batch.submission / "code").unlink()
+    assert job.run().returncode == 0
+    assert not (job.batch.submission / "code").exists()
 
 
 @pytest.mark.parametrize(
     ("names", "kept"), [("CPU NODE", ""), ("CPU GPU", ""), ("NODE", "NODE"), ("CPU", "CPU")]
 )
-def test_srun_gets_one_kind_of_memory_at_most(
-    tmp_path: Path, programs: Programs, names: str, kept: str
-) -> None:
+def test_srun_gets_one_memory_variable(tmp_path: Path, programs: Programs, names: str, kept: str) -> None:
     programs.put("srun", "env")
     environ = {f"SLURM_MEM_PER_{name}": "100" for name in names.split()} | {"TMPDIR": str(tmp_path / "gone")}
     output = run(fake_batch(tmp_path), programs, **environ).stdout
@@ -144,13 +153,10 @@ def test_srun_gets_one_kind_of_memory_at_most(
 
 
 @pytest.mark.parametrize(("begin", "code"), [("|0", 0), ("|65", 65), ("1\tabc\t/x|65", 65)])
-def test_a_run_that_must_not_start_starts_no_rank(
-    tmp_path: Path, programs: Programs, begin: str, code: int
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "begin").write_text(begin)
-    assert run(batch, programs).returncode == code
-    assert programs.calls("srun") == []
+def test_a_refused_start_starts_no_rank(job: Job, begin: str, code: int) -> None:
+    job.write("begin", begin)
+    assert job.run().returncode == code
+    assert job.programs.calls("srun") == []
 
 
 def test_ranks_find_their_attempt_and_the_snapshots_code(tmp_path: Path, programs: Programs) -> None:
@@ -195,9 +201,7 @@ def test_without_modules_on_the_node_the_job_ends_and_says_why(tmp_path: Path, p
         assert programs.calls("srun") == []
 
 
-def test_modules_are_loaded_in_order_from_the_profiles_own_file(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_load_in_order(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     init = tmp_path / "init.sh"
     init.write_text(f'module() {{ echo "$*" >> {tmp_path}/loaded; [ "$2" != bad/1 ]; }}\n')
     use(monkeypatch, module_init=str(init))
@@ -316,17 +320,13 @@ def test_a_set_up_line_that_fails_ends_the_job_and_is_named(
     assert ("MODULEPATH: /of/the/site does not exist" in errors) == ("/of/the/site" in line)
 
 
-def test_the_exit_code_of_a_set_up_line_counts_where_stderr_is_no_file(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_set_up_without_stderr(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, setup=["false"])
     done = run(fake_batch(tmp_path), programs)
     assert done.returncode == 1 and "`false` ended with exit code 1, see above" in done.stderr
 
 
-def test_a_trap_of_the_profile_is_left_alone(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profiles_trap_stays(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, setup=["trap 'echo theirs >&2' ERR", "false"])
     done = run(fake_batch(tmp_path), programs)
     assert done.returncode == 0 and done.stderr.startswith("theirs\n")
@@ -355,47 +355,23 @@ def asked(programs: Programs) -> list[str]:
     return [call for call in programs.calls("scontrol") if not call.startswith(questions)]
 
 
-def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
-    tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    begin = batch.submission / "begin"
+def test_a_failed_start_on_another_node_is_requeued(job: Job) -> None:
+    begin = job.batch.submission / "begin"
     begin.write_text("|1")
-    assert run(batch, programs).returncode == 1
-    assert asked(programs) == [], "at the first start it is the environment that is wrong"
+    assert job.run().returncode == 1
+    assert job.orders() == [], "at the first start it is the environment that is wrong"
     for code in (65, 74):
         begin.write_text(f"|{code}")
-        assert run(batch, programs, SLURM_RESTART_COUNT="1").returncode == code
-        assert asked(programs) == [], "a person's mistake and a full disk are the same on every node"
+        assert job.run(SLURM_RESTART_COUNT="1").returncode == code
+        assert job.orders() == [], "a person's mistake and a full disk are the same on every node"
     begin.write_text("|1")
     for number in range(1, 5):
-        done = run(batch, programs, SLURM_RESTART_COUNT=str(number))
-        assert done.returncode == 1 and programs.calls("srun") == []
-        assert len(asked(programs)) == 2 * min(number, 3), done.stderr
+        done = job.run(SLURM_RESTART_COUNT=str(number))
+        assert done.returncode == 1 and job.programs.calls("srun") == []
+        assert len(job.orders()) == 2 * min(number, 3), done.stderr
     begin.unlink()
-    run(batch, programs, SLURM_RESTART_COUNT="6")
-    assert not list(batch.submission.glob("cannot-start-*")), "a start that went well counts anew"
-
-
-@pytest.mark.parametrize("banner", ["true", "echo 'NOTICE: Restarts=0 soon, JobState=RUNNING then'"])
-def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(
-    tmp_path: Path, programs: Programs, banner: str
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", f"{banner}; echo ' JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
-    done = run(batch, programs)
-    assert "continues as its restart 1" in done.stderr
-    assert asked(programs) == []
-
-
-def test_a_preempted_job_is_requeued_at_once(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    done = run(batch, programs)
-    assert done.returncode == 75, done.stderr
-    assert (batch.submission / "code").read_text() == "75"
-    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
+    job.run(SLURM_RESTART_COUNT="6")
+    assert not list(job.batch.submission.glob("cannot-start-*")), "a start that went well counts anew"
 
 
 #: scontrol of a version, and what it says of the job.
@@ -423,24 +399,20 @@ PREEMPTED = "PreemptEligibleTime=2026-11-22T22:01:40 PreemptTime=2026-11-22T22:0
     ],
 )
 def test_a_run_that_has_ended_is_not_left_to_slurms_own_requeue(
-    version: str, restart: int, preempted: str, is_told: bool, tmp_path: Path, programs: Programs
+    job: Job, version: str, restart: int, preempted: str, is_told: bool
 ) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("stop 65")
-    programs.put("scontrol", SCONTROL.format(version=version, restarts=restart, preempted=preempted))
-    assert run(batch, programs, SLURM_RESTART_COUNT=str(restart)).returncode == 65
-    assert asked(programs) == (["update JobId=7 Requeue=0"] if is_told else [])
+    job.write("after", "stop 65")
+    job.programs.put("scontrol", SCONTROL.format(version=version, restarts=restart, preempted=preempted))
+    assert job.run(SLURM_RESTART_COUNT=str(restart)).returncode == 65
+    assert job.orders() == (["update JobId=7 Requeue=0"] if is_told else [])
 
 
 @pytest.mark.parametrize("begin", ["|0", "|65", "|77"])
-def test_a_job_that_has_nothing_to_start_is_not_requeued_by_slurm(
-    begin: str, tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "begin").write_text(begin)
-    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
-    run(batch, programs, SLURM_RESTART_COUNT="1")
-    assert asked(programs) == ["update JobId=7 Requeue=0"]
+def test_slurm_does_not_requeue_an_ended_run(job: Job, begin: str) -> None:
+    job.write("begin", begin)
+    job.programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
+    job.run(SLURM_RESTART_COUNT="1")
+    assert job.orders() == ["update JobId=7 Requeue=0"]
 
 
 REQUEUE_EXIT = """\
@@ -459,59 +431,39 @@ REQUEUE_EXIT = """\
         ("66", "1", 65),
     ],
 )
-def test_a_failed_job_ends_with_a_code_that_slurm_does_not_start_again(
-    tmp_path: Path, programs: Programs, codes: str, held: str, code: int
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("stop 65")
-    programs.put("scontrol", REQUEUE_EXIT.format(codes=codes, held=held))
-    assert run(batch, programs).returncode == code
-    assert asked(programs) == [], "a requeue by hand is possible"
+def test_the_exit_code_is_not_in_requeue_exit(job: Job, codes: str, held: str, code: int) -> None:
+    job.write("after", "stop 65")
+    job.programs.put("scontrol", REQUEUE_EXIT.format(codes=codes, held=held))
+    assert job.run().returncode == code
+    assert job.orders() == [], "a requeue by hand is possible"
 
 
-def test_a_failed_job_is_kept_from_a_restart_where_slurm_does_not_list_the_codes(
-    tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("stop 65")
-    programs.put("scontrol", 'case "$*" in "show config") echo "KillWait = 30 sec";; esac')
-    assert run(batch, programs).returncode == 65
-    assert asked(programs) == ["update JobId=7 Requeue=0"]
-    programs.put("scontrol", "exit 1")  # of a Slurm that does not answer nothing is known
-    assert run(batch, programs).returncode == 65
-    assert asked(programs) == ["update JobId=7 Requeue=0"]
+def test_without_listed_codes_requeue_is_turned_off(job: Job) -> None:
+    job.write("after", "stop 65")
+    job.programs.put("scontrol", 'case "$*" in "show config") echo "KillWait = 30 sec";; esac')
+    assert job.run().returncode == 65
+    assert job.orders() == ["update JobId=7 Requeue=0"]
+    job.programs.put("scontrol", "exit 1")  # of a Slurm that does not answer nothing is known
+    assert job.run().returncode == 65
+    assert job.orders() == ["update JobId=7 Requeue=0"]
 
 
-def test_a_requeue_that_slurm_refuses_is_written_down(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("requeue 75")
-    programs.put("squeue", "echo RUNNING")
-    programs.put("scontrol", '[ "$1" != requeue ] || { echo "Requested operation is disabled"; exit 1; }')
-    done = run(batch, programs)
+def test_a_requeue_that_slurm_refuses_is_written_down(job: Job) -> None:
+    job.write("after", "requeue 75")
+    job.programs.put("squeue", "echo RUNNING")
+    job.programs.put("scontrol", '[ "$1" != requeue ] || { echo "Requested operation is disabled"; exit 1; }')
+    done = job.run()
     assert done.returncode == 75
     assert "Slurm refuses to requeue job 7: Requested operation is disabled" in done.stderr
-    told = (batch.submission / "code").read_text()
+    told = job.read("code")
     assert told == "refused Slurm refuses to requeue job 7: Requested operation is disabled"
 
 
-def test_a_job_that_squeue_does_not_list_is_read_from_scontrol(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("squeue", "true")
-    programs.put("scontrol", "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 BatchFlag=1'")
-    assert run(batch, programs).returncode == 75
-    assert "requeue 7" in programs.calls("scontrol")
-    assert programs.calls("sleep") == []
-
-
-def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(
-    tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("stop 1")
-    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=2, preempted=""))
-    run(batch, programs, SLURM_RESTART_COUNT="1")
-    assert asked(programs) == []
+def test_a_lost_nodes_script_leaves_the_next_start(job: Job) -> None:
+    job.write("after", "stop 1")
+    job.programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=2, preempted=""))
+    job.run(SLURM_RESTART_COUNT="1")
+    assert job.orders() == []
 
 
 @pytest.mark.parametrize(
@@ -525,25 +477,21 @@ def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(
         ("(null)", 0, True),
     ],
 )
-def test_jobs_that_wait_for_a_completed_run_see_it_succeed(
-    dependency: str, code: int, is_told: bool, tmp_path: Path, programs: Programs
-) -> None:
+def test_dependent_jobs_see_success(job: Job, dependency: str, code: int, is_told: bool) -> None:
     """Slurm calls a job that it may not requeue PREEMPTED, so ``afterok`` would never be fulfilled."""
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text(f"stop {code}")
-    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
-    programs.put("squeue", f"echo '(null)'; echo '{dependency}'")
-    run(batch, programs, SLURM_RESTART_COUNT="1")
-    assert asked(programs) == (["update JobId=7 Requeue=0"] if is_told else [])
+    job.write("after", f"stop {code}")
+    job.programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
+    job.programs.put("squeue", f"echo '(null)'; echo '{dependency}'")
+    job.run(SLURM_RESTART_COUNT="1")
+    assert job.orders() == (["update JobId=7 Requeue=0"] if is_told else [])
 
 
-def test_a_slurm_that_may_start_an_ended_job_again_is_told_of(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
+def test_a_slurm_that_may_start_an_ended_job_again_is_told_of(job: Job) -> None:
     answers = SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted="")
-    programs.put("scontrol", f"{answers}[ $1 != update ] || {{ echo 'connect failure' >&2; exit 1; }}")
-    done = run(batch, programs, SLURM_RESTART_COUNT="1")
+    job.programs.put("scontrol", f"{answers}[ $1 != update ] || {{ echo 'connect failure' >&2; exit 1; }}")
+    done = job.run(SLURM_RESTART_COUNT="1")
     assert "Slurm may start job 7 again though it has ended: connect failure" in done.stderr
-    assert programs.calls("sleep") == ["1", "2", "4", "8", "0"]
+    assert job.programs.calls("sleep") == ["1", "2", "4", "8", "0"]
 
 
 def told_of(excluded: str) -> str:
@@ -562,9 +510,7 @@ def leaving_out(tmp_path: Path, programs: Programs, excluded: str = "(null)", **
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(("own", "nodes"), [(None, "n2,n3"), ("n[7-9]", "n[7-9],n2,n3")])
-def test_a_requeued_job_excludes_the_diagnosed_nodes_and_the_files(
-    tmp_path: Path, programs: Programs, own: str | None, nodes: str
-) -> None:
+def test_a_requeue_excludes_nodes(tmp_path: Path, programs: Programs, own: str | None, nodes: str) -> None:
     done = run(leaving_out(tmp_path, programs, exclude=own), programs)
     assert done.returncode == 75, done.stderr
     changes = [f"update JobId=7 ExcNodeList={nodes}", "update JobId=7 StartTime=now+5"]
@@ -598,7 +544,7 @@ def test_a_file_of_nodes_is_known_by_slurms_own_list(tmp_path: Path, programs: P
         ("allocation failure: Access/permission denied", 3, False),
     ],
 )
-def test_a_job_that_would_not_start_without_its_nodes_keeps_them(
+def test_nodes_are_not_excluded_if_none_remain(
     tmp_path: Path, programs: Programs, refusal: str, free: int, is_left_out: bool
 ) -> None:
     batch = leaving_out(tmp_path, programs)
@@ -648,97 +594,96 @@ def test_a_job_that_can_have_no_other_nodes_takes_what_it_has(tmp_path: Path, pr
 
 
 @pytest.mark.fault(36)
-def test_a_run_that_has_spent_its_budget_is_not_asked_for_again(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "begin").write_text("|77")
-    assert run(batch, programs, SLURM_RESTART_COUNT="1").returncode == 1
-    assert asked(programs) == [] and programs.calls("srun") == []
+def test_a_run_that_has_spent_its_budget_is_not_asked_for_again(job: Job) -> None:
+    job.write("begin", "|77")
+    assert job.run(SLURM_RESTART_COUNT="1").returncode == 1
+    assert job.orders() == [] and job.programs.calls("srun") == []
 
 
-def test_an_arrays_task_is_requeued_by_its_own_name(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    run(batch, programs, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
-    assert programs.calls("squeue") == ["--noheader --format=%T --jobs=7_3"]
-    assert asked(programs)[0] == "requeue 7_3"
+_REQUEUED = ["requeue 7", "update JobId=7 StartTime=now+5"]
+_BANNER = "echo 'NOTICE: Restarts=9 soon'; echo 'JobId=7 Restarts=0 BatchFlag=1'"
+_NEXT_START = "echo ' JobId=7 Requeue=1 Restarts=1 BatchFlag=1'"
+_LOST = '[ "$1" != requeue ] || { touch {done}; exit 1; }'
+_LISTED = "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 BatchFlag=1'"
 
 
-def test_the_requeues_own_signal_does_not_end_the_script(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", '[ "$1" = requeue ] && kill -TERM $PPID $$; true')
-    done = run(batch, programs)
-    assert done.returncode == 75
-    assert len(asked(programs)) == 2
-
-
-@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PENDING"])
-def test_a_job_that_does_not_run_any_more_is_not_requeued(
-    tmp_path: Path, programs: Programs, state: str
+@pytest.mark.parametrize(
+    ("squeue", "scontrol", "orders", "message"),
+    [
+        ("echo RUNNING", "true", _REQUEUED, ""),
+        ("echo 'Welcome to slurm 24.11'; echo; echo 'RUNNING '; echo '-- use it --'", _BANNER, _REQUEUED, ""),
+        ("true", _LISTED, _REQUEUED, ""),  # only scontrol lists the job
+        ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo SIGNALING", "true", _REQUEUED, ""),
+        ("[ $(wc -l < {calls}) -gt 2 ] && echo RUNNING || echo RESIZING", "true", _REQUEUED, ""),
+        # The answer to the requeue was lost.
+        ("[ -e {done} ] && echo PENDING || echo RUNNING", _LOST, _REQUEUED, ""),
+        # The script of a lost node leaves the job's next start alone.
+        ("echo RUNNING", _NEXT_START, [], "continues as its restart 1"),
+        ("echo RUNNING", f"echo 'NOTICE: Restarts=0 soon'; {_NEXT_START}", [], "continues as its restart 1"),
+        ("echo CANCELLED", "true", [], "is not requeued, it is CANCELLED"),
+        ("echo COMPLETING", "true", [], "is not requeued, it is COMPLETING"),
+        ("echo PENDING", "true", [], "is not requeued, it is PENDING"),
+    ],
+)
+def test_a_preempted_job_is_requeued_if_it_runs(
+    tmp_path: Path, job: Job, squeue: str, scontrol: str, orders: list[str], message: str
 ) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text("requeue 75")
-    programs.put("squeue", f"echo {state}")
-    done = run(batch, programs)
-    assert done.returncode == 75 and f"is not requeued, it is {state}" in done.stderr
-    assert asked(programs) == []
+    job.write("rank", "75")
+    files = {"calls": f"{job.programs.folder}/squeue.calls", "done": tmp_path / "done"}
+    job.programs.put("squeue", squeue.format(**files))
+    job.programs.put("scontrol", scontrol.replace("{done}", str(files["done"])))
+    done = job.run()
+    assert done.returncode == 75 and message in done.stderr
+    assert job.orders() == orders
+    assert job.read("code") == "75"
+    assert scontrol != _LOST or done.stderr == ""
+    assert scontrol != _LISTED or job.programs.calls("sleep") == []
 
 
-def test_the_requeue_waits_for_a_slurm_that_does_not_answer(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    count = f"$(wc -l < {programs.folder}"
-    programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
+def test_an_arrays_task_is_requeued_by_its_own_name(job: Job) -> None:
+    job.write("rank", "75")
+    job.run(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert job.programs.calls("squeue") == ["--noheader --format=%T --jobs=7_3"]
+    assert job.orders()[0] == "requeue 7_3"
+
+
+def test_the_requeues_own_signal_does_not_end_the_script(job: Job) -> None:
+    job.write("rank", "75")
+    job.programs.put("scontrol", '[ "$1" = requeue ] && kill -TERM $PPID $$; true')
+    done = job.run()
+    assert done.returncode == 75
+    assert len(job.orders()) == 2
+
+
+def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job) -> None:
+    job.write("rank", "75")
+    count = f"$(wc -l < {job.programs.folder}"
+    job.programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
     refusal = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-    requeues = f"$(grep -c ^requeue {programs.folder}/scontrol.calls)"
-    programs.put("scontrol", f"[ $1 != requeue ] || [ {requeues} -gt 2 ] || {{ {refusal}; }}")
-    assert run(batch, programs).returncode == 75
-    assert programs.calls("sleep") == ["1", "2", "4", "8", "16"]
-    assert asked(programs)[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
+    requeues = f"$(grep -c ^requeue {job.programs.folder}/scontrol.calls)"
+    job.programs.put("scontrol", f"[ $1 != requeue ] || [ {requeues} -gt 2 ] || {{ {refusal}; }}")
+    assert job.run().returncode == 75
+    assert job.programs.calls("sleep") == ["1", "2", "4", "8", "16"]
+    assert job.orders()[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
 
 
-@pytest.mark.parametrize("flag", ["SIGNALING", "RESIZING"])
-def test_a_flag_that_passes_is_waited_for(tmp_path: Path, programs: Programs, flag: str) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put(
-        "squeue", f"[ $(wc -l < {programs.folder}/squeue.calls) -gt 2 ] && echo RUNNING || echo {flag}"
-    )
-    assert run(batch, programs).returncode == 75
-    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
-
-
-def test_a_requeue_whose_answer_was_lost_is_not_asked_for_again(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", f'[ "$1" != requeue ] || {{ touch {tmp_path}/done; exit 1; }}')
-    programs.put("squeue", f"[ -e {tmp_path}/done ] && echo PENDING || echo RUNNING")
-    done = run(batch, programs)
-    assert (done.returncode, done.stderr) == (75, "")
-    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
-
-
-def test_a_refused_requeue_is_reported_and_not_repeated(tmp_path: Path, programs: Programs) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
-    done = run(batch, programs)
+def test_a_refused_requeue_is_reported_and_not_repeated(job: Job) -> None:
+    job.write("rank", "75")
+    job.programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
+    done = job.run()
     assert done.returncode == 75
     assert "refuses to requeue job 7: Requested operation is presently disabled" in done.stderr
-    assert len(asked(programs)) == 1
+    assert len(job.orders()) == 1
 
 
 @pytest.mark.parametrize(
     ("verdict", "code"), [("stop 0", 0), ("stop 65", 65), ("", 1), ("requeue", 1), ("x 3", 1)]
 )
-def test_the_script_ends_as_the_verdict_says(
-    tmp_path: Path, programs: Programs, verdict: str, code: int
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "after").write_text(verdict)
-    done = run(batch, programs)
+def test_the_script_ends_as_the_verdict_says(job: Job, verdict: str, code: int) -> None:
+    job.write("after", verdict)
+    done = job.run()
     assert done.returncode == code
-    assert asked(programs) == []
+    assert job.orders() == []
     assert ("no verdict" in done.stderr) == (not verdict.startswith("stop"))
 
 
@@ -777,12 +722,11 @@ def test_what_is_inserted_is_quoted_and_nothing_is_left_out() -> None:
         script.quoted({"a": 1})
 
 
-def test_a_batch_survives_its_record(tmp_path: Path) -> None:
-    batch = fake_batch(tmp_path)
-    assert Batch.from_json(json.loads(json.dumps(batch.to_json()))) == batch
+def test_a_batch_survives_its_record(job: Job) -> None:
+    assert Batch.from_json(json.loads(json.dumps(job.batch.to_json()))) == job.batch
 
 
-def test_no_variable_of_the_caller_changes_the_job(
+def test_callers_variables_are_hidden(
     tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.put("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 12")
@@ -822,9 +766,7 @@ def test_a_variable_that_only_srun_or_torch_reads_is_hidden_in_any_shell(tmp_pat
     assert script.job_environment(parameters, environ).keys() == kept
 
 
-def test_the_callers_cluster_is_sbatchs_too_but_not_the_jobs(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cluster_is_sbatchs(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     programs.put("sbatch", f"echo $SLURM_CLUSTERS > {tmp_path}/seen; echo Submitted batch job 12")
     programs.put("squeue", f"echo ${{SLURM_CLUSTERS-own}} >> {tmp_path}/seen; echo RUNNING")
     monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
@@ -836,17 +778,14 @@ def test_the_callers_cluster_is_sbatchs_too_but_not_the_jobs(
     assert (tmp_path / "seen").read_text().split() == ["big", "own"]
 
 
-def test_an_array_of_a_range_of_nodes_is_submitted_once(
-    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_array_with_a_node_range(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     programs.put("sbatch", "echo Submitted batch job 12")
     monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
     assert sbatch.sbatch(fake_batch(tmp_path, slurm={"nodes": "2-4"}), 2) == "12"
     assert len(programs.calls("sbatch")) == 1
 
 
-def test_a_script_is_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = fake_batch(tmp_path)
+def test_a_script_is_shown_where_there_is_no_slurm(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert "#SBATCH --job-name=exp" in script_text(batch)
+    assert "#SBATCH --job-name=exp" in script_text(job.batch)
     assert experiment().slurm is not None

@@ -117,9 +117,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
 @pytest.mark.slow
 @given(texts=_HOSTILE, numbers=_NUMBERS)
 @settings(max_examples=40, phases=[Phase.reuse, Phase.generate])
-def test_what_runs_contain_is_shown_as_text(
-    texts: Iterator[str], numbers: Iterator[Any], runs: list[RunPaths]
-) -> None:
+def test_run_texts_are_escaped(texts: Iterator[str], numbers: Iterator[Any], runs: list[RunPaths]) -> None:
     for paths in runs:
         _spoil(paths, texts, numbers)
     collected = collect(runs)
@@ -176,9 +174,7 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     paths.experiment.write_text(hostile(), "utf-8", "replace")
 
 
-def test_the_page_says_in_words_what_the_runs_contain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_describes_the_runs_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = made_sweep(tmp_path, 12, steps=100)
     page = render(collect(runs))
     text = " ".join(" ".join(_check(page, _script()).text).split())

@@ -94,9 +94,7 @@ def test_first_and_last_row_of_each_attempt_are_read_of_however_many_rows(tmp_pa
     assert len(sampled_rows(file, 4)[0]) < 20
 
 
-def test_of_many_runs_the_best_ones_are_read_in_detail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_best_runs_are_read_in_detail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of many runs reads few training rows of each; what it shows in detail has all."""
     runs = made_sweep(tmp_path, limits.DETAILED + 2, steps=600)
     monkeypatch.setattr(collecting, "ALL_ROWS", len(runs) * 20)

@@ -195,9 +195,7 @@ def test_the_columns_fit_the_screen(width: int) -> None:
         assert run.state in line
 
 
-def test_a_file_that_is_replaced_while_it_is_read_loses_no_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_while_read_loses_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
     row = '{"split": "train", "step": %d, "loss": 0.5}\n'
     path.write_text(row % 1 + row % 2)

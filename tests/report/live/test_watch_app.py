@@ -299,9 +299,7 @@ def test_no_color_leaves_the_terminals_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 @settings(max_examples=25)
 @given(texts=_WORDS, values=st.lists(_NUMBERS, min_size=4, max_size=4), width=st.integers(10, 250))
-def test_no_text_of_a_run_acts_on_the_terminal(
-    texts: tuple[str, str, str, str], values: list[object], width: int
-) -> None:
+def test_run_texts_are_escaped(texts: tuple[str, str, str, str], values: list[object], width: int) -> None:
     name, experiment, reason, metric = texts
     row = {"split": "train", "step": values[0], "loss": values[1], "step_s": values[2], metric: values[3]}
     row |= dict.fromkeys(("mfu", "data_wait_s", "samples_per_s"), values[3])

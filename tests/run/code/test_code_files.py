@@ -197,9 +197,7 @@ def test_names_of_odd_bytes_are_files_like_others(tmp_path: Path) -> None:
     assert files(work_tree(tmp_path, *names)) == set(names)
 
 
-def test_a_large_file_is_skipped_and_a_large_tree_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = work_tree(tmp_path, "a.py")
     for name, size_mb in [("weights.pt", 17), ("x/y/big.bin", 3), ("x/y/small.bin", 1)]:
         write(tree, name)
@@ -215,9 +213,7 @@ def test_a_large_file_is_skipped_and_a_large_tree_refused(
     assert "add what is not code to .gitignore, or start in a folder" in str(refused.value)
 
 
-def test_too_many_files_are_refused_with_the_folders_where_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_are_refused_by_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_files, "MAX_FILES", 4)
     tree = work_tree(tmp_path, "a.py", *(f"images/cats/x/{number}.png" for number in range(4)))
     with pytest.raises(
@@ -244,9 +240,7 @@ def test_nothing_that_a_repository_names_is_run(tmp_path: Path) -> None:
     assert ran.exists(), "the trap itself works"
 
 
-def test_folders_that_modules_come_from_here_are_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_local_modules_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = work_tree(tmp_path, "a.py", "src/lib.py", "editable/pkg/b.py", "cwd/c.py", "other/d.py")
     monkeypatch.setattr(sys, "path", ["", str(tree), str(tree / "src"), str(tree / ".venv"), "/usr/lib"])
     finder = ModuleType("__editable___pkg_finder")
@@ -264,7 +258,7 @@ def test_the_package_is_all_that_it_needs_and_no_cache() -> None:
 
 
 @pytest.mark.parametrize("listing", [lambda _: package_files(), check_owner])
-def test_a_folder_that_can_not_be_listed_is_not_left_out(
+def test_unreadable(
     listing: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "snapshot" / "cli").mkdir(parents=True)

@@ -127,9 +127,7 @@ def test_many_that_take_it_at_once_get_the_same_whole_one(tree: Path, root: Path
     assert take(root, tree) == Path(folder)
 
 
-def test_a_snapshot_that_can_not_be_written_leaves_nothing(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_snapshot_leaves_nothing(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -155,9 +153,7 @@ def test_other_bytes_of_the_same_length_are_damage_too(tree: Path, root: Path) -
         take(root, tree)
 
 
-def test_every_file_is_on_the_disk_before_the_snapshot_appears(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_first(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = set[str]()
 
     def note(descriptor: int) -> None:
@@ -170,9 +166,7 @@ def test_every_file_is_on_the_disk_before_the_snapshot_appears(
     assert files - {"snapshot.json"} <= names
 
 
-def test_what_changes_while_it_is_read_is_read_again(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_read_again(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     real = snapshot._read
 
@@ -188,9 +182,7 @@ def test_what_changes_while_it_is_read_is_read_again(
     assert len(reads) == 2
 
 
-def test_a_file_that_always_changes_or_goes_holds_nothing_up(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_keeps_changing(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshot._read_file
 
     def read_file(path: Path) -> bytes:
@@ -207,9 +199,7 @@ def test_a_file_that_always_changes_or_goes_holds_nothing_up(
     assert not (folder / "tree" / "sub").exists()
 
 
-def test_a_file_that_can_not_be_read_is_skipped(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_skipped(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshot._read_file
 
     def read_file(path: Path) -> bytes:
@@ -239,9 +229,7 @@ def test_a_run_leads_to_its_snapshot_wherever_all_of_it_is_moved(tree: Path, roo
     assert linked(RunPaths(moved / "small" / "abc")) == moved / ".code" / folder.name
 
 
-def test_run_json_says_which_code_and_since_when(
-    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_json_names_code_and_attempt(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tree)
     first = take(root, tree)
     paths = RunPaths(root.parent / "small" / "abc")
@@ -409,9 +397,7 @@ KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQ"
     ],
 )
 @pytest.mark.parametrize("name", ["notes.txt", "own.py"])
-def test_a_private_key_is_in_no_snapshot_whatever_its_file_is_called(
-    tree: Path, root: Path, name: str, content: str
-) -> None:
+def test_a_private_key_is_never_in_a_snapshot(tree: Path, root: Path, name: str, content: str) -> None:
     (tree / name).write_bytes(content.encode())
     code = snapshot.read(tree, [])
     assert code.left_out == {name: "contains a private key"}
