@@ -173,15 +173,12 @@ class ControlGroup:
         if error is not None:
             raise error
         if failed is not None:
-            raise _error_of_peer(*failed)
+            rank, text = failed
+            kind, _, message = text.partition(" ")
+            raise _SHARED.get(kind, PeerLostError)(f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 
 
 def digest(text: str) -> int:
     """Return a non-negative hash of the text that fits into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:7])
-
-
-def _error_of_peer(rank: int, text: str) -> HpcTrainError:
-    kind, _, message = text.partition(" ")
-    return _SHARED.get(kind, PeerLostError)(f"rank {rank}: {message}")

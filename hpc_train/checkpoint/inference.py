@@ -73,7 +73,8 @@ class LoadedModel:
         if self.data.sequence_length is not None:
             return self._tokens(samples)
         inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
-        return Normalize(self.data, self.experiment.data, self._dtype)(inputs)
+        dtype = torch.float64 if self.experiment.precision == "fp64" else torch.float32
+        return Normalize(self.data, self.experiment.data, dtype)(inputs)
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens of a language model. Raises UsageError without its tokenizer."""
@@ -81,10 +82,6 @@ class LoadedModel:
         if decoder is None:
             raise UsageError("decode: the tokenizer of the run's data is not on this machine")
         return decoder.decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float64 if self.experiment.precision == "fp64" else torch.float32
 
     def _tokens(self, texts: Sequence[Any]) -> Tensor:
         encode = getattr(decoder_of(self.data), "encode", None)

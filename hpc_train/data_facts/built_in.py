@@ -52,10 +52,6 @@ def _synthetic_samples(data: DataConfig) -> int | None:
     return value if type(value) is int else None
 
 
-def _image_folder_samples(data: DataConfig) -> int | None:
-    return count_images(expanded(data.root) / "train") if data.root else None
-
-
 #: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
 _TRAINING_SAMPLES = {
     "CIFAR10": 50_000,
@@ -98,22 +94,6 @@ TORCHVISION_IMAGES = {
 }
 
 
-def _torchvision_channels(data: DataConfig) -> int | None:
-    """Return the number of channels of an image; None if it varies."""
-    return TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0]
-
-
-def _torchvision_size(data: DataConfig) -> int | None:
-    """Return the side of an image in pixels; None if it varies."""
-    return TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1]
-
-
-def _torchvision_samples(data: DataConfig) -> int | None:
-    """Return the number of training samples; None if it is unknown."""
-    # An argument may select another part of the data.
-    return None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1])
-
-
 #: The built-in data sets, one row each.
 DATA_SETS = {
     "digits": DataFacts(
@@ -147,7 +127,7 @@ DATA_SETS = {
         is_packable=True,
         example="",
         channels=_argument("channels", 3),
-        num_samples=_image_folder_samples,
+        num_samples=lambda data: count_images(expanded(data.root) / "train") if data.root else None,
         args=image_facts.ImageFolderArgs,
         implementation="hpc_train.datasets.sources.imagefolder:build",
     ),
@@ -212,9 +192,10 @@ DATA_SETS = {
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
         is_listed=True,
-        image_size=_torchvision_size,
-        channels=_torchvision_channels,
-        num_samples=_torchvision_samples,
+        image_size=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1],
+        channels=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0],
+        # An argument may select another part of the data.
+        num_samples=lambda data: None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1]),
         implementation="hpc_train.datasets.sources.torchvision:build",
     ),
     "coco": DataFacts(

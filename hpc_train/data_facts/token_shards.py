@@ -153,7 +153,8 @@ def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
             f"tokenizer {args.tokenizer}; run `hpc-train prepare` with this file, which writes them"
         )
     raw = raw_files(root)
-    prepared = _prepared(root, args)
+    indexes = _shards_root(root, args).glob(f"{_slug(args)}-{'?' * 12}/{INDEX}")
+    prepared = sorted(index.parent for index in indexes)
     if len(prepared) == 1:
         return read_index(prepared[0])
     if prepared:
@@ -258,11 +259,6 @@ def _sampled(path: Path) -> bytes:
             file.seek(offset)
             digest.update(file.read(_BLOCK_BYTES))
     return digest.digest()
-
-
-def _prepared(root: Path, args: TokensArgs) -> list[Path]:
-    indexes = _shards_root(root, args).glob(f"{_slug(args)}-{'?' * 12}/{INDEX}")
-    return sorted(index.parent for index in indexes)
 
 
 def read_index(folder: Path) -> TokenShards:

@@ -67,7 +67,10 @@ class Augmentation:
         sized = self._sized(images, keys)
         if config.crop_padding:
             sized = padded_crop(_batch(sized), keys, config.crop_padding)
-        return self._photometric(_batch(self._flipped(sized, keys)), keys)
+        for name, probability, dim in (("hflip", config.hflip, -1), ("vflip", config.vflip, -2)):
+            if probability:
+                sized = _flip(sized, keys.flags(name, probability), dim)
+        return self._photometric(_batch(sized), keys)
 
     def _sized(
         self, images: Tensor | Sequence[Tensor | EncodedImage], keys: Keys
@@ -78,12 +81,6 @@ class Augmentation:
         if size is not None and not _are_square(images, size):
             return [centre_square(decoded(image), size, 1.0, self._interpolation) for image in images]
         return images if isinstance(images, Tensor) else [decoded(image) for image in images]
-
-    def _flipped(self, images: Tensor | Sequence[Tensor], keys: Keys) -> Tensor | Sequence[Tensor]:
-        for name, probability, dim in (("hflip", self._config.hflip, -1), ("vflip", self._config.vflip, -2)):
-            if probability:
-                images = _flip(images, keys.flags(name, probability), dim)
-        return images
 
 
 class Photometric:

@@ -32,7 +32,6 @@ from hpc_train.datasets.packed import (
     Array,
     DamagedPackError,
     Pack,
-    PackedSplit,
     hash_of,
     may_decode_whole,
     may_read,
@@ -152,19 +151,14 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
             return (
                 f"data.cache: {split.path(changed[0])} has changed since it was packed, one of {len(changed)}"
             )
-        _verify(packed)
+        for _ in _in_parallel(packed.content, len(packed)):
+            pass
     return None
 
 
 def _facts(path: Path) -> tuple[int, int]:
     seen = path.stat()
     return seen.st_size, seen.st_ctime_ns
-
-
-def _verify(packed: PackedSplit) -> None:
-    """Read all samples. Raises DamagedPackError for the first sample that does not match its stored hash."""
-    for _ in _in_parallel(packed.content, len(packed)):
-        pass
 
 
 def _in_parallel(work: Callable[[int], Item], count: int) -> Iterator[Item]:
@@ -184,7 +178,9 @@ def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
     small, any_size = files
     try:
         small.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(small.parent)
+        for path in small.parent.glob(".*.pack.*"):
+            if path.stat().st_mtime < time.time() - _LEFT_OVER_S:
+                path.unlink(missing_ok=True)
         try:
             _write_pack(small, source, lambda channels: _SmallImages(data, channels))
             return small
@@ -194,12 +190,6 @@ def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
             return any_size
     except OSError as error:
         raise storage_error(error, small.parent) from error
-
-
-def _remove_left_over(folder: Path) -> None:
-    for path in folder.glob(".*.pack.*"):
-        if path.stat().st_mtime < time.time() - _LEFT_OVER_S:
-            path.unlink(missing_ok=True)
 
 
 class _Format(Protocol):

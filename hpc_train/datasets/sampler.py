@@ -162,18 +162,14 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         size = self._micro_batch_size
         epoch, slice_number = divmod(window, self._count // self._global_batch_size)
         if self._repeats > 1:
-            places, repeats = self._repeated(slice_number, number)
+            dealt = torch.arange(number, self._global_batch_size, self.micro_batches)
+            first = slice_number * (self._global_batch_size // self._repeats)
+            places, repeats = first + dealt // self._repeats, dealt % self._repeats
             indices = self._permutation(epoch)[places]
             return Slot(step, window, epoch, number, weight, indices, num_valid=size, repeats=repeats)
         start = slice_number * self._global_batch_size + number * size
         indices = self._permutation(epoch)[start : start + size]
         return Slot(step, window, epoch, number, weight, indices, num_valid=size)
-
-    def _repeated(self, slice_number: int, number: int) -> tuple[Tensor, Tensor]:
-        """Return the positions in the permutation, and the repeats, of a micro-batch: two tensors (m,)."""
-        dealt = torch.arange(number, self._global_batch_size, self.micro_batches)
-        first = slice_number * (self._global_batch_size // self._repeats)
-        return first + dealt // self._repeats, dealt % self._repeats
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:

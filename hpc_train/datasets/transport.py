@@ -127,7 +127,6 @@ class LoaderQueue(_Queue):
             os._exit(1)
 
     def _send_by_pipe(self, error: Exception, item: tuple[Any, Any]) -> None:
-        """Send ``item``, which failed with ``error``, through the pipe."""
         number, content = item
         try:
             message = ForkingPickler.dumps((number, _InPipe(content)))

@@ -44,25 +44,18 @@ class _RunningPopen(Popen):
             finally:  # in the parent: the child never leaves _launch
                 os.close(process_obj.report)
             try:
-                if _is_readable(reader, limit_s):  # also if the child has died: the caller notices
+                poll = select.poll()  # unlike select, it supports descriptors above 1,023
+                poll.register(reader, select.POLLIN)
+                if poll.poll(limit_s * 1000):  # also if the child has died: the caller notices
                     return
             finally:
                 os.close(reader)
             _log.warning("a child process did not start within %g s and is replaced", limit_s)
-            self._discard()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            assert self.finalizer is not None
+            self.finalizer()
         raise RuntimeError(f"{len(START_LIMITS_S)} child processes in a row did not start")
-
-    def _discard(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        assert self.finalizer is not None
-        self.finalizer()
-
-
-def _is_readable(descriptor: int, within_s: float) -> bool:
-    poll = select.poll()  # unlike select, it supports descriptors above 1,023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(within_s * 1000))
 
 
 class RunningProcess(ForkProcess):

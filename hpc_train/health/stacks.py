@@ -80,7 +80,10 @@ def describe(process: Process) -> str:
     if state is None or state == GONE:
         return f"process {process.pid}: {GONE if state else 'can not be seen from here'}\n"
     lines = [f"process {process.pid} {in_words(state)}", *_threads(process.pid)]
-    for child in _children(process.pid):
+    children: list[int] = []
+    for thread in _numbers(Path(f"/proc/{process.pid}/task")):
+        children += [int(child) for child in _read(process.pid, f"task/{thread}/children").split()]
+    for child in children[:_MAX_CHILDREN]:
         lines += [f"child {child} ({_read(child, 'comm')})", *_threads(child)]
     return "\n".join(lines) + "\n"
 
@@ -95,13 +98,6 @@ def _thread(pid: int, number: int) -> str:
     state = _state(pid, number) or GONE
     place = f" in {wait}" if wait not in {"", "0"} else ""
     return f"  thread {number} {_read(pid, f'{task}/comm')}: {state}{place}"
-
-
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    for thread in _numbers(Path(f"/proc/{pid}/task")):
-        children += [int(child) for child in _read(pid, f"task/{thread}/children").split()]
-    return children[:_MAX_CHILDREN]
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -195,12 +195,6 @@ class Watchdog:
             self._tick,
         )
 
-    def _answer(self) -> Report:
-        """Return the report for a verdict, with collectives and the state of the node's processes."""
-        seen = {rank: state for rank, process in self._neighbours.items() if (state := state_of(process))}
-        facts = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
-        return Report(**facts)
-
     # The heartbeat file.
 
     def _write_heartbeat(self, hang: str | None) -> None:
@@ -225,13 +219,15 @@ class Watchdog:
         if board is not None and self._alarm_by is None:
             self._alarm_by = within(_STORE_LIMIT_S, board.raise_alarm, "watchdog-alarm")
         rank_0, _ = self._reports.get(0, (None, 0.0))
+        seen = {rank: state for rank, process in self._neighbours.items() if (state := state_of(process))}
+        facts = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
         alarm = Alarm(
             self._attempt,
             self._facts,
             self._node,
             board,
             self._alarm_by,
-            self._answer(),
+            Report(**facts),
             dict(self._neighbours),
             rank_0,
         )

@@ -50,18 +50,15 @@ class CsvLogger:
         if self._columns and all(
             row.keys() <= {"split", *self._columns.get(row["split"], ())} for row in rows
         ):
-            self._append(rows)
+            for split in self._columns:
+                lines = _lines((row for row in rows if row["split"] == split), self._columns[split])
+                with open_regular(self._file(split), "ab") as file:
+                    file.write(lines)
         else:
             self._write_all()
 
     def close(self, state: str) -> None:
         """Do nothing: rows that are not final are withdrawn or written by the next attempt."""
-
-    def _append(self, rows: Iterable[Row]) -> None:
-        for split in self._columns:
-            lines = _lines((row for row in rows if row["split"] == split), self._columns[split])
-            with open_regular(self._file(split), "ab") as file:
-                file.write(lines)
 
     def _write_all(self) -> None:
         self._columns = self._found_columns()

@@ -182,18 +182,15 @@ class _Run:
             first, last = batch[0][0], batch[-1][0]
             metrics = [metric for _, row in batch for metric in metrics_of(row)]
             if first < self.num_uncertain:
-                metrics = self._missing(metrics)
+                for name in {name for name, *_ in metrics} - self.steps_by_metric.keys():
+                    history = self.client.get_metric_history(self.run_id, name)
+                    self.steps_by_metric[name] = {point.step for point in history}
+                metrics = [metric for metric in metrics if metric[3] not in self.steps_by_metric[metric[0]]]
             for part in _parts(metrics, _MAX_METRICS):
                 self._log(part)
             self._note(last + 1)
             num_rows += len(batch)
         return num_rows
-
-    def _missing(self, metrics: Sequence[_Metric]) -> list[_Metric]:
-        for name in {name for name, *_ in metrics} - self.steps_by_metric.keys():
-            history = self.client.get_metric_history(self.run_id, name)
-            self.steps_by_metric[name] = {point.step for point in history}
-        return [metric for metric in metrics if metric[3] not in self.steps_by_metric[metric[0]]]
 
     def _log(self, metrics: Iterable[_Metric]) -> None:
         from mlflow.entities import Metric

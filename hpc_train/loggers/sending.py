@@ -225,15 +225,11 @@ class SentRows:
         """
         number = self._rows
         while batch := list(islice(self._read(step), _BATCH_ROWS)):
-            self._note(batch[-1][0])
+            if self._sent is None or self._rows > self._sent.rows:
+                self._sent = Sent(self._segment, self._rows, self._end, batch[-1][0].decode())
+                self._sent.write(self._record)
             yield [(number + index, row) for index, (_, row) in enumerate(batch)]
             number += len(batch)
-
-    def _note(self, last: bytes) -> None:
-        """Record that the tracker may have all rows up to the last row read."""
-        if self._sent is None or self._rows > self._sent.rows:
-            self._sent = Sent(self._segment, self._rows, self._end, last.decode())
-            self._sent.write(self._record)
 
     def _read(self, step: int | None = None) -> Iterator[tuple[bytes, Row]]:
         """Yield the next (line, row), up to ``step``, and advance past each."""

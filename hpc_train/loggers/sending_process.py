@@ -125,7 +125,6 @@ def _apply(mirror: Mirror, changes: dict[str, Any]) -> None:
 
 
 def _sync(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to ``sync``."""
     read = _Input(is_sync=True)
     read.start()
     notes: list[str] = []

@@ -16,13 +16,14 @@ def list_names() -> dict[str, list[str]]:
     """Return the names of the built-in providers and optimizers."""
     import timm
     import timm.optim
+    from torchvision import datasets
 
     from hpc_train.models.torchvision import model_names
 
     return {
         "timm": timm.list_models(),
         "torchvision": model_names(),
-        "datasets": _dataset_names(),
+        "datasets": sorted(name for name in datasets.__all__ if _has_splits(getattr(datasets, name))),
         "timm_optimizers": timm.optim.list_optimizers(),
         **_smp_names(),
     }
@@ -36,12 +37,6 @@ def _smp_names() -> dict[str, list[str]]:
         return {"smp": segmentation_models.architectures(), "smp_encoders": segmentation_models.encoders()}
     except BadFileError:
         return {}
-
-
-def _dataset_names() -> list[str]:
-    from torchvision import datasets
-
-    return sorted(name for name in datasets.__all__ if _has_splits(getattr(datasets, name)))
 
 
 def _has_splits(kind: object) -> bool:

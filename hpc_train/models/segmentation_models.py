@@ -55,7 +55,10 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         model = _create(kind, config, arguments | {"encoder_weights": None})
     # Set as on timm's models: the layer that depends on the classes, and the image size.
     sizes = {"input_size": size} if (size := getattr(model.encoder, "input_size", None)) else {}
-    model.pretrained_cfg = {"classifier": _head_name(model)} | sizes  # type: ignore[assignment]
+    # The convolution that produces the logits.
+    head = model.get_submodule("segmentation_head")
+    *_, name = (name for name, module in head.named_modules() if isinstance(module, nn.Conv2d))
+    model.pretrained_cfg = {"classifier": f"segmentation_head.{name}"} | sizes  # type: ignore[assignment]
     if config.pretrained is True:
         random = {name for name in model.state_dict() if not name.startswith("encoder.")}
         keep_report(model, hub_report(model, f"the hub (encoder {encoder})", random))
@@ -157,10 +160,3 @@ def _hub(encoder: str, *, download: bool) -> Iterator[None]:
             f"model.pretrained: the weights of smp's encoder {encoder} are not available: {error}; "
             "run `hpc-train prepare FILE` on a machine with network, or give a path"
         ) from error
-
-
-def _head_name(model: nn.Module) -> str:
-    """Return the name of the convolution that produces the logits."""
-    head = model.get_submodule("segmentation_head")
-    *_, name = (name for name, module in head.named_modules() if isinstance(module, nn.Conv2d))
-    return f"segmentation_head.{name}"

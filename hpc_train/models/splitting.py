@@ -80,7 +80,10 @@ def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) 
         _stage(model, names, {mode: pieces[mode][i] for mode in pieces}, is_last=i == num_stages - 1)
         for i, names in enumerate(held)
     ]
-    _share_hooks(model, stages)
+    for hook in model._forward_pre_hooks.values():
+        stages[0].register_forward_pre_hook(hook)
+    for hook in model._forward_hooks.values():
+        stages[-1].register_forward_hook(hook)
     return stages
 
 
@@ -185,13 +188,6 @@ def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -
             _share(child, inner, names, path + ".")
 
 
-def _share_hooks(model: nn.Module, stages: Sequence[Stage]) -> None:
-    for hook in model._forward_pre_hooks.values():
-        stages[0].register_forward_pre_hook(hook)
-    for hook in model._forward_hooks.values():
-        stages[-1].register_forward_hook(hook)
-
-
 def _refuse_non_tensors(outputs: Any) -> None:
     for value in outputs if isinstance(outputs, tuple) else (outputs,):
         if not isinstance(value, Tensor):
@@ -216,7 +212,9 @@ class Step:
 def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[Step]:
     """Return the steps of ``graph``, in which each of ``units`` counts as a block."""
     nodes = own_steps(graph)
-    kinds = _kinds(graph)
+    kinds: dict[fx.Node, int] = {}  # the cost of passing a step's result across a cut; 0 if not a tensor
+    for node in graph.nodes:
+        kinds[node] = _kind(node, kinds)
     tied = _tied(model, nodes)
     points = _split_points(model, nodes)
     steps: list[Step] = []
@@ -318,14 +316,6 @@ def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
         return any(getattr(module, "inplace", False) for module in modules)
     name = getattr(node.target, "__name__", str(node.target))
     return (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
-
-
-def _kinds(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the cost of passing a step's result across a cut: 0 if it is not a tensor."""
-    kinds: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        kinds[node] = _kind(node, kinds)
-    return kinds
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:

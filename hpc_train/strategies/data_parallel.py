@@ -80,7 +80,8 @@ class DataParallel(ABC):
                     share = batch.weight * self.context.degrees.data_ranks
                     forward.scale(loss if share == 1 else loss * share).backward()
                     self._buffers.write_back()
-                losses.append(_weighted(loss.detach(), batch.weight))
+                copied = loss.detach().to(torch.float64, copy=True)
+                losses.append(copied if batch.weight == 1 else copied.mul_(batch.weight))
         return sum(losses[1:], losses[0])
 
     def optimized(self) -> dict[str, nn.Parameter]:
@@ -113,12 +114,6 @@ class DataParallel(ABC):
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _weighted(loss: Tensor, weight: float) -> Tensor:
-    """Return ``weight`` times ``loss``, shape (), float64, in separate memory."""
-    copied = loss.to(torch.float64, copy=True)
-    return copied if weight == 1 else copied.mul_(weight)
 
 
 def move(model: nn.Module, context: RankContext) -> None:

@@ -67,20 +67,15 @@ class DDPStrategy(DataParallel):
     @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         if not self.is_rehearsed:
-            self._rehearse(batches[0], forward)
+            # Let DDP build its buckets in the order in which gradients arrive, before the first step. DDP
+            # does so after its first backward. With three or more ranks the order of additions depends on
+            # the layout, so a resumed run would otherwise not be bitwise identical to an uninterrupted run.
+            with buffers_kept(self.model):
+                (forward.loss(self.wrapped, batches[0]) * 0).backward()
+            self._refuse_unused()
+            self.model.zero_grad(set_to_none=True)
             self.is_rehearsed = True
         return super().accumulate(batches, forward)
-
-    def _rehearse(self, batch: Batch, forward: Forward) -> None:
-        """Let DDP build its buckets in the order in which gradients arrive, before the first step.
-
-        DDP does so after its first backward. With three or more ranks the order of additions depends on the
-        layout, so a resumed run would otherwise not be bitwise identical to an uninterrupted run.
-        """
-        with buffers_kept(self.model):
-            (forward.loss(self.wrapped, batch) * 0).backward()
-        self._refuse_unused()
-        self.model.zero_grad(set_to_none=True)
 
     def _refuse_unused(self) -> None:
         """Raise if a parameter has no gradient: DDP would wait for it forever."""

@@ -289,7 +289,9 @@ class Run:
             yield self._forward.to_input(batch) if stage.is_first else batch
 
     def _scaled_loss(self, outputs: Any, chunk: Tensor) -> Tensor:
-        batch = self._batches[self._first + _chunk_number(chunk)]
+        # ``chunk`` is a piece of ``arange``: its value is the index; a fake tensor has only its offset.
+        number = int(chunk.storage_offset() if isinstance(chunk, FakeTensor) else chunk)
+        batch = self._batches[self._first + number]
         loss = self._forward.loss_of(outputs, batch)
         self._total += loss.detach() * batch.weight
         # fully_shard divides by R, but the result must be the mean over M micro-batches.
@@ -330,8 +332,3 @@ class MicroBatchStage(PipelineStage):
         """Reduce the gradients only after the step's last micro-batches."""
         if self.run.is_at_end:
             super().perform_reduce_grad(grad_scale_factor)
-
-
-def _chunk_number(chunk: Tensor) -> int:
-    """Return the micro-batch index in a chunk of ``arange``: its value, or its offset for a fake tensor."""
-    return int(chunk.storage_offset() if isinstance(chunk, FakeTensor) else chunk)

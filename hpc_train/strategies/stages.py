@@ -129,10 +129,6 @@ def only_tensor(inputs: Any) -> Tensor:
 Around = Callable[[int], AbstractContextManager[object]]
 
 
-def _nothing_around(stage: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 class PipelineForward(nn.Module):
     """The whole model's forward, one batch from stage to stage: for evaluation, and to find the specs.
 
@@ -170,7 +166,10 @@ class PipelineForward(nn.Module):
         return specs[-1].joined([spec.zeros(self._device) for spec in specs[-1].values])
 
     def run(
-        self, inputs: Tensor, cached: list[OutputSpecs] | None = None, around: Around = _nothing_around
+        self,
+        inputs: Tensor,
+        cached: list[OutputSpecs] | None = None,
+        around: Around = lambda stage: nullcontext(),
     ) -> tuple[Any, list[OutputSpecs]]:
         """Return the outputs, None except on the last stage's ranks, and the output specs of each stage.
 
@@ -190,7 +189,9 @@ class PipelineForward(nn.Module):
                 specs.append(self._broadcast_specs(index, outputs if index in held else None))
             if index in held:
                 values = outputs if isinstance(outputs, tuple) else (outputs,)
-                self._send(index, values)
+                if index < self._num_stages - 1 and not self._is_here(index + 1):
+                    for value in values:
+                        dist.send(value.detach(), dst=self._rank_of(index + 1), group=self._group)
         return (outputs if self._num_stages - 1 in held else None), specs
 
     def _rank_of(self, stage: int) -> int:
@@ -213,11 +214,6 @@ class PipelineForward(nn.Module):
                 dist.recv(value, src=self._rank_of(stage - 1), group=self._group)
         pairs = zip(values, specs.values, strict=True)
         return tuple(value.requires_grad_(spec.requires_grad) for value, spec in pairs)
-
-    def _send(self, stage: int, values: Values) -> None:
-        if stage < self._num_stages - 1 and not self._is_here(stage + 1):
-            for value in values:
-                dist.send(value.detach(), dst=self._rank_of(stage + 1), group=self._group)
 
     def _is_here(self, stage: int) -> bool:
         return self._rank_of(stage) == dist.get_rank()

@@ -42,7 +42,10 @@ class Segmentation:
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         self._num_classes: int = experiment.model.args.get("num_classes", info.num_classes)
-        self._class_names = _metric_names(info.class_names, self._num_classes)
+        # Such as traffic_light; numbers if two names would be the same.
+        names = [re.sub(r"\W+", "_", name.lower()).strip("_") for name in info.class_names]
+        is_usable = len(names) == self._num_classes == len({*names} - {""})
+        self._class_names = names if is_usable else [str(number) for number in range(self._num_classes)]
         self.optional_metrics = [f"iou_{name}" for name in self._class_names]
         self._ignored = _IGNORED if info.ignore_index is None else info.ignore_index
         config = experiment.optimization
@@ -101,10 +104,14 @@ class Segmentation:
         logits, (classes, labelled) = _resized(out, batch.targets), self._classes(batch.targets)
         labelled = labelled & batch.valid[:, None, None]
         losses = pixel_losses(logits, classes, labelled)
+        cells = self._num_classes * self._num_classes
+        # Ignored pixels are counted in an additional cell at the end.
+        cells_P = torch.where(labelled, classes * self._num_classes + logits.argmax(dim=1), cells).flatten()
+        counts = torch.bincount(cells_P, minlength=cells + 1)  # (class, prediction) → pixels
         return {
             "count": labelled.sum(dtype=torch.float64),
             "loss": losses.sum(dtype=torch.float64),
-            "confusion": _confusion(classes, logits.argmax(dim=1), labelled, self._num_classes),
+            "confusion": counts[:cells].view(self._num_classes, self._num_classes),
         }
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
@@ -153,26 +160,11 @@ class Segmentation:
         return drawing.with_legend(shown, entries)
 
 
-def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:
-    """Return class names for metrics, such as ``traffic_light``; numbers if two would be the same."""
-    names = [re.sub(r"\W+", "_", name.lower()).strip("_") for name in class_names]
-    is_usable = len(names) == num_classes == len({*names} - {""})
-    return names if is_usable else [str(number) for number in range(num_classes)]
-
-
 def _resized(logits: Tensor, masks: Tensor) -> Tensor:
     """Return logits (B, C, H, W) in the size of the masks."""
     if logits.shape[-2:] == masks.shape[-2:]:
         return logits
     return functional.interpolate(logits, size=masks.shape[-2:], mode="bilinear", align_corners=False)
-
-
-def _confusion(classes: Tensor, predictions: Tensor, labelled: Tensor, num_classes: int) -> Tensor:
-    """Return (class, prediction) int64 counts of the labelled pixels. All have the same shape."""
-    cells = num_classes * num_classes
-    # Ignored pixels are counted in an additional cell at the end.
-    cells_P = torch.where(labelled, classes * num_classes + predictions, cells).flatten()
-    return torch.bincount(cells_P, minlength=cells + 1)[:cells].view(num_classes, num_classes)
 
 
 @dataclass(frozen=True)

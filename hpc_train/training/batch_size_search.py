@@ -220,9 +220,13 @@ class _Trial:
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         arguments = [rank.paths.folder, rank.attempt, sender.fileno(), os.getpid(), torch.get_num_threads()]
         with sender, signals.blocked():  # the trial ends with its rank, not by signals
+            # Without the rank's rendezvous address: the trials have their own rendezvous.
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+            # Distinguishes the rendezvous of a second series of trials from the first.
+            token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _TRIAL_MODULE, *map(str, [*arguments, *sizes])],
-                env=_environment(sizes),
+                env=inherited | {"HPC_TRAIN_TOKEN": token},
                 pass_fds=(sender.fileno(),),
             )
 
@@ -252,14 +256,6 @@ class _Trial:
         self._process.kill()
         self._process.wait()
         self._receiver.close()
-
-
-def _environment(sizes: Sequence[int]) -> dict[str, str]:
-    """Return the rank's environment without its rendezvous address: the trials have their own rendezvous."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    # Distinguishes the rendezvous of a second series of trials from the first.
-    token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
-    return inherited | {"HPC_TRAIN_TOKEN": token}
 
 
 @dataclass(frozen=True)
@@ -361,25 +357,17 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     # Take every step whatever the loss, so that the optimizer allocates its state.
     config = experiment.optimization.model_copy(update={"on_non_finite": "stop"})
     guard = Guard(config, train_state.model, norm_counts=False)
-    batches = _batches(place, size, arithmetic)
-    train_state.wrapped.train()
-    for step in range(_STEPS):
-        train_step(train_state, step, batches, forward, guard, config.clip_grad_norm)
-    _evaluate_once(train_state, forward, batches[0])
-
-
-def _batches(place: _Place, size: int, arithmetic: BatchArithmetic) -> list[Batch]:
-    """Return the slots of a step (two are enough if they run one by one), all with the same sample."""
+    # The slots of a step (two are enough if they run one by one), all with the same sample.
     strategy, slots = place.experiment.parallel.strategy, arithmetic.accumulation
     whole = replace(place.sample.repeated(size), weight=1 / arithmetic.micro_batches)
     count = min(slots, 2) if traits_of(strategy).runs_one_by_one else slots
-    return [replace(whole, number=whole.number + slot * place.degrees.data_ranks) for slot in range(count)]
-
-
-def _evaluate_once(train_state: TrainState, forward: TrainingForward, batch: Batch) -> None:
+    batches = [replace(whole, number=whole.number + slot * place.degrees.data_ranks) for slot in range(count)]
+    train_state.wrapped.train()
+    for step in range(_STEPS):
+        train_step(train_state, step, batches, forward, guard, config.clip_grad_norm)
     train_state.wrapped.eval()
     with torch.no_grad(), nullcontext() if train_state.ema is None else train_state.ema.swapped():
-        forward.sums(train_state.wrapped, batch, step=_STEPS)
+        forward.sums(train_state.wrapped, batches[0], step=_STEPS)
 
 
 def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:

@@ -47,11 +47,12 @@ from hpc_train.training.evaluation_outputs import (
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.logger_threads import start_loggers
-from hpc_train.training.loop import BadSampleCount, Cadence, Profiler, Trainer
+from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
+from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.saving import Saves
@@ -115,7 +116,10 @@ def _train_once(run: _Run) -> bool | None:
     train_state = build(_to_build(rank), run.source.info, run.batches, context(rank))
     checkpointer = _checkpointer(rank, train_state)
     rank.progress.at("loading")
-    start = _without_skipped(run, resumed(rank, checkpointer, train_state, run.source))
+    start = resumed(rank, checkpointer, train_state, run.source)
+    skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
+    check_rollbacks(skipped, rank.experiment.optimization)
+    start = replace(start, position=Position(start.position.step, skipped))
     rank.note("loaded")
     _begin_record(run, start.position.step)
     _say_start(run, train_state, start.position)
@@ -148,12 +152,6 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _without_skipped(run: _Run, start: Resumed) -> Resumed:
-    skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
-    check_rollbacks(skipped, run.rank.experiment.optimization)
-    return replace(start, position=Position(start.position.step, skipped))
 
 
 def _go_back(run: _Run, start: Position, back: RollbackError) -> None:
@@ -309,13 +307,11 @@ def _count_flops(
     return count.start
 
 
-def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
+def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> StepProfiler | None:
     """Return the profiler on rank 0 if the file has ``profile``; closing ``stack`` writes the profile."""
     rank, config = run.rank, run.rank.experiment.profile
     if config is None or not rank.is_first:
         return None
-    from hpc_train.training.profiling import StepProfiler
-
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
     stack.callback(profiler.close)
     return profiler

@@ -9,7 +9,7 @@ line is a JSON object with the sample's ``index``, and a file is sorted by it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,6 @@ from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
-from hpc_train.run.metric_rows import Row
 from hpc_train.run.weight_source import with_source
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.training.data_staging import staged, verified
@@ -65,7 +64,10 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     if metrics is None:
         return ExitCode.TRY_AGAIN
     if rank.is_first:
-        row = _row(run, loaded, metrics)
+        # As training writes it, with the attempt that saved the checkpoint.
+        attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
+        head = row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
+        row = without_non_finite(head | metrics)
         write_text(rank.paths.metrics, json.dumps(row, allow_nan=False) + "\n", sync=True)
     return ExitCode.DONE
 
@@ -90,13 +92,6 @@ def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> di
     forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
     agreement = Agreement(rank.group, rank.flag)
     return Evaluator(state, forward, validation, agreement, rank.progress).metrics(step)
-
-
-def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> Row:
-    """Return the row as training writes it, with the ``attempt`` that saved the checkpoint."""
-    attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
-    head = row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
-    return without_non_finite(head | metrics)
 
 
 def write_predictions(
@@ -145,19 +140,15 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
         files = ImageFiles(Path(images), source.info.channels)
         if rank.is_first:
             shown = DataSource(files, None, source.info, notices=files.notices)
-            _note(rank, data_notices(shown, rank.experiment.data))
+            notices = data_notices(shown, rank.experiment.data)
+            for notice in notices:  # the command, which removes the log, reads them from the file
+                rank.warn(printable(notice))
+            if notices:
+                write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [*map(printable, notices)]})
         return files
     if source.val is None:
         raise BadFileError(f"data.name: {rank.experiment.data.name} has no validation data; give --data")
     return source.val
-
-
-def _note(rank: Rank, notices: Sequence[str]) -> None:
-    """Pass the lines to the command, which removes the log."""
-    for notice in notices:
-        rank.warn(printable(notice))
-    if notices:
-        write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [*map(printable, notices)]})
 
 
 def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch: Batch) -> Any:

@@ -61,7 +61,11 @@ def compile_model(
     for target in targets:
         target.compile(mode=config.mode, dynamic=config.dynamic, fullgraph=config.fullgraph)
         if _replays_graphs(config, device):
-            _own_gradients(target)
+            # Copy gradients out of CUDA graphs, which the next micro-batch's replay overwrites. Source:
+            # pytorch issue 169545.
+            for parameter in target.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(torch.clone)
 
 
 def _check_caches() -> None:
@@ -157,16 +161,6 @@ def begin_forward(config: CompileConfig, device: torch.device) -> None:
 
 def _replays_graphs(config: CompileConfig, device: torch.device) -> bool:
     return config.enabled and config.mode in _GRAPH_MODES and device.type == "cuda"
-
-
-def _own_gradients(module: nn.Module) -> None:
-    """Copy gradients out of CUDA graphs, which the next micro-batch's replay overwrites.
-
-    Source: pytorch issue 169545.
-    """
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(torch.clone)
 
 
 def _go_on_without() -> None:

@@ -67,7 +67,10 @@ class Ema:
 
     @torch.no_grad()
     def _exchange(self, names: Iterable[str]) -> None:
-        _drop_gathered(self._model)
+        # Free parameters that an evaluation's forward left gathered: the next forward would use them.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         self._places.write_back()
         for average, value in zip(*self._locals(names), strict=True):
             copied = value.clone()
@@ -82,10 +85,3 @@ class Ema:
 
 def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    """Free parameters that an evaluation's forward left gathered: the next forward would use them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -264,16 +264,12 @@ def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.nd
                 torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (std, mean)
             )
             values_CHW = values_CHW * scale + offset
-        values_CHW = _as_bytes(values_CHW)
+        low, high = float(values_CHW.min()), float(values_CHW.max())
+        if low < -_TOLERANCE or high > 1 + _TOLERANCE:
+            values_CHW = (values_CHW - low) / max(high - low, 1e-12)
+        values_CHW = (255 * values_CHW.clamp(0, 1)).round().to(torch.uint8)
     shown_CHW = values_CHW[:3] if channels >= 3 else values_CHW[:1].expand(3, -1, -1)
     return shown_CHW.permute(1, 2, 0).contiguous().numpy()
-
-
-def _as_bytes(values: Tensor) -> Tensor:
-    low, high = float(values.min()), float(values.max())
-    if low < -_TOLERANCE or high > 1 + _TOLERANCE:
-        values = (values - low) / max(high - low, 1e-12)
-    return (255 * values.clamp(0, 1)).round().to(torch.uint8)
 
 
 def _images_in(inputs: Tensors) -> Iterator[Tensor]:
@@ -317,13 +313,10 @@ class TextSamples(EvaluationOutput):
     @override
     def files(self, step: int, sums: Sums) -> dict[str, bytes]:
         tokens = continued(self.outputs, self.prompt, self.num_tokens, self.info, self.seed, step)
-        return {_TEXT_FILE: self._text(tokens).encode(errors="replace")}
-
-    def _text(self, tokens: Sequence[int]) -> str:
         decoder = decoder_of(self.info)
         parts = self.prompt, tokens[len(self.prompt) :]
         texts = (" ".join(map(str, part)) if decoder is None else decoder.decode(part) for part in parts)
-        return _BETWEEN.join(texts) + "\n"
+        return {_TEXT_FILE: (_BETWEEN.join(texts) + "\n").encode(errors="replace")}
 
 
 def continued(

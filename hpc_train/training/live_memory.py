@@ -85,7 +85,10 @@ class LiveMemory(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            memory._note_resize(storage)
+            number = memory._numbers.get(storage._cdata)  # fully_shard frees gathered parameters so
+            if number is not None:
+                memory._change(number, storage.nbytes())
+                memory._likely_buffers.add(number)
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -221,13 +224,6 @@ class LiveMemory(TorchDispatchMode):
                 for tensor in copies:
                     self._take(tensor)
                 self._note_buffers(copies)
-
-    def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Record a change by ``resize_``, with which fully_shard frees gathered parameters."""
-        number = self._numbers.get(storage._cdata)
-        if number is not None:
-            self._change(number, storage.nbytes())
-            self._likely_buffers.add(number)
 
     def _note_buffers(self, values: Any) -> None:
         for tensor in _tensors(values):

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
+from hpc_train.datasets.batches import TrainingBatches
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
@@ -23,6 +23,7 @@ from hpc_train.training.forward import TrainingForward
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
+from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
 from hpc_train.training.step_progress import StepProgress
@@ -71,20 +72,6 @@ class Cadence:
         return step == self.total_steps or (self.save_every is not None and step % self.save_every == 0)
 
 
-class Profiler(Protocol):
-    """See ``training.profiling.StepProfiler``."""
-
-    def step_done(self) -> None:
-        """Called after each step."""
-
-
-class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
-    """(step, this rank's micro-batches of it) for every remaining step."""
-
-    def is_ready(self, within_s: float = 0.0) -> bool:
-        """Return True if the next step's data are ready, or arrive within this number of seconds."""
-
-
 @dataclass
 class BadSampleCount:
     """``here``: this rank's count in this attempt. ``check`` raises if the sum is too high."""
@@ -99,7 +86,7 @@ class Trainer:
 
     state: TrainState
     forward: TrainingForward
-    training: Steps
+    training: TrainingBatches
     step: int
     cadence: Cadence
     guard: Guard
@@ -119,7 +106,7 @@ class Trainer:
     on_event: Callable[[str], None]
     #: On rank 0 only, like ``profiler``.
     status: StatusWriter | None = None
-    profiler: Profiler | None = None
+    profiler: StepProfiler | None = None
     _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
@@ -196,8 +183,11 @@ class Trainer:
         return done.is_allowed
 
     def _own_flags(self) -> StepFlags:
+        every_s = self.cadence.save_every_s
         return StepFlags(
-            save=self._save_is_due_by_time(),
+            save=every_s is not None
+            and not self.saves.is_busy
+            and time.monotonic() - self._save_began_at >= every_s,
             has_failed=self.saves.has_failed,
             is_waiting=not self.training.is_ready(),
             is_non_finite=self.guard.has_seen,
@@ -273,12 +263,6 @@ class Trainer:
                     return not agreed.stop
                 if is_waiting:  # the others wait for this rank, so the watchdog should name it
                     self.progress.at("waiting for data")
-
-    def _save_is_due_by_time(self) -> bool:
-        every_s = self.cadence.save_every_s
-        if every_s is None or self.saves.is_busy:
-            return False
-        return time.monotonic() - self._save_began_at >= every_s
 
     def _begin_save(self) -> None:
         self._save_began_at = time.monotonic()

@@ -192,7 +192,13 @@ class PredictedStep:
         state = assemble(model, config, self._arithmetic, self._context)
         state.optimization.scaler = None  # an overflow check would read data
         if self.is_on_gpu:
-            _choose_kernels_of_cuda(state.optimization.optimizer)
+            # Use ``foreach`` in groups for which the file chooses no kernel, as torch does on CUDA. On the
+            # CPU torch would update them one by one
+            # (``torch.optim.optimizer._default_to_fused_or_foreach``).
+            for group in state.optimization.optimizer.param_groups:
+                is_chosen = group.get("foreach", False) is not None or group.get("fused")
+                if not is_chosen and not any(isinstance(value, DTensor) for value in group["params"]):
+                    group["foreach"] = not group.get("differentiable", False)
         if isinstance(state.strategy, ddp.DDPStrategy):
             state.strategy.is_rehearsed = True  # the rehearsal needs no more memory than the step
         return state
@@ -200,7 +206,10 @@ class PredictedStep:
     def _run(self, model: nn.Module, memory: LiveMemory, slots: int) -> Prediction:
         experiment, precision = self.experiment, self._precision
         to_input = make_to_input(experiment, self.info, _CPU, precision)
-        batches = self._batches(slots)
+        micro_batches = self._arithmetic.micro_batches
+        size = self.experiment.optimization.global_batch_size // micro_batches
+        whole = replace(_without_data(self.sample).repeated(size), weight=1 / micro_batches)
+        batches = [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
         specs = self._stage_specs(model, to_input(batches[0]).inputs) if self.degrees.pipeline > 1 else None
         state = self._assemble(model)
         if specs is not None and isinstance(state.strategy, PipelineStrategy):
@@ -252,12 +261,6 @@ class PredictedStep:
             parallel=experiment.parallel.model_copy(update={"sync_batchnorm": False}),
         )
 
-    def _batches(self, slots: int) -> list[Batch]:
-        micro_batches = self._arithmetic.micro_batches
-        size = self.experiment.optimization.global_batch_size // micro_batches
-        whole = replace(_without_data(self.sample).repeated(size), weight=1 / micro_batches)
-        return [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
-
     def _stage_specs(self, model: nn.Module, inputs: Any) -> list[OutputSpecs]:
         """Return the specs of tensors between stages of a pipeline, as ``PipelineStrategy.stage_specs``."""
         num_stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
@@ -277,7 +280,6 @@ class PredictedStep:
 
 
 def _extrapolated(short: Prediction, longer: Prediction, counts: tuple[int, int], slots: int) -> Prediction:
-    """Extrapolate the predictions for ``counts`` micro-batches to ``slots``."""
     steps = (slots - counts[0]) / (counts[1] - counts[0])
 
     def at(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -405,23 +407,14 @@ def _as_on_cuda() -> Iterator[None]:
         yield
 
 
-def _choose_kernels_of_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Use ``foreach`` in groups for which the file chooses no kernel, as torch does on CUDA.
-
-    On the CPU torch would update them one by one (``torch.optim.optimizer._default_to_fused_or_foreach``).
-    """
-    for group in optimizer.param_groups:
-        is_chosen = group.get("foreach", False) is not None or group.get("fused")
-        if not is_chosen and not any(isinstance(value, DTensor) for value in group["params"]):
-            group["foreach"] = not group.get("differentiable", False)
-
-
 def _in_float32(function: _Function) -> _Function:
     """Return a function that computes tensors cast down by autocast in float32."""
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, _as_float32, (args, kwargs))
+            args, kwargs = tree_map_only(
+                Tensor, lambda value: value.float() if value.dtype in _HALF else value, (args, kwargs)
+            )
         return function(*args, **kwargs)
 
     return computed
@@ -438,7 +431,3 @@ def _without_dropout(attention: _Function) -> _Function:
         return attention(query, key, value, mask, **kwargs | {"dropout_p": 0.0})
 
     return computed
-
-
-def _as_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -67,7 +67,7 @@ class MetricsFile:
         """Write a row to the operating system, so that it survives a crash of this process."""
         key = (row["split"], row["step"])
         assert row["step"] > self._newest.get(row["split"], -1), f"{key} has its row already"
-        line = _line(row)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         self._newest[row["split"]] = row["step"]
         with self._lock, named_errors(self._path):
             retried(lambda: self._write(line), self._path)
@@ -167,11 +167,6 @@ def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
 
 
 def _copy(old: BinaryIO, size: int, new: BinaryIO) -> None:
-    """Copy the first ``size`` bytes."""
     while size > 0 and (block := old.read(min(size, _BLOCK_BYTES))):
         size -= len(block)
         new.write(block)
-
-
-def _line(row: Row) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"

@@ -87,7 +87,11 @@ class Optimization:
         """Divide the gradients by the loss scale under fp16. Collective: ranks agree on an overflow."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            _agree_on_overflow(self.scaler, self.optimizer)
+            # Propagate an overflow on one rank to all ranks. Collective. torch does so for the DTensors of
+            # one list, by the first one's placements: not if that one is replicated.
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                for overflow in self.scaler._found_inf_per_device(self.optimizer).values():
+                    dist.all_reduce(local_part(overflow), op=dist.ReduceOp.MAX)
 
     def step(self, *, is_allowed: bool = True) -> None:
         """Update the weights with the unscaled gradients, if ``is_allowed``.
@@ -139,16 +143,6 @@ def own_part(parameter: Tensor) -> Tensor:
     part = part.detach()
     part.grad = gradient
     return part
-
-
-def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Propagate an overflow on one rank to all ranks. Collective.
-
-    torch does so for the DTensors of one list, by the first one's placements: not if that one is replicated.
-    """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        for overflow in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(local_part(overflow), op=dist.ReduceOp.MAX)
 
 
 def make_optimizer(

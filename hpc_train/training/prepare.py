@@ -357,7 +357,6 @@ def _metrics_of(model: nn.Module, task: Task, batch: Batch, *, is_training: bool
 
 
 def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
-    """Return the error for the exception that is being handled."""
     shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
     what = "loss of training" if is_training else "sums of validation"
     return BadFileError(

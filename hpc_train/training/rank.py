@@ -116,7 +116,9 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
-    _check_open_files(experiment, facts, degrees)
+    has_mesh = traits_of(experiment.parallel.strategy).has_mesh
+    axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
+    open_files.check(facts, axes, experiment.workers, node_name(os.environ))
     limit_core_files(os.environ)
     host_memory.check_address_space(node_name(os.environ))
     events = _event_log(paths, attempt) if facts.rank == 0 else None
@@ -192,13 +194,6 @@ def _degrees(experiment: Experiment, facts: RankFacts) -> Degrees:
     if isinstance(degrees, Problem):
         raise degrees.as_error()
     return degrees
-
-
-def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees) -> None:
-    """Raise TooFewFilesError if this rank would exceed its open files while it connects to the others."""
-    has_mesh = traits_of(experiment.parallel.strategy).has_mesh
-    axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
-    open_files.check(facts, axes, experiment.workers, node_name(os.environ))
 
 
 def _check_and_connect(rank: Rank) -> None:

@@ -40,7 +40,10 @@ class Child:
         try:
             answer = self._answer(question, limit_s)
         except (OSError, subprocess.SubprocessError) as error:
-            raise ChildError(printable(_last_line(error))) from error
+            # The child's last line says why it failed.
+            lines = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").split("\n")
+            reason = next((line for line in reversed(lines) if line.strip()), str(error))
+            raise ChildError(printable(reason)) from error
         if "result" not in answer:
             raise ChildError(answer.get("error", "no answer"))
         return answer["result"]
@@ -110,12 +113,6 @@ def one_child() -> Iterator[Child]:
             yield _shared.child
     finally:
         _shared.child = None
-
-
-def _last_line(error: Exception) -> str:
-    """Return the child's last line on why it failed, or the error of the call."""
-    lines = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), str(error))
 
 
 def main() -> None:

@@ -262,7 +262,11 @@ def with_unindented_sections(
     for section in _empty_sections(data):
         if section not in marks:  # of the command line
             continue
-        following = _keys_after(section, marks, problems)
+        parent, start = section[:-1], marks[section].key
+        places = [*((mark.key, path) for path, mark in marks.items()), *_repeated(problems)]
+        following = sorted(
+            (place, str(path[-1])) for place, path in places if path[:-1] == parent and place > start
+        )
         keys = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
         paths = {section, *((*section[:-1], key) for _, key in keys)}
         caused = [each for each in problems if each.path[: len(section)] in paths]
@@ -289,13 +293,6 @@ def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[Key
 def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
     """Return the keys that are given once more, which have no marks."""
     return [(each.place, each.path) for each in problems if each.place and each.code == GIVEN_TWICE]
-
-
-def _keys_after(section: KeyPath, marks: Mapping[KeyPath, Marks], problems: Sequence[Problem]) -> list[_Key]:
-    """Return the keys beside ``section`` that follow it, in the order of the file."""
-    parent, start = section[:-1], marks[section].key
-    places = [*((mark.key, path) for path, mark in marks.items()), *_repeated(problems)]
-    return sorted((place, str(path[-1])) for place, path in places if path[:-1] == parent and place > start)
 
 
 def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) -> Callable[[_Key], bool]:

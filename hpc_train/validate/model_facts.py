@@ -89,19 +89,15 @@ _checked: dict[str, list[str] | None] = {}
 @cache
 def _answer(question: str | None) -> dict[str, Any]:
     """Return the facts about a model, ``[name, args]`` in JSON; if None, the available names."""
-    file = _cache_file(question)
+    versions = [f"{package} {_version(package)}" for package in _PACKAGES]
+    digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
+    file = cache_folder() / f"names-{digest[:20]}.json"
     answer = _read(file)
     if answer is None:
         answer = _ask(question)
         if answer:
             _write(file, answer)
     return answer
-
-
-def _cache_file(question: str | None) -> Path:
-    versions = [f"{package} {_version(package)}" for package in _PACKAGES]
-    digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
-    return cache_folder() / f"names-{digest[:20]}.json"
 
 
 def _version(package: str) -> str:

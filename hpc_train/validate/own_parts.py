@@ -74,7 +74,8 @@ def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
         if not places:
             return _no_module(parent, package, ())
         parent = f"{parent}.{package}".lstrip(".")
-    source = _source(places, last)
+    files = (file for place in places for file in (place / last / "__init__.py", place / f"{last}.py"))
+    source = next((file for file in files if file.is_file()), None)
     if source is not None:
         return _undefined(source, attribute.partition(".")[0])
     if _subfolders(places, last) or any(_is_compiled(place, last) for place in places):
@@ -110,12 +111,6 @@ def _spec(module: str) -> ModuleSpec | None:
 
 def _is_compiled(place: Path, module: str) -> bool:
     return any(place.glob(f"{module}.*.so")) or (place / f"{module}.so").is_file()
-
-
-def _source(places: Iterable[Path], module: str) -> Path | None:
-    """Return the first file with the module's code."""
-    files = (file for place in places for file in (place / module / "__init__.py", place / f"{module}.py"))
-    return next((file for file in files if file.is_file()), None)
 
 
 def _no_module(parent: str, module: str, places: Iterable[Path]) -> tuple[str, str]:

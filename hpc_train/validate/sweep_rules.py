@@ -205,7 +205,6 @@ _STEPPED = ("uniform", "int")
 
 
 def _parameters(experiment: Experiment) -> Iterator[tuple[KeyPath, Distribution]]:
-    """Yield the distributions with their places."""
     for key, distribution in experiment.sweep.parameters.items():
         yield (*parameters_place(experiment.sweep), key), distribution
 

@@ -16,16 +16,16 @@ import pytest
 from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets import pack_copy, packing
+from hpc_train.datasets import packing
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.pack_copy import PackCopy, copy_of
 from hpc_train.datasets.packed import find_pack
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadFileError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
-from hpc_train.training.data_staging import staged, verified
+from hpc_train.training import data_staging
+from hpc_train.training.data_staging import PackCopy, copy_of, staged, verified
 from hpc_train.training.rank import Rank
 from tests.disks import SyncedFiles, small_disk
 from tests.waiting import HANG_LIMIT_S, came_true
@@ -35,7 +35,7 @@ from tests.waiting import HANG_LIMIT_S, came_true
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packing, "_checked", set())
-    monkeypatch.setattr(pack_copy, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(data_staging, "_SPARE_BYTES", 0)
     for number in range(6):
         path = tmp_path / f"images/train/class{number % 2}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -243,7 +243,6 @@ def _splits_of(root: Path) -> list[Any]:
 
 
 def _columns(library: Any, rows: Any, args: HuggingFaceArgs) -> tuple[str, str]:
-    """Return the columns of image and target."""
     features = rows.features
     images = [name for name, feature in features.items() if isinstance(feature, library.Image)]
     labels = [name for name, feature in features.items() if isinstance(feature, library.ClassLabel)]

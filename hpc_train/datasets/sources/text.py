@@ -88,7 +88,6 @@ def _report_unread(root: Path) -> None:
 
 
 def _parts(root: Path, args: TextArgs) -> tuple[_Codes, _Codes | None]:
-    """Return the codes of the training and the validation text."""
     codes = _read(train_file(root), args)
     if not root.is_dir():
         cut = len(codes) - val_tokens(len(codes), args)
