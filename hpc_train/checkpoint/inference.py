@@ -45,7 +45,7 @@ from hpc_train.tasks.base import make_task, target_spec
 _EMA_METRIC = "ema_"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A run's model with the weights of a checkpoint, and what is needed to use it."""
 
@@ -62,6 +62,12 @@ class LoadedModel:
     #: The classes, channels and normalization of the training data.
     data: DataInfo
     target_spec: TargetSpecs
+
+    def __repr__(self) -> str:
+        """Fit on a line, for notebooks: the module and the experiment have thousands of characters."""
+        weights = " EMA" if self.is_ema else ""
+        of = self.experiment
+        return f"LoadedModel({of.model.name!r}, step={self.step}{weights}, run of {of.name!r})"
 
     def preprocess(self, *samples: RawInput | str | Path) -> Tensors:
         """Return the module's input for these samples, prepared as in an evaluation of the run.

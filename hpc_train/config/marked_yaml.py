@@ -72,7 +72,7 @@ _LINE_BREAK = re.compile("\r\n|\r|\n")
 
 #: A part of PyYAML's message → what to write instead.
 _REMEDIES = (
-    (r"'\t'", "indent with blanks, not tabs"),
+    (r"'\t'", "indent with spaces, not tabs"),
     ("mapping values are not allowed", "put the text in quotes, or indent the key like its neighbours"),
     ("while scanning a quoted scalar", "close the quote"),
     ("expected ',' or ']'", "close the list with ]"),

@@ -190,7 +190,7 @@ class DataConfig(Section):
     eval_size: ImageSize | None = None
     """For masks and boxes: the size in the evaluation. Default: ``image_size``."""
     eval_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the shorter side that the centre crop of the evaluation keeps with ``image_size``
+    """Fraction of the shorter side that the center crop of the evaluation keeps with ``image_size``
     (ImageNet: 0.875)."""
     transform: Annotated[
         TransformConfig | None, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)

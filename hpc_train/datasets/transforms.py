@@ -126,8 +126,12 @@ class OwnTransform:
             raise BadFileError(f"{_KEY}: {config.name!r} is {kind}; name a function or a class")
         try:
             self._function: Any = call(f"{_KEY}.args", config.name, factory, **config.args)
-        except BadFileError:
-            raise
+        except BadFileError as error:
+            if config.args:
+                raise
+            raise BadFileError(
+                f"{error}; name a function that returns the transform, or its class"
+            ) from error
         except Exception as error:
             raise BadFileError(f"{_KEY}: {config.name} raised {_cause(error)}; fix it there") from error
         if not callable(self._function):

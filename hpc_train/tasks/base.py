@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -95,6 +96,15 @@ def make_task(experiment: Experiment, info: DataInfo) -> Task:
     make = registry.load("tasks", experiment.task)
     if not callable(make):
         raise BadFileError(f"task: {experiment.task} is {type(make).__name__}; name a class")
+    try:
+        inspect.signature(make).bind(experiment, info)
+    except TypeError as error:
+        raise BadFileError(
+            f"task: {experiment.task} does not take (experiment, info): {error}; "
+            "write __init__(self, experiment, info)"
+        ) from error
+    except ValueError:  # the signature is unknown: the call itself reports errors
+        pass
     task = make(experiment, info)
     name = type(task).__name__
     missing = [method for method in _METHODS if not hasattr(task, method)]

@@ -217,3 +217,9 @@ def test_forged_facts_are_refused(tmp_path: Path) -> None:
     save(run, model, 4, {"info": {"num_classes": "many"}})
     with pytest.raises(BadFileError, match="facts about the data are damaged"):
         loaded(run)
+
+
+def test_it_is_shown_on_one_line(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path)
+    shown = repr(loaded(run))
+    assert shown.startswith(f"LoadedModel('{__name__}:Net', step=3,") and len(shown) < 120

@@ -60,6 +60,10 @@ def failing(at: int) -> Callable[[Image.Image], Image.Image]:
     return transform
 
 
+def mirrored(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
 def none() -> Callable[[Image.Image], None]:
     return lambda image: None
 
@@ -160,6 +164,10 @@ def test_an_error_names_the_key_the_sample_and_the_line(workers: int) -> None:
         ({"name": CROP, "args": {"sides": 3}}, r"^data\.transform\.args: .*can't be called .*signature"),
         ({"name": CROP, "args": {"size": [1, 2, 3]}}, r"^data\.transform: .*raised ValueError: .*; fix it"),
         (f"{HERE}:raising", r"raised KeyError: 'no file' \(test_transforms\.py:\d+ in raising\)"),
+        (
+            f"{HERE}:mirrored",
+            r"^data\.transform\.args: .*'image'.*; name a function that returns the transform",
+        ),
         (f"{HERE}:CROP", r"^data\.transform: .*is str; name a function or a class"),
         (
             {"name": f"{HERE}:random_images", "args": {"count": 1}},

@@ -110,6 +110,20 @@ def test_a_task_without_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         made("NoSums", monkeypatch)
 
 
+class NoArguments:
+    """A task that can't be constructed as the protocol says."""
+
+
+def test_a_task_that_takes_no_arguments_is_told_which() -> None:
+    experiment = cast(
+        Experiment, SimpleNamespace(task=f"{__name__}:NoArguments", data=SimpleNamespace(name="x"))
+    )
+    with pytest.raises(
+        BadFileError, match=r"NoArguments does not take .*write __init__\(self, experiment, info\)"
+    ):
+        make_task(experiment, INFO)
+
+
 @pytest.mark.parametrize(("spec", "found"), [("int", "str"), ({"a": None}, "NoneType"), ({"a": 1}, "int")])
 def test_a_target_spec_of_another_type_is_refused(
     spec: Any, found: str, monkeypatch: pytest.MonkeyPatch
