@@ -146,7 +146,10 @@ def exit_code_of(body: Callable[[], int]) -> int:
         say_text(f"{shown}\na plug-in of yours raised this when hpc-train loaded or called it; fix it there")
         return int(ExitCode.FAILED)
     finally:
-        _flush()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            redirect_to_devnull(sys.stdout)
 
 
 def _problem(error: OSError) -> str:
@@ -158,14 +161,6 @@ def _problem(error: OSError) -> str:
     from hpc_train.run.storage_errors import error_words
 
     return error_words(error)
-
-
-def _flush() -> None:
-    """Discard output that Python would flush at exit, which fails if the terminal is gone."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        redirect_to_devnull(sys.stdout)
 
 
 def _print_version(is_asked: bool) -> None:

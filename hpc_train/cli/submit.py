@@ -234,7 +234,11 @@ class _Submission:
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
             is_again = starts_again(paths, status)
             if is_again:
-                _say_starts_again(paths, status)
+                reason = f" ({status.reason})" if status.reason else ""
+                say(
+                    f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
+                    "starts again with the current code and file"
+                )
             if is_again or self._resumes(paths, run, status):
                 changes = tuple(_changes_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
@@ -353,15 +357,6 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_
         say(f"  {line}")
     say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED
-
-
-def _say_starts_again(paths: RunPaths, status: RunStatus) -> None:
-    """Report that a submit starts the run again from step 0."""
-    reason = f" ({status.reason})" if status.reason else ""
-    say(
-        f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
-        "starts again with the current code and file"
-    )
 
 
 def _changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:

@@ -94,7 +94,10 @@ def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None
     runs, where = runs_root(), "this machine"
     try:
         with check_folder(runs) as folder:
-            facts = _report(folder)
+            done = subprocess.run(
+                [sys.executable, str(REPORT), str(folder)], capture_output=True, timeout=_LIMIT_S, check=True
+            )
+            facts = parsed(done.stdout.decode(errors="replace"))
     except OSError as error:
         return [unusable_runs(where, runs, error.strerror or str(error))]
     except (subprocess.SubprocessError, ValueError) as error:
@@ -102,13 +105,6 @@ def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None
         effect, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
         return [Finding(Level.ERROR, "machine.python", problem, where, effect, remedy)]
     return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes))
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(REPORT), str(folder)], capture_output=True, timeout=_LIMIT_S, check=True
-    )
-    return parsed(done.stdout.decode(errors="replace"))
 
 
 def parsed(text: str) -> dict[str, Any]:

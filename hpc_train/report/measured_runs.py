@@ -33,17 +33,9 @@ _MAX_RUNS = 100
 _MAX_EXPERIMENTS = 50
 #: Sections that define what a step computes: runs must have the same values there, except for the keys below.
 _SECTIONS = (
-    "device",
-    "deterministic",
-    "task",
-    "model",
-    "data",
-    "optimization",
-    "parallel",
-    "precision",
-    "compile",
+    "device", "deterministic", "task", "model", "data", "optimization", "parallel", "precision", "compile",
     "activation_checkpointing",
-)
+)  # fmt: skip
 #: Keys of these sections that do not change the time of a sample or of an update. A new key counts until it
 #: is added here: a missing prediction is better than a wrong one.
 _ANY = {

@@ -95,7 +95,9 @@ class Progress:
             return
         self._show_notices()
         self._pace.add(now, status.step)
-        self._display.show(status, self._words(status))
+        rate, left = self._pace.words(status)
+        parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
+        self._display.show(status, ProgressText(*map(one_line, parts)))
 
     def _show_notices(self) -> None:
         """Show, once, the lines that rank 0 wrote before it reported that it is running."""
@@ -124,11 +126,6 @@ class Progress:
             elif (loss := metric_value(row, "loss")) is not None:
                 self._loss = f"loss {loss:.4g}"
                 self._wait = _wait(row)
-
-    def _words(self, status: RunStatus) -> ProgressText:
-        rate, left = self._pace.words(status)
-        parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
-        return ProgressText(*map(one_line, parts))
 
 
 def _judged(row: Row) -> str:

@@ -28,10 +28,6 @@ JSON_KEY = "json key"
 _WRONG = object()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
-
-
 def _is_time(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -42,16 +38,12 @@ def _is_time(value: object) -> bool:
     return True
 
 
-def _is_not_negative(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
 #: A decimal number as a key of a JSON object.
-Number = Annotated[str, _is_number]
+Number = Annotated[str, lambda text: text.isascii() and text.isdecimal() and len(text) < 19]
 #: ISO 8601.
 Time = Annotated[str, _is_time]
 #: A number from 0 on.
-Count = Annotated[int, _is_not_negative]
+Count = Annotated[int, lambda number: number >= 0]
 
 _CODE = {
     "commit": str | None,
@@ -223,7 +215,7 @@ def _check_of(kind: Any) -> _Check:
     plain: dict[Any, _Check] = {
         Any: lambda value: True,
         NoneType: lambda value: value is None,
-        float: _is_float,
+        float: lambda value: (type(value) is float and math.isfinite(value)) or _is_int(value),
         int: _is_int,
     }
     return plain.get(kind) or (lambda value: type(value) is kind)
@@ -249,10 +241,6 @@ def _check_of_dict(key: Any, item: Any) -> _Check:
         isinstance(value, dict)
         and (not value or (all(map(is_key, value)) and all(map(is_item, value.values()))))
     )
-
-
-def _is_float(value: object) -> bool:
-    return (type(value) is float and math.isfinite(value)) or _is_int(value)
 
 
 def _is_int(value: object) -> bool:

@@ -55,7 +55,11 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        return [path for path in self.hidden if not wanted or _names_of(path) & wanted]
+        return [
+            path
+            for path in self.hidden
+            if not wanted or wanted & {path.name, path.parent.name, f"{path.parent.name}/{path.name}"}
+        ]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:
@@ -122,11 +126,6 @@ def _names(parent: Path) -> list[str]:
 def is_run(paths: RunPaths) -> bool:
     """Return True if this is a run's folder that the user may read."""
     return _has_files(paths) and is_readable(paths)
-
-
-def _names_of(hidden: Path) -> set[str]:
-    """Return the words that may mean a run or an experiment that can't be read."""
-    return {hidden.name, hidden.parent.name, f"{hidden.parent.name}/{hidden.name}"}
 
 
 def _has_files(paths: RunPaths) -> bool:

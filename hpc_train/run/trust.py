@@ -41,7 +41,9 @@ def make_experiment_folder(folder: ExperimentPaths) -> None:
 
 def check_experiment_folder(folder: ExperimentPaths) -> None:
     """Raise UntrustedError if another user could replace a run of the experiment or its batch jobs."""
-    _check_runs_folder(folder.folder.parent)
+    mode = folder.folder.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UntrustedError(_writable(folder.folder.parent, "+t"))
     check_holder(folder.folder)
     if folder.submissions.exists():
         check_holder(folder.submissions)
@@ -84,12 +86,6 @@ def check_holder(folder: Path) -> None:
     _check_owner(folder, seen)
     if seen.st_mode & _WRITABLE and not seen.st_mode & stat.S_ISVTX:
         raise UntrustedError(_writable(folder, "go-w"))
-
-
-def _check_runs_folder(folder: Path) -> None:
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UntrustedError(_writable(folder, "+t"))
 
 
 def _check_owner(path: Path, seen: os.stat_result) -> None:

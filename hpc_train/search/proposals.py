@@ -76,7 +76,8 @@ def _proposals(
     method = cast(SearchMethod, load("search", search.method))
     request = SearchRequest(search.parameters, planned.trials, count, search.mode, 0)
     for attempt in range(_TRIES):
-        seed = _seed(search.seed, len(planned.trials), attempt)
+        text = f"{search.seed} {len(planned.trials)} {attempt}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         pending = [Trial(values, "running") for values in proposals]
         missing = count - len(proposals)
         asked = replace(request, trials=[*planned.trials, *pending], count=missing, seed=seed)
@@ -123,9 +124,3 @@ def _checked(answer: Mapping[str, Any], search: SearchConfig) -> dict[str, Any]:
             "sweep.search.parameters; fix the plug-in, or write tpe"
         )
     return values
-
-
-def _seed(seed: int, trials: int, attempt: int) -> int:
-    """Return 32 bits that differ between rounds."""
-    text = f"{seed} {trials} {attempt}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -46,7 +46,11 @@ def trials_of(
     with one_child():
         #: A run that was trained again (``--new``) replaces the previous one.
         created = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
-    present = [(id_, paths, values) for id_, (paths, values) in created.items() if not _is_unsubmitted(paths)]
+    present = [
+        (id_, paths, values)
+        for id_, (paths, values) in created.items()
+        if not launcher_of(paths).is_unsubmitted(paths)
+    ]
     by_run = statuses([paths for _, paths, _ in present])
     trials = [
         _trial(paths, values, status, search, is_due)
@@ -78,10 +82,6 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
         and id_of(loaded, reported) == id_
     ):
         yield id_, reported
-
-
-def _is_unsubmitted(paths: RunPaths) -> bool:
-    return launcher_of(paths).is_unsubmitted(paths)
 
 
 def _trial(

@@ -114,7 +114,9 @@ def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: fl
         except commands.RefusedError as error:
             return [_refused(error, experiment)]
         finally:
-            _cancel(jobs)
+            with suppress(NoSchedulerError, commands.RefusedError):  # also after Ctrl-C
+                if ids := [job.job for job in jobs if job.job and not job.has_ended]:
+                    commands.cancel_jobs(ids)
         lead_s = clock_lead_s(folder)
         return [finding for job in jobs for finding in _judged(job, experiment, runs, lead_s, limit_s)]
 
@@ -201,13 +203,6 @@ def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
             return
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
-
-
-def _cancel(jobs: Sequence[CheckJob]) -> None:
-    """Cancel jobs that still wait or run, also after Ctrl-C."""
-    with suppress(NoSchedulerError, commands.RefusedError):
-        if ids := [job.job for job in jobs if job.job and not job.has_ended]:
-            commands.cancel_jobs(ids)
 
 
 def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:

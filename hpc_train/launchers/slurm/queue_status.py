@@ -347,7 +347,11 @@ def _requeue_reason(folder: Folder) -> str:
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
-    if job.missed_at is not None and not folder.is_cancelled and not _is_gone(folder, job.missed_at):
+    if (
+        job.missed_at is not None
+        and not folder.is_cancelled
+        and not (time.time() - job.missed_at >= SECOND_LOOK_S and folder.is_silent())
+    ):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
@@ -359,11 +363,6 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     diagnosis = _diagnosed(folder, job, submissions)
     state = "cancelled" if diagnosis.cause == "cancelled" else "failed"
     return _end(folder, replace(folder.status, state=state, reason=diagnosis.reason), diagnosis.cause)
-
-
-def _is_gone(folder: Folder, missed_at: float) -> bool:
-    """Return True if a second look found the job missing, too, and its attempt shows no sign of life."""
-    return time.time() - missed_at >= SECOND_LOOK_S and folder.is_silent()
 
 
 def end_cancelled(folder: Folder) -> RunStatus:

@@ -213,7 +213,8 @@ def _write(folder: Path, code: Code) -> None:
                 f"{folder.parent}: this file system has no symbolic links, and {path} is one in your code; "
                 "replace it by a file, or set HPC_TRAIN_RUNS to a folder on another file system"
             ) from error
-    _sync([folder / path for path in code.files] + sorted(folders))
+    # 250 files take 0.04 s in parallel, one by one 1 s (measured).
+    in_parallel(sync_folder, [folder / path for path in code.files] + sorted(folders))
     write_json(folder / _MANIFEST, code.manifest(), sync=True)
     try:
         (folder / _MANIFEST).chmod(0o400)
@@ -228,11 +229,6 @@ def _make_parents(folder: Path, folders: set[Path]) -> None:
         _make_parents(folder.parent, folders)
         folder.mkdir(mode=0o700)
         folders.add(folder)
-
-
-def _sync(paths: Sequence[Path]) -> None:
-    """Fsync files and folders in parallel: 250 files take 0.04 s, one by one 1 s (measured)."""
-    in_parallel(sync_folder, paths)
 
 
 def check_whole(folder: Path) -> None:
