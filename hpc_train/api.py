@@ -330,7 +330,6 @@ def _only_run(word: Word) -> Run:
 
 
 def _with_times(pandas: Any, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Convert columns of seconds to timestamps in UTC."""
     for column in columns:
         if column in table:
             seconds = pandas.to_numeric(table[column], errors="coerce")

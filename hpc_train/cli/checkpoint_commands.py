@@ -111,8 +111,6 @@ def _one_run(word: str) -> RunPaths:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result of ``verify`` for one checkpoint."""
-
     checkpoint: CheckpointPaths
     problems: list[str]
     #: An attempt that owned the run saved it.

@@ -22,7 +22,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import claim_attempt, newest_number, no_claims, read_record
-from hpc_train.run.code.unused_snapshots import unused_snapshots
+from hpc_train.run.code.snapshot import unused_snapshots
 from hpc_train.run.files import read_json, remove_folder
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.liveness import lives, living, newest_record
@@ -136,7 +136,6 @@ def clean(options: CleanOptions) -> ExitCode:
 
 
 def _clean(options: CleanOptions) -> tuple[dict[RunPaths, list[_Surplus]], list[_Surplus]]:
-    """Return the removed items of each run, and of the code."""
     runs = find_runs(options.runs)
     for paths in runs:
         _refuse_living(paths)

@@ -90,7 +90,6 @@ def _function(module: str, name: str) -> Callable[[Any], int]:
 
 
 def _signature(options: type[Options]) -> inspect.Signature:
-    """Return a function's signature from which typer builds the options of a command."""
     kinds = {
         name: kind
         for base in reversed(options.__mro__)
@@ -109,7 +108,6 @@ def _signature(options: type[Options]) -> inspect.Signature:
 
 
 def _declaration(name: str, parameter: Parameter) -> Any:
-    """Return typer's declaration of a parameter."""
     default = None if parameter.default is list else parameter.default
     if parameter.names is None:
         return typer.Argument(default, **parameter.settings)

@@ -194,7 +194,6 @@ def compare(options: CompareOptions) -> ExitCode:
 
 
 def _has(options: CompareOptions, name: str) -> bool:
-    """Return True if the option is set."""
     key = {"--csv": "as_csv", "--json": "as_json"}.get(name, name[2:].replace("-", "_"))
     return bool(getattr(options, key))
 

@@ -142,7 +142,6 @@ def _webhook() -> Iterator[Finding]:
 
 
 def _lines(finding: Finding) -> Iterator[str]:
-    """Yield the lines of a finding; names of a cluster may contain anything."""
     yield f"{finding.level:<8} {finding.what}"
     details = {"why": finding.why, "remedy": finding.remedy}
     if finding.level is not Level.OK:

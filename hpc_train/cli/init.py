@@ -187,7 +187,6 @@ def _put_examples(*, as_json: bool) -> None:
 
 
 def _title(path: Path) -> str:
-    """Return the first sentence of the comment that begins the recipe."""
     paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
     text = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
     return text.partition(". ")[0].rstrip(".:")
@@ -230,8 +229,6 @@ def _with_root(text: str, root: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _FirstFile:
-    """The user's choices; None: not given."""
-
     name: str
     task: str
     data: str | None = None
@@ -254,7 +251,6 @@ class _FirstFile:
 
 
 def _first_file(chosen: _FirstFile, output: Path) -> str:
-    """Return the file's text. Raises UsageError for a task without a template."""
     start = _start(chosen.task)
     data = chosen.data or start.data_for(chosen.root)
     name = chosen.model or start.model_for(data)

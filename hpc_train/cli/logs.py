@@ -234,7 +234,6 @@ class _End:
 
 
 def _tail_offset(path: Path, lines: int) -> int:
-    """Return the offset of the last ``lines`` lines of the file; reads from its end."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:

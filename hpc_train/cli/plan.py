@@ -176,7 +176,6 @@ def make_full_plan(options: PlanOptions) -> FullPlan:
 
 
 def _say_pack(data: DataConfig) -> None:
-    """Print the path of the packed file that the ranks read."""
     if data.cache is None:
         return
     pack = next((file for file in possible_packs(data) or () if file.is_file()), None)
@@ -212,7 +211,6 @@ def show(
 def _table(
     runs: Sequence[PlannedRun], more_columns: Sequence[tuple[str, Sequence[str]]] = ()
 ) -> list[list[str]]:
-    """Return heads and cells; columns without information are omitted."""
     rows = [[*_HEADS], *map(_cells, runs)]
     for head, cells in more_columns:
         _append(rows, head, cells)
@@ -244,7 +242,6 @@ def _bubble(run: PlannedRun) -> str:
 
 
 def _hint(run: PlannedRun) -> str | None:
-    """Return the remedy for a pipeline's bubble, if it is long."""
     if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
         return None
     waits = f"ranks wait {_bubble(run)} of a step"
@@ -296,7 +293,6 @@ def _predictions(
 
 
 def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> list[dict[str, Any]]:
-    """Return each run's keys in ``plan --json``."""
     if steps is None:
         keys = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
         return [run.to_json() | dict.fromkeys(keys) | {"memory_problem": _NOT_ASKED} for run in runs]
@@ -304,7 +300,6 @@ def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | 
 
 
 def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> None:
-    """Print a table of the steps, and the assumptions behind it."""
     if steps is None:
         return
     put("")

@@ -201,7 +201,6 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
 
 
 def _root_remedy(data: DataConfig) -> str:
-    """Return the remedy for a ``data.root`` that is missing here."""
     facts, write = data_facts(data.name), "write the folder of the data"
     if facts.is_downloaded:
         return f"{write}, or fetch them with `hpc-train prepare FILE`"

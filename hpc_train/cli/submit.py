@@ -259,8 +259,6 @@ class _Submission:
 
 @dataclass(frozen=True)
 class _Context:
-    """Facts that all runs of a submit share."""
-
     loaded: Loaded
     launcher: str
     snapshot: Path | None
@@ -331,7 +329,6 @@ def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
 
 
 def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
-    """Report the status of an existing run, and the commands that would change it to ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         differing = " and ".join(

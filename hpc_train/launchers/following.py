@@ -152,7 +152,6 @@ def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStat
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the run's state and reason after an error that its launcher did not handle."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, STOPPED_BY_CTRL_C
     return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -185,7 +185,6 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
-    """Write down who runs the attempt, before any rank starts."""
     attempt = request.paths.attempt(request.attempt)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     claimed = read_record(attempt)

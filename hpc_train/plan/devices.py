@@ -57,7 +57,6 @@ class GPUModel:
 
 
 def _rates(half: float, **others: float) -> dict[str, float]:
-    """Return the rates of a GPU whose bf16 and fp16 are equally fast."""
     return {"bf16": half, "fp16": half, **others}
 
 

@@ -133,9 +133,12 @@ def combinations(
 
     ``trials``: the values of a search; None: examples of its parameters.
     """
-    parts = (list(_listed(sweep)), list(_drawn(sweep, trials)), list(_grid(sweep)))
-    for listed, drawn, gridded in itertools.product(*parts):
-        whole = listed | drawn | gridded
+    listed = [
+        Combination(overrides, {key: ("sweep", "list", index, key) for key in overrides})
+        for index, overrides in enumerate(sweep.list or [{}])
+    ]
+    for entry, drawn, gridded in itertools.product(listed, list(_drawn(sweep, trials)), list(_grid(sweep))):
+        whole = entry | drawn | gridded
         values = varied(sweep.parameters, whole.values)
         if not sweep.is_excluded(values):
             yield Combination(values, {key: whole.places[key] for key in values})
@@ -148,11 +151,6 @@ def _grid(sweep: SweepConfig) -> Iterator[Combination]:
             {key: value for key, (_, value) in chosen},
             {key: ("sweep", "grid", key, index) for key, (index, _) in chosen},
         )
-
-
-def _listed(sweep: SweepConfig) -> Iterator[Combination]:
-    for index, overrides in enumerate(sweep.list or [{}]):
-        yield Combination(overrides, {key: ("sweep", "list", index, key) for key in overrides})
 
 
 def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> Iterator[Combination]:

@@ -40,7 +40,6 @@ def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
 
 
 def _resolved(paths: RunPaths) -> ResolvedLimits | None:
-    """Return the limits in ``resolved.json``; None if they can't be read."""
     section = (read_json(paths.resolved) or {}).get("recovery")
     return ResolvedLimits.of(section) if isinstance(section, dict) else None
 

@@ -101,7 +101,6 @@ def rows_in(path: Path) -> Iterator[Row]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the file's complete lines, in batches."""
     try:
         with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):

@@ -129,7 +129,6 @@ class Progress:
 
 
 def _judged(row: Row) -> str:
-    """Return ``val accuracy 0.98``: the metric by which an evaluation is judged; empty if it has none."""
     name = main_metric(row)
     return f"val {in_words({name: row[name]})}" if name else ""
 
@@ -143,8 +142,6 @@ def _wait(row: Row) -> str:
 
 
 class _Pace:
-    """Steps per second over the last seconds, and the remaining time."""
-
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
@@ -177,8 +174,6 @@ def duration(seconds: float) -> str:
 
 
 class _Lines:
-    """Prints a line every ten seconds and at each evaluation."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._said_at = time.monotonic()

@@ -59,7 +59,6 @@ def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
 
 
 def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
-    """Return a line for each node whose heartbeat is old; none for nodes that never had one."""
     lines = []
     for path in sorted(attempt.folder.glob("heartbeat-*.json")):
         with suppress(OSError):
@@ -75,7 +74,6 @@ _limits_by_text: dict[tuple[str, ...], Limits] = {}
 
 
 def _limits(run: RunFiles) -> Limits:
-    """Return the limits of the run's next attempt."""
     next_number = run.newest_number + 1
     text = (*_section(run.paths), *_changes(run, next_number))
     if text not in _limits_by_text:
@@ -84,7 +82,6 @@ def _limits(run: RunFiles) -> Limits:
 
 
 def _changes(run: RunFiles, attempt: int) -> list[str]:
-    """Return the changes of the section for this attempt, ``KEY=VALUE`` each."""
     if not run.facts.get("changes"):
         return []
     from hpc_train.run.create import noted_changes  # the schema: 0.2 s, which few runs need

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -160,7 +161,7 @@ def _plain(value: Any) -> Any:
         return encoded(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 @cache
@@ -181,6 +182,8 @@ def _default(part: Field[Any], hint: Any) -> Any:
 
 def _reader(hint: Any) -> Callable[[object], Any]:
     """Return a function of a JSON value that returns the field's value, or ``_WRONG``."""
+    if hint is Path:
+        return lambda value: Path(value) if type(value) is str else _WRONG
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)
     if nested is None:
         check = _check_of(hint)

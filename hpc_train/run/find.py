@@ -26,8 +26,6 @@ _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN
 
 @dataclass(frozen=True)
 class _Known:
-    """The content of the runs folder, listed once."""
-
     #: Experiment's name → run id → its folder.
     runs: dict[str, dict[str, RunPaths]]
     #: Experiments and runs that this user has no permission to read.
@@ -110,7 +108,6 @@ def _with_experiment(paths: RunPaths) -> str:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in ``parent`` by name."""
     return [parent / name for name in _names(parent)]
 
 
@@ -174,7 +171,6 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
 
 
 def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
-    """Return the run of the folder, or the runs in it."""
     folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]

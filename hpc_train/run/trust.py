@@ -104,7 +104,6 @@ def _writable(path: Path, mode: str) -> str:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield everything below ``folder``; a file that a living rank has removed meanwhile is skipped."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)

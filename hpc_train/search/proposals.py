@@ -68,7 +68,6 @@ def next_round(
 def _proposals(
     search: SearchConfig, planned: Round, free: int, is_excluded: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    """Return the values of new trials, at most ``free``."""
     count = min(search.trials - len(planned.trials), free)
     proposals: list[dict[str, Any]] = []
     if count <= 0:
@@ -105,7 +104,6 @@ def _new(
 
 
 def _checked(answer: Mapping[str, Any], search: SearchConfig) -> dict[str, Any]:
-    """Return the answer with rounded numbers, in the order of the file."""
     values = {}
     for key, distribution in search.parameters.items():
         if key not in answer:

@@ -229,7 +229,7 @@ def test_code_stays_where_not_all_runs_can_be_seen(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("hpc_train.run.code.unused_snapshots._folders", refuse)
+    monkeypatch.setattr("hpc_train.run.code.snapshot._folders", refuse)
     done = hpc_train("clean", "abc", "--yes")
     assert f"kept, since {tmp_path / 'runs'} can't be read: Permission denied" in done.err
     assert unused.exists()

@@ -302,7 +302,6 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def _expanded_list(listed: str) -> list[str]:
-    """Return the names in a list of nodes; empty for an invalid list."""
     names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
     return names if len(names) <= _MAX_NODES else []
 

@@ -193,7 +193,6 @@ def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
 
 
 def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
-    """Follow the jobs to their end, or for ``limit_s``."""
     deadline, pause_s = time.monotonic() + limit_s, 0.5
     while True:
         for job in jobs:
@@ -241,7 +240,6 @@ def _judged(
 
 
 def _bandwidth(job: CheckJob) -> Finding:
-    """Return how fast the pairs of nodes add up tensors, and which pairs are slow."""
     source = f"job {job.job}"
     results = [json.loads(path.read_text(encoding="ascii")) for path in job.report.parent.glob("pair-*.json")]
     pairs = {f"{result['node']}-{peer}": rate for result in results for peer, rate in result["pairs"].items()}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_train.config.schema import Experiment
 from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
 from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles, save_window
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
@@ -82,10 +81,11 @@ def _subject(request: CheckRequest) -> Subject:
     facts, experiment = cluster_facts.read(), request.experiment
     if experiment is None or experiment.slurm is None:
         return Subject(facts, longest_save_s=_longest_save_s(), place=request.place)
-    problems = _forecast_problems(experiment)
+    folder = ExperimentPaths(runs_root() / experiment.name)
+    run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
+    problems = [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
     experiment = profiles.find(experiment.slurm.profile).applied(experiment)
     assert experiment.slurm is not None
-    folder = ExperimentPaths(runs_root() / experiment.name)
     return Subject(
         facts,
         experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", ""),
@@ -94,12 +94,6 @@ def _subject(request: CheckRequest) -> Subject:
         request.place,
         problems,
     )
-
-
-def _forecast_problems(experiment: Experiment) -> list[KeyProblem]:
-    folder = ExperimentPaths(runs_root() / experiment.name)
-    run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
-    return [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
 
 
 def _longest_save_s() -> float | None:
@@ -350,7 +344,6 @@ def _grace_s(partition: Partition, facts: ClusterFacts) -> int:
 
 
 def _contains(text: str, code: int) -> bool:
-    """Return True if a list of exit codes, such as ``1,70-80``, contains this code."""
     for word in text.split(","):
         if _CODE.fullmatch(word):
             low, _, high = word.partition("-")
@@ -367,10 +360,8 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def _setting(check: str, level: Level, problem: str, effect: str, remedy: str) -> Finding:
-    """Return a finding on a setting of slurm.conf."""
     return Finding(level, f"slurm.{check}", problem, _CONFIG, effect, remedy)
 
 
 def _fine(check: str, result: str, source: str = _CONFIG) -> Finding:
-    """Return the finding of a passed check."""
     return Finding(Level.OK, f"slurm.{check}", result, source)

@@ -260,7 +260,6 @@ def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
 
 
 def _notes(facts: ClusterFacts) -> Iterator[str]:
-    """Yield one line per partition, and the accounts."""
     for partition in facts.partitions[:_LISTED]:
         nodes = [member.node for member in facts.nodes_of(partition.name)]
         _, gpus = _gpus(nodes)

@@ -123,7 +123,6 @@ def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """Return the command for messages, shortened, since it may list many job ids."""
     return shortened(shlex.join(argv), 200)
 
 

@@ -28,8 +28,7 @@ from hpc_train.launchers.slurm import (
     script,
 )
 from hpc_train.launchers.slurm import submission as steps
-from hpc_train.launchers.slurm.script import Batch
-from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.launchers.slurm.submission import Batch, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.history import nodes_to_exclude
 from hpc_train.run.attempts import newest_number
@@ -56,8 +55,6 @@ _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
 @dataclass
 class _Job:
-    """One submission on its way."""
-
     paths: SubmissionPaths
     record: Submission
     runs: list[StartRequest]
@@ -152,7 +149,6 @@ def prepared(runs: Sequence[StartRequest]) -> Iterator[None]:
 
 
 def _submit(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> dict[str, _Job]:
-    """Submit all, held, and release them; return the jobs by their id."""
     try:
         jobs = [_prepared(folder, group) for group in _groups(runs, array_limit())]
         _send_all(jobs)
@@ -285,7 +281,6 @@ def _lines(run: StartRequest, problems: Sequence[KeyProblem]) -> list[str]:
 
 
 def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
-    """Continue an interrupted submission."""
     if record.state == steps.PREPARED:
         placed = _sent_again(folder, paths, record)
         if placed is None:

@@ -116,7 +116,6 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
 
 
 def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
-    """Return the job states once all jobs are gone, or the time is up."""
     kill_wait = commands.config().get("KillWait", "").partition(" ")[0]
     kill_wait_s = float(kill_wait) if kill_wait.isdigit() else _KILL_WAIT_S
     deadline = time.monotonic() + kill_wait_s + _CLEAR_LIMIT_S

@@ -371,14 +371,12 @@ def _evaluation(step: int, folder: Path, run: RunPaths) -> Evaluation:
 
 
 def _table(title: str, text: str) -> Iterator[Table]:
-    """Yield the table, unless the file is empty or damaged."""
     with suppress(csv.Error):
         if rows := [row for row in csv.reader(io.StringIO(text)) if row]:
             yield Table(title, rows[0], rows[1:])
 
 
 def _picture(path: Path, run: RunPaths) -> str | None:
-    """Return a PNG file as a data URI; None if it is not one, or too large."""
     content = b""
     with suppress(OSError, ValueError):
         if is_confined(path, run):

@@ -203,7 +203,6 @@ def _time_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str], str]]
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
-    """Return the step and the IoU of each class in the newest evaluation, for runs that have any."""
     ious = []
     for run in runs[: limits.EVALUATED]:
         curves = {

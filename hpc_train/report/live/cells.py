@@ -43,7 +43,6 @@ class Column:
 
 
 def _note(run: LiveRun) -> str:
-    """Return the reason for the run's state, else its newest metric."""
     if note := run.status.reason or run.status.activity:
         return note
     name, value = run.metric or ("", None)

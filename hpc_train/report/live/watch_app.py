@@ -258,7 +258,6 @@ class WatchApp(App[None]):
         self._select(selected if selected in places else next(iter(places), None))
 
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
-        """Return the cells of a row; the run's state is coloured."""
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
         style = STATE_STYLES.get(by_head.get("state", ""), "")
         coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
@@ -343,7 +342,6 @@ class WatchApp(App[None]):
         self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))
 
     def _follow(self, command: Command) -> None:
-        """Show the command's output until it has ended."""
         is_over = command.is_over
         for line in command.new_lines()[-1:]:
             self._say(line)

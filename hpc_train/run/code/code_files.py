@@ -201,7 +201,6 @@ def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
 
 
 def _look_at(selection: Selection, paths: Iterable[str]) -> None:
-    """Sort the listed files into files, links and exclusions."""
     links = []
     for path in paths:
         seen = _lstat(selection.root / path)
@@ -241,7 +240,6 @@ def _is_secret(path: str) -> bool:
 
 
 def _names_secret(path: PurePosixPath) -> bool:
-    """Return True if the words of a file's name, in lower case, suggest a secret."""
     if path.suffix in _SOURCE_SUFFIXES:
         return False
     parts = _WORD.findall(path.name)
