@@ -114,17 +114,13 @@ def _wandb(experiment: Experiment) -> Iterator[Finding]:
     config = experiment.logging.wandb
     if config is None or not needs_key(config.mode):
         return
+    source = "WANDB_API_KEY, ~/.netrc"
     if has_key():
-        yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", "WANDB_API_KEY, ~/.netrc")
+        yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", source)
         return
-    yield Finding(
-        Level.WARNING,
-        "wandb.key",
-        "wandb: no API key is set",
-        "WANDB_API_KEY, ~/.netrc",
-        "rows are written to the run's folder and not sent to the server",
-        "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended",
-    )
+    effect = "rows are written to the run's folder and not sent to the server"
+    remedy = "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended"
+    yield Finding(Level.WARNING, "wandb.key", "wandb: no API key is set", source, effect, remedy)
 
 
 def _webhook() -> Iterator[Finding]:

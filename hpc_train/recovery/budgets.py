@@ -37,6 +37,9 @@ MAX_EARLY_PREEMPTIONS = 10
 Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
 
+_Hours = Annotated[float, lambda hours: 0 <= hours <= MAX_HOURS]
+
+
 @dataclass(frozen=True)
 class ResolvedLimits:
     """The limits of ``RecoveryConfig`` with all defaults, as in ``resolved.json``."""
@@ -44,7 +47,7 @@ class ResolvedLimits:
     max_preemptions: Count | None
     max_crashes: Count
     max_without_progress: Count
-    exclude_nodes_for_h: Annotated[float, lambda hours: 0 <= hours <= MAX_HOURS]
+    exclude_nodes_for_h: _Hours
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:

@@ -209,14 +209,11 @@ def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Fin
     if experiment is not None:
         advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
-    return Finding(
-        Level.ERROR,
-        "slurm.submit",
+    problem, effect = (
         f"sbatch rejects a small job: {error.words}",
-        _SOURCE,
         "it rejects the jobs of runs for the same reason",
-        remedy,
     )
+    return Finding(Level.ERROR, "slurm.submit", problem, _SOURCE, effect, remedy)
 
 
 def _judged(
@@ -261,30 +258,21 @@ def _bandwidth(job: CheckJob) -> Finding:
 
 
 def _not_ended(job: CheckJob, where: str, limit_s: float) -> Finding:
-    waits = job.state == "PENDING"
-    problem = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s"
-    return Finding(
-        Level.WARNING,
-        "slurm.submit",
-        f"{where}: {problem} ({job.reason}); cancelled" if waits else f"{where}: {problem}; cancelled",
-        _SOURCE,
-        "the node was not checked",
-        "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)",
-    )
+    reason = f" ({job.reason})" if job.state == "PENDING" else ""
+    problem = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s{reason}; cancelled"
+    effect = "the node was not checked"
+    remedy = "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)"
+    return Finding(Level.WARNING, "slurm.submit", f"{where}: {problem}", _SOURCE, effect, remedy)
 
 
 def _may_requeue(job: CheckJob) -> Finding:
     source = f"scontrol show job {job.job}"
     if job.requeue != "0":
         return Finding(Level.OK, "slurm.submit", "a job that requests it may be requeued", source)
-    return Finding(
-        Level.ERROR,
-        "slurm.submit",
-        "a job that requests --requeue may not be requeued: the site overrides it",
-        source,
-        "nothing resumes automatically; each preemption and time limit needs `hpc-train resume`",
-        "ask the administrators to permit --requeue",
-    )
+    problem = "a job that requests --requeue may not be requeued: the site overrides it"
+    effect = "nothing resumes automatically; each preemption and time limit needs `hpc-train resume`"
+    remedy = "ask the administrators to permit --requeue"
+    return Finding(Level.ERROR, "slurm.submit", problem, source, effect, remedy)
 
 
 def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
@@ -300,15 +288,10 @@ def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
             error_line or "the set-up of the profile or `module load` fails",
             "correct environment.modules, or `setup` of the profile",
         ),
-        "42": (
-            "machine.python",
-            "there is no such Python as the login node's",
-            "write environment.python",
-        ),
+        "42": ("machine.python", "there is no such Python as the login node's", "write environment.python"),
         "45": ("machine.python", "Python fails", "write environment.python"),
     }
     unknown = f"the job ended as {job.state} {job.exit_code}", "see slurmd's log, or ask the administrators"
     check, problem, remedy = causes.get(code, ("slurm.submit", *unknown))
-    return Finding(
-        Level.ERROR, check, f"{where}: {problem}", f"job {job.job}", "ranks can't start there", remedy
-    )
+    source, effect = f"job {job.job}", "ranks can't start there"
+    return Finding(Level.ERROR, check, f"{where}: {problem}", source, effect, remedy)

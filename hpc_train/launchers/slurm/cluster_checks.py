@@ -106,17 +106,13 @@ def _longest_save_s() -> float | None:
 
 def requests(subject: Subject) -> Iterator[Finding]:
     """Requests of the file that Slurm would refuse or never start."""
+    source = "sbatch --test-only"
     for problem in subject.problems or ():
-        yield Finding(
-            Level.ERROR,
-            "slurm.request",
-            f"{subject.place(problem.key)}: {problem.message}",
-            "sbatch --test-only",
-            "Slurm rejects the job, or accepts it and never starts it",
-            problem.remedy,
-        )
+        label = f"{subject.place(problem.key)}: {problem.message}"
+        effect = "Slurm rejects the job, or accepts it and never starts it"
+        yield Finding(Level.ERROR, "slurm.request", label, source, effect, problem.remedy)
     if subject.problems == []:
-        yield _fine("request", "Slurm accepts the file's request", "sbatch --test-only")
+        yield _fine("request", "Slurm accepts the file's request", source)
 
 
 def account(subject: Subject) -> Iterator[Finding]:
@@ -147,14 +143,8 @@ def partition_state(subject: Subject) -> Iterator[Finding]:
         else:
             yield _fine("partition", f"partition {partition.name}: {usable} of {len(nodes)} nodes", source)
             continue
-        yield Finding(
-            subject.level_of(partition),
-            "slurm.partition",
-            f"partition {partition.name}: {problem}",
-            source,
-            "jobs that are submitted to it do not start",
-            remedy,
-        )
+        label, effect = f"partition {partition.name}: {problem}", "jobs that are submitted to it do not start"
+        yield Finding(subject.level_of(partition), "slurm.partition", label, source, effect, remedy)
 
 
 def signal_lead(subject: Subject) -> Iterator[Finding]:
@@ -165,18 +155,15 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
         return
     given_s = subject.lead_s + 60 * (subject.facts.number("OverTimeLimit") or 0)
     label = f"jobs are signalled {given_s} s before they are killed at their time limit"
+    source = subject.place("slurm.signal_lead_s")
     if given_s >= save_window.SAVES * longest_s:
-        yield _fine("signal-lead", label, subject.place("slurm.signal_lead_s"))
+        yield _fine("signal-lead", label, source)
         return
-    yield Finding(
-        Level.ERROR,
-        "slurm.signal-lead",
-        f"{label}: too little for three saves of {longest_s:.1f} s",
-        subject.place("slurm.signal_lead_s"),
-        "a job that is killed before its save is complete loses the steps since the newest checkpoint",
-        f"write slurm.signal_lead_s: {save_window.SAVES * round(longest_s + 1)}, and a time limit of at "
-        "least twice that",
-    )
+    label = f"{label}: too little for three saves of {longest_s:.1f} s"
+    effect = "a job that is killed before its save is complete loses the steps since the newest checkpoint"
+    lead_s = save_window.SAVES * round(longest_s + 1)
+    remedy = f"write slurm.signal_lead_s: {lead_s}, and a time limit of at least twice that"
+    yield Finding(Level.ERROR, "slurm.signal-lead", label, source, effect, remedy)
 
 
 def requeue(subject: Subject) -> Iterator[Finding]:
