@@ -14,7 +14,7 @@ from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.data_facts.by_name import prefetched_bytes
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError, counted
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
@@ -50,7 +50,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
         put_json({"version": JSON_VERSION, "counts": counts, "findings": items})
     else:
         put(*(line for finding in findings for line in _lines(finding)))
-        put(f"{_counted(counts[Level.ERROR], 'error')}, {_counted(counts[Level.WARNING], 'warning')}")
+        put(f"{counted(counts[Level.ERROR], 'error')}, {counted(counts[Level.WARNING], 'warning')}")
     return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
 
 
@@ -144,10 +144,6 @@ def _lines(finding: Finding) -> Iterator[str]:
         for label, text in (*details.items(), ("read from", finding.source)):
             if text:
                 yield f"         {label}: {text}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def notify(options: NotifyOptions) -> ExitCode:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from hpc_train.config.durations import MAX_HOURS
 from hpc_train.config.problems import Problem
 from hpc_train.console import rounded
+from hpc_train.errors import counted
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import Count, decoded
 
@@ -123,8 +124,7 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str
     spent, most = num_idle(records), recovery.max_without_progress
     if spent <= most:
         return Decision(True, f"{text}; no progress {spent} of {most}: no checkpoint {_since(records)}")
-    attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
-    stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
+    stuck = f"no progress in {counted(spent, 'attempt')}: no checkpoint {_since(records)}"
     longer = "raise slurm.time_limit"
     if records[-1].requested_limit_s is not None:
         longer = "submit to a partition or QOS that grants the time limit"

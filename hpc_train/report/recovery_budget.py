@@ -45,17 +45,15 @@ def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
-    lines = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    lines = []
+    if excluded and now.state in GOING_ON:
+        kept = (
+            "can't exclude these nodes, since too few would be left: " if newest.kept_nodes.exists() else ""
+        )
+        lines = [f"{kept}{bad_nodes.exclusion_words(excluded)}"]
     newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
     left = budgets.left([record for record in records if record.job == newest_job], limits)
     return Recovery(left, excluded, (*lines, *silent))
-
-
-def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
-    nodes = bad_nodes.exclusion_words(excluded)
-    if newest.kept_nodes.exists():
-        return f"can't exclude these nodes, since too few would be left: {nodes}"
-    return nodes
 
 
 def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
