@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.report.html import collecting, limits
+from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import render
@@ -99,7 +99,7 @@ def test_of_many_runs_the_best_ones_are_read_in_detail(
 ) -> None:
     """A page of many runs reads few training rows of each; what it shows in detail has all."""
     runs = made_sweep(tmp_path, limits.DETAILED + 2, steps=600)
-    monkeypatch.setattr(collecting, "ALL_ROWS", len(runs) * 20)
+    monkeypatch.setattr(limits, "ALL_ROWS", len(runs) * 20)
     loss = Metric("train", "loss")
     best = collect(runs, "train/loss").runs
     monkeypatch.undo()
