@@ -276,7 +276,11 @@ class Runs(Sequence[Run]):
         pandas, runs = _pandas(), self._paths
         names, values = run_names(runs), changed_keys(runs)
         rows = {paths: list(rows_in(paths.metrics)) for paths in runs}
-        chosen = _chosen(list(rows.values()), metric)
+        metrics = metrics_in(row for run_rows in rows.values() for row in run_rows)
+        chosen = find_metric(metrics, metric)
+        if chosen is None and metric is not None:
+            listed = ", ".join(sorted(map(str, metrics))[:50]) or "none yet"
+            raise UsageError(f"metric: {metric} is in no run's metrics.jsonl; there are {listed}")
         return pandas.DataFrame(
             [{"run": names[paths]} | _run(paths, rows[paths], chosen) | values[paths] for paths in runs]
         )
@@ -326,7 +330,6 @@ def _only_run(word: Word) -> Run:
 
 
 def _with_times(pandas: Any, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Convert columns of seconds to timestamps in UTC."""
     for column in columns:
         if column in table:
             seconds = pandas.to_numeric(table[column], errors="coerce")
@@ -343,15 +346,6 @@ def _pandas() -> Any:
             "pip install 'hpc-train[results]'"
         ) from error
     return pandas
-
-
-def _chosen(rows: Sequence[Sequence[Row]], wanted: str | None) -> Metric | None:
-    known = metrics_in(row for run_rows in rows for row in run_rows)
-    found = find_metric(known, wanted)
-    if found is None and wanted is not None:
-        listed = ", ".join(sorted(map(str, known))[:50]) or "none yet"
-        raise UsageError(f"metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
-    return found
 
 
 def _run(paths: RunPaths, rows: Sequence[Row], metric: Metric | None) -> dict[str, Any]:

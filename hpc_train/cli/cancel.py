@@ -55,7 +55,6 @@ def _state(paths: RunPaths) -> str:
 
 
 def _report(paths: RunPaths, name: str, before: str) -> ExitCode:
-    """Print the run's status; ``name``: its printed name."""
     status = read_status(paths)
     if before not in GOING_ON and status.state == before:
         say(f"{name}: {before} already; nothing to cancel")

@@ -195,7 +195,9 @@ class _File:
             if self._loaded is None:
                 return (self._unreadable(),)
             frozen = frozen_experiment.read(paths)
-            entries = list(_entries(frozen, _as_run(self._loaded, paths, frozen), used, is_queued))
+            values = swept_values(paths, frozen.model_dump(mode="json"))
+            wanted = self._loaded.variant(values) if values else self._loaded.experiment
+            entries = list(_entries(frozen, wanted, used, is_queued))
         except BadFileError:
             return (self._unreadable(),)
         return (f"{self._name} has changed since:", *entries) if entries else ()
@@ -205,27 +207,16 @@ class _File:
         return f"{self._name} {why}, so its changes are unknown; the run continues with its own copy"
 
 
-def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
-    """Return the file's experiment for a run with the swept values of ``frozen``."""
-    data = frozen.model_dump(mode="json")
-    values = swept_values(paths, data)
-    return loaded.variant(values) if values else loaded.experiment
-
-
 def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
     """Yield a line per key that differs between the file then and now, and between file and run."""
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
         value = value_at(uses, change.path)
         if value != change.after and (is_queued or not change.is_of_job):
-            yield _entry(change, value)
-
-
-def _entry(change: Change, used: object) -> str:
-    continues = "without it" if used is None else f"with {value_in_words(used)}"
-    remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
-    before, after = value_in_words(change.before), value_in_words(change.written)
-    return f"{change.key} {before} → {after} (the run continues {continues}{remedy})"
+            continues = "without it" if value is None else f"with {value_in_words(value)}"
+            remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
+            before, after = value_in_words(change.before), value_in_words(change.written)
+            yield f"{change.key} {before} → {after} (the run continues {continues}{remedy})"
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,6 @@ def _one_run(word: str) -> RunPaths:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The result of ``verify`` for one checkpoint."""
-
     checkpoint: CheckpointPaths
     problems: list[str]
     #: An attempt that owned the run saved it.
@@ -168,18 +166,14 @@ def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
             would_load = would_load or checkpoint
         verdict = _Verdict(checkpoint, problems, counts, checkpoint == would_load)
         if shows:
-            _put_verdict(paths, verdict)
+            text = "damaged" if problems else "whole"
+            if not counts:
+                text += ", does not count: its attempt no longer owned the run"
+            elif verdict.loads:
+                text += ", would load"
+            put(f"{run_name(paths)}  {checkpoint.folder.name}  {text}")
+            for problem in problems:
+                say(f"  {problem}")
         yield verdict
     if would_load is None:
         say(f"{run_name(paths)}: nothing would load; start again with `hpc-train submit FILE --new`")
-
-
-def _put_verdict(paths: RunPaths, verdict: _Verdict) -> None:
-    text = "damaged" if verdict.problems else "whole"
-    if not verdict.counts:
-        text += ", does not count: its attempt no longer owned the run"
-    elif verdict.loads:
-        text += ", would load"
-    put(f"{run_name(paths)}  {verdict.checkpoint.folder.name}  {text}")
-    for problem in verdict.problems:
-        say(f"  {problem}")

@@ -22,7 +22,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import claim_attempt, newest_number, no_claims, read_record
-from hpc_train.run.code.unused_snapshots import unused_snapshots
+from hpc_train.run.code.snapshot import unused_snapshots
 from hpc_train.run.files import read_json, remove_folder
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.liveness import lives, living, newest_record
@@ -116,7 +116,18 @@ def clean(options: CleanOptions) -> ExitCode:
         items = [*code, *(item for items_of_run in removed.values() for item in items_of_run)]
         cleaned = Cleaning(
             version=JSON_VERSION,
-            runs=[_to_json(paths, items_of_run) for paths, items_of_run in removed.items()],
+            runs=[
+                {
+                    "id": paths.folder.name,
+                    "name": paths.siblings.folder.name,
+                    "path": str(paths.folder.absolute()),
+                    "removed": [item.to_json() for item in items_of_run],
+                    "checkpoints": [
+                        str(checkpoint.folder.absolute()) for checkpoint in paths.checkpoint_folders()
+                    ],
+                }
+                for paths, items_of_run in removed.items()
+            ],
             code=[item.to_json() for item in code],
             bytes=sum(item.size_bytes for item in items),
         )
@@ -124,18 +135,7 @@ def clean(options: CleanOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def _to_json(paths: RunPaths, removed: Sequence[_Surplus]) -> CleanedRun:
-    return {
-        "id": paths.folder.name,
-        "name": paths.siblings.folder.name,
-        "path": str(paths.folder.absolute()),
-        "removed": [item.to_json() for item in removed],
-        "checkpoints": [str(checkpoint.folder.absolute()) for checkpoint in paths.checkpoint_folders()],
-    }
-
-
 def _clean(options: CleanOptions) -> tuple[dict[RunPaths, list[_Surplus]], list[_Surplus]]:
-    """Return the removed items of each run, and of the code."""
     runs = find_runs(options.runs)
     for paths in runs:
         _refuse_living(paths)
@@ -284,7 +284,10 @@ def rm(options: RemoveOptions) -> ExitCode:
         with suppress(OSError):  # it has other runs, or files of no run
             siblings.folder.rmdir()
     if options.as_json:
-        put_json(_removed_json(facts, code))
+        total = sum(run["bytes"] for run in facts) + sum(item.size_bytes for item in code)
+        put_json(
+            Removal(version=JSON_VERSION, runs=facts, code=[item.to_json() for item in code], bytes=total)
+        )
     return ExitCode.DONE
 
 
@@ -298,11 +301,6 @@ def _facts(paths: RunPaths, status: RunStatus) -> RemovedRun:
         "step": status.step,
         "bytes": _size_bytes(paths.folder),
     }
-
-
-def _removed_json(runs: list[RemovedRun], code: Sequence[_Surplus]) -> Removal:
-    total = sum(run["bytes"] for run in runs) + sum(item.size_bytes for item in code)
-    return {"version": JSON_VERSION, "runs": runs, "code": [item.to_json() for item in code], "bytes": total}
 
 
 def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:

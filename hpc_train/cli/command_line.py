@@ -90,7 +90,6 @@ def _function(module: str, name: str) -> Callable[[Any], int]:
 
 
 def _signature(options: type[Options]) -> inspect.Signature:
-    """Return a function's signature from which typer builds the options of a command."""
     kinds = {
         name: kind
         for base in reversed(options.__mro__)
@@ -109,7 +108,6 @@ def _signature(options: type[Options]) -> inspect.Signature:
 
 
 def _declaration(name: str, parameter: Parameter) -> Any:
-    """Return typer's declaration of a parameter."""
     default = None if parameter.default is list else parameter.default
     if parameter.names is None:
         return typer.Argument(default, **parameter.settings)
@@ -146,7 +144,10 @@ def exit_code_of(body: Callable[[], int]) -> int:
         say_text(f"{shown}\na plug-in of yours raised this when hpc-train loaded or called it; fix it there")
         return int(ExitCode.FAILED)
     finally:
-        _flush()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            redirect_to_devnull(sys.stdout)
 
 
 def _problem(error: OSError) -> str:
@@ -158,14 +159,6 @@ def _problem(error: OSError) -> str:
     from hpc_train.run.storage_errors import error_words
 
     return error_words(error)
-
-
-def _flush() -> None:
-    """Discard output that Python would flush at exit, which fails if the terminal is gone."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        redirect_to_devnull(sys.stdout)
 
 
 def _print_version(is_asked: bool) -> None:

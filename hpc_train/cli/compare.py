@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import CompareOptions
@@ -66,10 +66,6 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.mean:.6g}" if self.std is None else f"{self.mean:.6g} ± {self.std:.2g}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return ``last`` or ``best`` of averaged runs in ``compare --json``."""
-        return {"mean": self.mean, "std": self.std, "count": self.count}
 
 
 @dataclass(frozen=True)
@@ -171,38 +167,33 @@ def compare(options: CompareOptions) -> ExitCode:
 
     Raises UsageError for a metric that none of them has, and a key in which they do not differ.
     """
-    _check(options)
+    for one, *others in _EXCLUSIVE:
+        if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
+            raise UsageError(f"{one} and {other} exclude each other; use one of them")
     if options.diff:
         from hpc_train.cli.compare_diff import compare_two  # the schema: 0.2 s
 
         return compare_two(options.runs, as_json=options.as_json)
-    as_csv, as_json = options.as_csv, options.as_json
     runs = find_readable(options.runs)
     measured = _measured(runs, options.metric)
     chosen = measured.metric
     compared = sorted(_compared(runs, measured), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for run in compared for key in run.values))
     if options.over or options.group_by:
-        averaged = _averaged(keys, options)
-        _show_groups(compared, keys, chosen, averaged, as_csv=as_csv, as_json=as_json)
-    elif as_json:
+        over = _full_keys(options.over, keys, "--over")
+        common = _full_keys(options.group_by, keys, "--group-by")
+        averaged = [key for key in keys if key not in common] if common else over
+        _show_groups(compared, keys, chosen, averaged, options)
+    elif options.as_json:
         put_json(_to_json(compared, keys, chosen))
-    elif as_csv:
+    elif options.as_csv:
         _write_csv(compared, keys, chosen)
     else:
         _print(compared, keys, chosen)
     return ExitCode.DONE
 
 
-def _check(options: CompareOptions) -> None:
-    """Raise UsageError if options exclude each other."""
-    for one, *others in _EXCLUSIVE:
-        if _has(options, one) and (other := next((name for name in others if _has(options, name)), None)):
-            raise UsageError(f"{one} and {other} exclude each other; use one of them")
-
-
 def _has(options: CompareOptions, name: str) -> bool:
-    """Return True if the option is set."""
     key = {"--csv": "as_csv", "--json": "as_json"}.get(name, name[2:].replace("-", "_"))
     return bool(getattr(options, key))
 
@@ -257,9 +248,7 @@ def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:
 
 
 def _code(facts: Mapping[str, Any]) -> str | None:
-    code = facts.get("code")
-    if not isinstance(code, dict):
-        return None
+    code = facts.get("code") or {}
     version = code.get("snapshot") or code.get("commit")
     return None if version is None else str(version)[:12]
 
@@ -283,13 +272,6 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
         say("no key of the experiment differs between these runs")
 
 
-def _averaged(keys: Sequence[str], options: CompareOptions) -> list[str]:
-    """Return the keys over which runs are averaged: ``--over``, or all keys except ``--group-by``."""
-    over = _full_keys(options.over, keys, "--over")
-    common = _full_keys(options.group_by, keys, "--group-by")
-    return [key for key in keys if key not in common] if common else over
-
-
 def _full_keys(names: Sequence[str], keys: Sequence[str], option: str) -> list[str]:
     """Return the keys with these full or short names."""
     full = {name: key for key, name in short_names(keys).items()}
@@ -305,16 +287,14 @@ def _show_groups(
     keys: Sequence[str],
     metric: Metric,
     averaged: Sequence[str],
-    *,
-    as_csv: bool,
-    as_json: bool,
+    options: CompareOptions,
 ) -> None:
     """Print a line per group of runs that differ in the averaged keys only."""
     common = [key for key in keys if key not in averaged]
     groups = grouped(runs, averaged, metric)
-    if as_json:
+    if options.as_json:
         put_json(_groups_to_json(groups, common, averaged, metric))
-    elif as_csv:
+    elif options.as_csv:
         _write_groups(groups, common, metric)
     else:
         _print_groups(groups, common, metric)
@@ -347,11 +327,9 @@ def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) 
 
 
 def _spread_cells(spread: Spread | None) -> list[float | str]:
-    return ["", "", 0] if spread is None else [spread.mean, _or_empty(spread.std), spread.count]
-
-
-def _or_empty(value: float | None) -> float | str:
-    return "" if value is None else value
+    if spread is None:
+        return ["", "", 0]
+    return [spread.mean, "" if spread.std is None else spread.std, spread.count]
 
 
 def _groups_to_json(
@@ -367,8 +345,8 @@ def _groups_to_json(
             {
                 "ids": [run.paths.folder.name for run in group.runs],
                 "values": {key: group.values.get(key) for key in keys},
-                "last": group.last.to_json() if group.last else None,
-                "best": group.best.to_json() if group.best else None,
+                "last": group.last and asdict(group.last),
+                "best": group.best and asdict(group.best),
                 "duration_s": round(group.duration.mean, 1) if group.duration else None,
             }
             for group in groups
@@ -384,7 +362,9 @@ def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) ->
     heads = [f"last {metric}", "last step", f"best {metric}", "best step", "duration_s"]
     lines = [csv_line(["run", "experiment", *keys, "state", *heads])]
     for run in runs:
-        points = [number for point in (run.last, run.best) for number in _numbers(point)]
+        points: list[float | str] = []
+        for point in (run.last, run.best):
+            points += ["", ""] if point is None else [point.value, point.step]
         values = [_csv_text(run.values.get(key)) for key in keys]
         duration = "" if run.duration_s is None else round(run.duration_s, 1)
         experiment = run.paths.siblings.folder.name
@@ -396,10 +376,6 @@ def _csv_text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _numbers(point: Point | None) -> tuple[float | str, int | str]:
-    return ("", "") if point is None else (point.value, point.step)
 
 
 def _to_json(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.data_facts.by_name import prefetched_bytes
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError, counted
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
@@ -50,7 +50,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
         put_json({"version": JSON_VERSION, "counts": counts, "findings": items})
     else:
         put(*(line for finding in findings for line in _lines(finding)))
-        put(f"{_counted(counts[Level.ERROR], 'error')}, {_counted(counts[Level.WARNING], 'warning')}")
+        put(f"{counted(counts[Level.ERROR], 'error')}, {counted(counts[Level.WARNING], 'warning')}")
     return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
 
 
@@ -114,17 +114,13 @@ def _wandb(experiment: Experiment) -> Iterator[Finding]:
     config = experiment.logging.wandb
     if config is None or not needs_key(config.mode):
         return
+    source = "WANDB_API_KEY, ~/.netrc"
     if has_key():
-        yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", "WANDB_API_KEY, ~/.netrc")
+        yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", source)
         return
-    yield Finding(
-        Level.WARNING,
-        "wandb.key",
-        "wandb: no API key is set",
-        "WANDB_API_KEY, ~/.netrc",
-        "rows are written to the run's folder and not sent to the server",
-        "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended",
-    )
+    effect = "rows are written to the run's folder and not sent to the server"
+    remedy = "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended"
+    yield Finding(Level.WARNING, "wandb.key", "wandb: no API key is set", source, effect, remedy)
 
 
 def _webhook() -> Iterator[Finding]:
@@ -142,17 +138,12 @@ def _webhook() -> Iterator[Finding]:
 
 
 def _lines(finding: Finding) -> Iterator[str]:
-    """Yield the lines of a finding; names of a cluster may contain anything."""
     yield f"{finding.level:<8} {finding.what}"
     details = {"why": finding.why, "remedy": finding.remedy}
     if finding.level is not Level.OK:
         for label, text in (*details.items(), ("read from", finding.source)):
             if text:
                 yield f"         {label}: {text}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def notify(options: NotifyOptions) -> ExitCode:

@@ -134,7 +134,6 @@ def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
 def _ranks_folder(
     folder: Path, experiment: Experiment, request: dict[str, Any], snapshot: Path | None
 ) -> RunPaths:
-    """Create a run folder whose ranks carry out the request instead of training."""
     run = RunPaths(folder)
     run.folder.mkdir(mode=0o700)
     frozen_experiment.write(run, experiment)

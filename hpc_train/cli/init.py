@@ -77,14 +77,16 @@ def init(options: InitOptions) -> ExitCode:
         return ExitCode.DONE
     if output.exists() or output.is_symlink():
         raise UsageError(f"{output}: exists, and is not overwritten; write another name after -o")
-    options = _with_answers(options) if _is_terminal() and not options.yes else options
+    if _is_terminal() and not options.yes:
+        options = _with_answers(options)
     job = None if options.local else _job_section(options)
     gpus = count_gpus(os.environ) if options.gpus is None else options.gpus
     if options.example is not None:
         text, modules = _from_example(options, output, job)
     else:
+        name = _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
         chosen = _FirstFile(
-            name=_name(output), task=options.task or STARTS[0].task, data=options.data, root=options.root,
+            name=name, task=options.task or STARTS[0].task, data=options.data, root=options.root,
             model=options.model, job=job, gpus=gpus,
         )  # fmt: skip
         text, modules = _first_file(chosen, output), {}
@@ -93,7 +95,8 @@ def init(options: InitOptions) -> ExitCode:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(content)
-    to_change = _lines_to_change(text)
+    # The first line with CHANGE explains the marker.
+    to_change = [number for number, line in enumerate(text.splitlines(), start=1) if CHANGE in line][1:]
     _say_next(output, to_change, job)
     if options.as_json:
         written = FirstFileJson(
@@ -121,11 +124,6 @@ def _job_section(options: InitOptions) -> JobSection | None:
         return None
 
 
-def _lines_to_change(text: str) -> list[int]:
-    """Return the numbers of the lines with CHANGE, except the first one, which explains the marker."""
-    return [number for number, line in enumerate(text.splitlines(), start=1) if CHANGE in line][1:]
-
-
 def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) -> None:
     where = "" if job is not None else " --local"
     say(f"{output}: written for {'this cluster' if job is not None else 'this machine'}")
@@ -135,11 +133,6 @@ def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) ->
     steps = (f"validate {output}", f"prepare {output}", f"plan {output}{where}", f"submit {output}{where}")
     for command in steps:
         say(f"  `hpc-train {command}`")
-
-
-def _name(output: Path) -> str:
-    """Return a valid experiment name similar to the file's."""
-    return _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
 
 
 def _is_terminal() -> bool:
@@ -194,7 +187,6 @@ def _put_examples(*, as_json: bool) -> None:
 
 
 def _title(path: Path) -> str:
-    """Return the first sentence of the comment that begins the recipe."""
     paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
     text = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
     return text.partition(". ")[0].rstrip(".:")
@@ -237,8 +229,6 @@ def _with_root(text: str, root: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _FirstFile:
-    """The user's choices; None: not given."""
-
     name: str
     task: str
     data: str | None = None
@@ -261,16 +251,21 @@ class _FirstFile:
 
 
 def _first_file(chosen: _FirstFile, output: Path) -> str:
-    """Return the file's text. Raises UsageError for a task without a template."""
     start = _start(chosen.task)
     data = chosen.data or start.data_for(chosen.root)
+    name = chosen.model or start.model_for(data)
+    model: dict[str, Any] = {"name": name}
+    if name == start.model and start.model_args:
+        model["args"] = dict(start.model_args)
+    batch, micro = _sizes(start, _num_samples(start, data, chosen), chosen.ranks)
+    sizes = {"epochs": 10, "global_batch_size": batch, "micro_batch_size": micro}
     content = {
         "name": chosen.name,
         "seed": 0,
         "task": start.task,
-        "model": _model(start, chosen.model or start.model_for(data)),
+        "model": model,
         "data": _data(start, data, chosen),
-        "optimization": _optimization(start, data, chosen),
+        "optimization": {**sizes, **start.optimization, "schedule": {"name": "cosine", "warmup_epochs": 0.5}},
     }
     if chosen.has_gpus:
         content["precision"] = "bf16"
@@ -316,13 +311,6 @@ def _start(task: str) -> Start:
     raise UsageError(f"--task: init has no file for {shown(task)}; {remedy}")
 
 
-def _model(start: Start, name: str) -> dict[str, Any]:
-    model: dict[str, Any] = {"name": name}
-    if name == start.model and start.model_args:
-        model["args"] = dict(start.model_args)
-    return model
-
-
 def _data(start: Start, name: str, chosen: _FirstFile) -> dict[str, Any]:
     data: dict[str, Any] = {"name": name}
     if start.needs_root(name) or chosen.root is not None:
@@ -339,12 +327,6 @@ def _data(start: Start, name: str, chosen: _FirstFile) -> dict[str, Any]:
 def _has_no_size(name: str) -> bool:
     facts = data_facts(name)
     return facts.image_size_argument is None and facts.image_size(DataConfig(name=name)) is None
-
-
-def _optimization(start: Start, data: str, chosen: _FirstFile) -> dict[str, Any]:
-    batch, micro = _sizes(start, _num_samples(start, data, chosen), chosen.ranks)
-    sizes = {"epochs": 10, "global_batch_size": batch, "micro_batch_size": micro}
-    return sizes | dict(start.optimization) | {"schedule": {"name": "cosine", "warmup_epochs": 0.5}}
 
 
 def _num_samples(start: Start, name: str, chosen: _FirstFile) -> int | None:

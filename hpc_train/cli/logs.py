@@ -21,7 +21,7 @@ from hpc_train.run.attempts import newest_number, read_record
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
+from hpc_train.run.run_status import GOING_ON, read_status
 
 _POLL_S = 0.2
 #: Interval between queries that may reach the scheduler; its answers are cached for longer.
@@ -226,19 +226,14 @@ class _End:
             return False
         (status,) = statuses([self._paths])
         self._next_question = time.monotonic() + _ASK_S
-        self._tell(status)
-        return status.state not in GOING_ON
-
-    def _tell(self, status: RunStatus) -> None:
-        """Print the reason why the run waits, each time it changes."""
         text = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
         if text and text != self._shown:
             say(f"{run_name(self._paths)}: {text}")
         self._shown = text
+        return status.state not in GOING_ON
 
 
 def _tail_offset(path: Path, lines: int) -> int:
-    """Return the offset of the last ``lines`` lines of the file; reads from its end."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -280,14 +275,11 @@ class _LogReader:
             file.seek(start)
             while chunk := file.read(_CHUNK_BYTES):
                 self._offset += len(chunk)
-                self._print(chunk)
+                if sys.stdout.isatty():
+                    # Carriage returns of progress bars would be shown as escapes.
+                    sys.stdout.write(printable(self._decoder.decode(chunk).replace("\r", "\n")))
+                    sys.stdout.flush()
+                else:
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
         return self._offset > start
-
-    def _print(self, chunk: bytes) -> None:
-        if sys.stdout.isatty():
-            # Carriage returns of progress bars would be shown as escapes.
-            sys.stdout.write(printable(self._decoder.decode(chunk).replace("\r", "\n")))
-            sys.stdout.flush()
-        else:
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()

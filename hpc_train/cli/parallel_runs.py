@@ -77,17 +77,11 @@ class Slots:
         """
         slot = self._slots.index(None)
         environment = slot_environment(os.environ, slot, len(self._slots), self._devices, self._device)
-        command = [
-            sys.executable,
-            "-m",
-            "hpc_train.cli.parallel_runs",
-            str(paths.folder),
-            self._launcher,
-            str(self._devices),
-        ]
+        command = [sys.executable, "-m", "hpc_train.cli.parallel_runs"]
         how = ["new"] if changes is None else ["again", *changes]
+        arguments = [str(paths.folder), self._launcher, str(self._devices), str(os.getpid()), *how]
         self._slots[slot] = start_in_own_session(  # the terminal's Ctrl-C reaches this process only
-            [*command, str(os.getpid()), *how],
+            [*command, *arguments],
             env=with_package(environment, (PACKAGE_PARENT, str(Path.cwd()))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

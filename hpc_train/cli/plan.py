@@ -35,28 +35,14 @@ from hpc_train.validate.loading import Loaded, load
 #: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
-    "run",
-    "ranks",
-    "micro-batches",
-    "accumulation",
-    "precision",
-    "steps per epoch",
-    "steps",
-    "GPU-hours",
-)
+    "run", "ranks", "micro-batches", "accumulation", "precision", "steps per epoch", "steps", "GPU-hours",
+)  # fmt: skip
 #: Set to 1: ``plan`` predicts nothing without ``--memory``.
 NO_MEMORY = "HPC_TRAIN_NO_MEMORY"
 _NOT_ASKED = "not predicted"
 _MEMORY_HEADS = (
-    "run",
-    "micro-batch",
-    "peak GB",
-    *PARTS,
-    "fits",
-    "largest micro-batch",
-    "TFLOPs per step",
-    "sent GB",
-)
+    "run", "micro-batch", "peak GB", *PARTS, "fits", "largest micro-batch", "TFLOPs per step", "sent GB",
+)  # fmt: skip
 #: GB below which a number is not shown.
 _SHOWN = 0.001
 
@@ -190,7 +176,6 @@ def make_full_plan(options: PlanOptions) -> FullPlan:
 
 
 def _say_pack(data: DataConfig) -> None:
-    """Print the path of the packed file that the ranks read."""
     if data.cache is None:
         return
     pack = next((file for file in possible_packs(data) or () if file.is_file()), None)
@@ -226,7 +211,6 @@ def show(
 def _table(
     runs: Sequence[PlannedRun], more_columns: Sequence[tuple[str, Sequence[str]]] = ()
 ) -> list[list[str]]:
-    """Return heads and cells; columns without information are omitted."""
     rows = [[*_HEADS], *map(_cells, runs)]
     for head, cells in more_columns:
         _append(rows, head, cells)
@@ -258,7 +242,6 @@ def _bubble(run: PlannedRun) -> str:
 
 
 def _hint(run: PlannedRun) -> str | None:
-    """Return the remedy for a pipeline's bubble, if it is long."""
     if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
         return None
     waits = f"ranks wait {_bubble(run)} of a step"
@@ -310,14 +293,13 @@ def _predictions(
 
 
 def _json_of_runs(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> list[dict[str, Any]]:
-    """Return each run's keys in ``plan --json``."""
     if steps is None:
-        return [run.to_json() | dict.fromkeys(_keys()) | {"memory_problem": _NOT_ASKED} for run in runs]
+        keys = StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json()
+        return [run.to_json() | dict.fromkeys(keys) | {"memory_problem": _NOT_ASKED} for run in runs]
     return [run.to_json() | step.to_json() for run, step in zip(runs, steps, strict=True)]
 
 
 def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction] | None) -> None:
-    """Print a table of the steps, and the assumptions behind it."""
     if steps is None:
         return
     put("")
@@ -363,10 +345,6 @@ def _remarks(step: StepPrediction) -> list[str]:
             'see the page "Out of memory" of the docs'
         )
     return lines
-
-
-def _keys() -> tuple[str, ...]:
-    return tuple(StepPrediction(Device("", is_gpu=False, memory_bytes=None)).to_json())
 
 
 def _or_unknown(value: int | None) -> str:

@@ -72,14 +72,10 @@ class PlanCost:
         if not any(self.runs):
             return []
         times = [short_duration(run.duration_s) if run else "unknown" for run in self.runs]
-        unit, hours = self._hours()
-        return [("predicted time", times), (f"predicted {unit}", hours)]
-
-    def _hours(self) -> tuple[str, list[str]]:
         has_gpus = any(run is not None and run.gpu_hours for run in self.runs)
         values = [None if run is None else run.gpu_hours if has_gpus else run.core_hours for run in self.runs]
         cells = ["unknown" if value is None else rounded(value) for value in values]
-        return "GPU-hours" if has_gpus else "core-hours", cells
+        return [("predicted time", times), (f"predicted {'GPU' if has_gpus else 'core'}-hours", cells)]
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
         """Return the key ``cost`` of ``plan --json``."""

@@ -132,12 +132,11 @@ def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suf
 
     A byte of a name that is not UTF-8 is written as ``\\udcff`` in both formats, as JSON escapes it.
     """
-    lines = _csv_lines(read) if suffix == ".csv" else _json_lines(read())
+    if suffix == ".csv":
+        lines = _csv_lines(read)
+    else:
+        lines = (json.dumps(_finite(row), allow_nan=False) + "\n" for row in read())
     return sum(1 for line in lines if file.write(line.encode(errors="backslashreplace")))
-
-
-def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    return (json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
 
 
 def _finite(value: Any) -> Any:

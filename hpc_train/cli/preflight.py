@@ -168,22 +168,16 @@ class Preflight:
             for problem in check_start(experiment, ranks.most, ranks.per_node, ranks.fewest, size)
         ]
         lines += [*missing, *(lacking if self._needs_launcher else ())]
-        lines += self._wrong_layout(loaded, is_queued=is_usable and self._launcher.is_queue)
-        if self._on_this_machine or not is_usable:
-            lines += missing_data(loaded)
-        return list(dict.fromkeys(lines))
-
-    def _wrong_layout(self, loaded: Loaded, *, is_queued: bool) -> list[str]:
-        """Return the line on folders or files that the data root lacks.
-
-        ``is_queued``: an empty folder here may be a mount point that only the nodes mount.
-        """
+        is_queued = is_usable and self._launcher.is_queue
         data = loaded.experiment.data
         key = f"{is_queued} {data.model_dump_json()}"
         if key not in self._layouts:
             self._layouts[key] = _layout_problem(data, is_queued=is_queued)
         problem = self._layouts[key]
-        return [] if problem is None else [loaded.source.render(problem)]
+        lines += [] if problem is None else [loaded.source.render(problem)]
+        if self._on_this_machine or not is_usable:
+            lines += missing_data(loaded)
+        return list(dict.fromkeys(lines))
 
 
 def _layout_problem(data: DataConfig, *, is_queued: bool) -> Problem | None:
@@ -207,7 +201,6 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
 
 
 def _root_remedy(data: DataConfig) -> str:
-    """Return the remedy for a ``data.root`` that is missing here."""
     facts, write = data_facts(data.name), "write the folder of the data"
     if facts.is_downloaded:
         return f"{write}, or fetch them with `hpc-train prepare FILE`"

@@ -99,7 +99,6 @@ def _to_submit(plan: Plan) -> list[PlannedRun]:
 def _forecast(
     launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]
 ) -> list[JobForecast] | None:
-    """Return the launcher's forecast; None for a launcher without one."""
     if not isinstance(launcher, ForecastLauncher):
         return None
     folder = ExperimentPaths(runs_root() / name)

@@ -75,8 +75,6 @@ _FIXED: dict[str, Callable[[Experiment], object]] = {
 
 @dataclass(frozen=True)
 class _Request:
-    """The request of the command line for every run."""
-
     overrides: list[str]
     launcher: str | None
     devices: int | None
@@ -104,8 +102,6 @@ def start_again(
 
 @dataclass(frozen=True)
 class _Resumption:
-    """One run to resume, completely checked."""
-
     paths: RunPaths
     loaded: Loaded
     devices: int | None
@@ -316,7 +312,6 @@ def _take_over(paths: RunPaths) -> str:
 def _prepare(
     paths: RunPaths, request: _Request, name: str, launcher: Launcher, checks: Preflight
 ) -> _Resumption:
-    """Check everything before anything is changed."""
     check_run(paths)
     before, loaded = _changed(paths, request.overrides)
     devices = _devices(paths, request, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -175,10 +175,15 @@ class RunRow:
 
     def details(self) -> list[tuple[str, str]]:
         """Return details that don't fit the table, as label and text."""
+        metric = self.last_metric
+        code = self.code or {}
+        changed = " with changes" if code.get("dirty") else ""
+        commit = f"commit {str(code['commit'])[:12]}{changed}" if code.get("commit") else ""
+        snapshot = f"snapshot {str(code['snapshot'])[:12]}" if code.get("snapshot") else ""
         details = [
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
-            ("metric", self._metric_at()),
+            ("metric", f"{self.metric} at step {metric['step']} ({metric['split']})" if metric else ""),
             ("best", str(decoded(Best, self.best) or "")),
             (
                 "goodput",
@@ -187,21 +192,10 @@ class RunRow:
             ("first step", first_step_words(self.first_step or {})),
             *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values)),
-            ("code", self._code_words()),
+            ("code", ", ".join(filter(None, (commit, snapshot)))),
             ("folder", self.path),
         ]
         return [(label, text) for label, text in details if text]
-
-    def _metric_at(self) -> str:
-        metric = self.last_metric
-        return f"{self.metric} at step {metric['step']} ({metric['split']})" if metric else ""
-
-    def _code_words(self) -> str:
-        code = self.code or {}
-        changed = " with changes" if code.get("dirty") else ""
-        commit = f"commit {str(code['commit'])[:12]}{changed}" if code.get("commit") else ""
-        snapshot = f"snapshot {str(code['snapshot'])[:12]}" if code.get("snapshot") else ""
-        return ", ".join(filter(None, (commit, snapshot)))
 
 
 def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
@@ -239,12 +233,13 @@ def _details(
     share = 1.0
     if run.recorded:
         rows, share = spread_rows(paths.metrics, MAX_BYTES)
+    code = run.facts.get("code")
     useful = goodput(paths, now, elapsed, rows)
     used = _usage(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
-        "code": _code(run.facts),
+        "code": None if code is None else {key: code.get(key) for key in ("commit", "dirty", "snapshot")},
         "ranks": ranks_of(run.facts, run.newest_record),
         "micro_batches": layout.micro_batches if layout else None,
         "accumulation": layout.accumulation if layout else None,
@@ -261,13 +256,6 @@ def _best(paths: RunPaths) -> Best | None:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version
         return None
-
-
-def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    noted = facts.get("code")
-    if not isinstance(noted, dict):
-        return None
-    return {key: noted.get(key) for key in ("commit", "dirty", "snapshot")}
 
 
 def _usage(

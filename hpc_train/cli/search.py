@@ -15,7 +15,6 @@ from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import RunPaths
-from hpc_train.search.base import Trial
 from hpc_train.search.proposals import Round
 from hpc_train.validate.loading import Loaded, load
 
@@ -84,23 +83,24 @@ class _Started:
         """Return why to start no more trials: a whole round of them failed before saving anything, and no new
         trial got further (without new ones: no trial of the search).
         """
-        failed = [trial for trial in round_.trials if self.contains(trial.run_id) and self._is_lost(trial)]
+        failed = [
+            trial
+            for trial in round_.trials
+            if self.contains(trial.run_id) and trial.state == "failed" and not self._has_saved(trial.run_id)
+        ]
         if len(failed) < self._section.max_concurrent:
             return None
         new = [trial for trial in round_.trials if self._is_new(trial.run_id)]
-        if any(self._got_further(trial) for trial in new or round_.trials):
+        if any(
+            trial.state in {"finished", "diverged"} or self._has_saved(trial.run_id)
+            for trial in new or round_.trials
+        ):
             return None
         which = "the trial" if len(failed) == 1 else f"all {len(failed)} trials that have ended"
         return (
             f"{which} failed before saving anything; fix the cause and repeat the command, which also starts "
             "failed trials again"
         )
-
-    def _is_lost(self, trial: Trial) -> bool:
-        return trial.state == "failed" and not self._has_saved(trial.run_id)
-
-    def _got_further(self, trial: Trial) -> bool:
-        return trial.state in {"finished", "diverged"} or self._has_saved(trial.run_id)
 
     def _has_saved(self, run_id: str) -> bool:
         return has_saved(RunPaths(self._folder.folder / run_id))

@@ -72,7 +72,6 @@ def _say_queued(runs: Sequence[RunPaths]) -> None:
 
 
 def _say_details(*details: tuple[str, str]) -> None:
-    """Print labels and texts below the line on a run."""
     for line in columns([(f"  {label}", text) for label, text in details]):
         say(line)
 
@@ -109,7 +108,6 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
 
 
 def _profile(paths: RunPaths) -> list[tuple[str, str]]:
-    """Return the lines on the run's bottleneck, if its newest attempt was profiled."""
     attempts = paths.attempt_folders()
     table = attempts[-1].profile_table if attempts else None
     if table is None or not table.is_file():

@@ -63,7 +63,10 @@ def status(options: StatusOptions) -> ExitCode:
     elif not rows:
         say("no run has failed")
     else:
-        _print_rows(rows, is_grouped=options.sort is None)
+        paths = [row.paths for row in rows]
+        names = run_names(paths)
+        cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
+        print_table(_HEADS, cells, _titles(rows) if options.sort is None else {})
     if options.runs and len(rows) == 1:
         _print_details(rows[0].paths, rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
@@ -71,14 +74,6 @@ def status(options: StatusOptions) -> ExitCode:
     if len(rows) == 1 and rows[0].state == "failed":
         _print_error(rows[0].paths)
     return ExitCode.DONE
-
-
-def _print_rows(rows: Sequence[RunRow], *, is_grouped: bool) -> None:
-    """Print the table; above the runs of a sweep a line with their number by state."""
-    paths = [row.paths for row in rows]
-    names = run_names(paths)
-    cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
-    print_table(_HEADS, cells, _titles(rows) if is_grouped else {})
 
 
 def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
@@ -126,7 +121,7 @@ def _sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
     swept = {short: name for name, short in names.items()} | {name: name for name in names}
     value_of = _COLUMNS.get(key.lower())
     if value_of is None and key in swept:
-        value_of = partial(_swept_value, swept[key])
+        value_of = partial(lambda name, row: row.values.get(name), swept[key])
     if value_of is None:
         remedy = suggestion(key, [*_COLUMNS, *swept])
         raise UsageError(f"--sort: there is no column or swept key {key!r}; {remedy}")
@@ -140,10 +135,6 @@ def _comparable(value: Any) -> tuple[int, float, str]:
     if isinstance(value, int | float):
         return 0, float(value), ""
     return 1, 0.0, str(value)
-
-
-def _swept_value(name: str, row: RunRow) -> Any:
-    return row.values.get(name)
 
 
 def watch(options: WatchOptions) -> ExitCode:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cli.changes import changes_on_resume, value_at
@@ -138,7 +137,8 @@ class _Submission:
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
         self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}
-        self._context: _Context | None = None
+        self._snapshot: Path | None = None
+        self._surroundings: Surroundings | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
         self._unchanged: dict[RunPaths, Experiment] = {}
@@ -181,28 +181,61 @@ class _Submission:
         new: list[tuple[RunPaths, PlannedRun]] = []
         existing: list[tuple[RunPaths, PlannedRun]] = []
         with self._launcher.submitting(self._folder):
-            context = self._submit_context()
-            for run, (folder, is_new) in zip(batch, _create_all(self._folder, batch, context), strict=True):
+            self._take_snapshot()
+            for run, (folder, is_new) in zip(batch, self._create_all(batch), strict=True):
                 if not is_new and not self._options.new:
                     existing.append((self._again.get(run.id) or _existing_run(folder, run), run))
                     self._runs.append(existing[-1][0])
                     continue
-                paths = folder if is_new else _create_beside(folder, run, context, self._make_free)
+                paths = folder if is_new else self._create_beside(folder, run)
                 new.append((paths, run))
                 self._runs.append(paths)
             if new:
                 self._start_new(new)
         self._handle_existing(existing)
 
-    def _submit_context(self) -> _Context:
-        """Return the facts that all runs share; the first time a snapshot of the code is taken."""
-        if self._context is None:
+    def _take_snapshot(self) -> None:
+        """Read the code that all runs share, once, after the leftovers of killed commands are removed."""
+        if self._surroundings is None:
             for run in self._plan.runs:
                 self._make_free(RunPaths(self._folder.folder / run.id))
-            snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
-            surroundings = Surroundings.read(snapshot)
-            self._context = _Context(self._loaded, self._name, snapshot, surroundings)
-        return self._context
+            self._snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
+            self._surroundings = Surroundings.read(self._snapshot)
+
+    def _create_all(self, runs: Sequence[PlannedRun]) -> list[tuple[RunPaths, bool]]:
+        """Create the runs; return each one's paths, and False if it existed."""
+        paths = [RunPaths(self._folder.folder / run.id) for run in runs]
+        created = in_parallel(lambda pair: self._create(*pair), zip(paths, runs, strict=True))
+        if any(created):
+            sync_folder(self._folder.folder)
+        return list(zip(paths, created, strict=True))
+
+    def _create_beside(self, paths: RunPaths, run: PlannedRun) -> RunPaths:
+        """Create the run under the first free name of ``<id>-2``, ``<id>-3``, …"""
+        for number in itertools.count(2):
+            other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
+            self._make_free(other)
+            if self._create(other, run):
+                sync_folder(other.folder.parent)
+                return other
+        raise AssertionError("itertools.count ends")
+
+    def _create(self, paths: RunPaths, run: PlannedRun) -> bool:
+        """Create the run's folder; False if it exists."""
+        name = self._loaded.source_name  # empty for a dict
+        origin = Origin(str(Path(name).absolute()), list(self._loaded.overrides)) if name else None
+        return create_run(
+            paths,
+            run.experiment,
+            paths.folder.name,
+            run.total_steps,
+            launcher=self._name,
+            snapshot=self._snapshot,
+            surroundings=self._surroundings,
+            origin=origin,
+            values=run.values,
+            layout=run.layout,
+        )
 
     def _make_free(self, paths: RunPaths) -> None:
         """Remove a run that was only created: its submitter died before it requested a start."""
@@ -234,7 +267,11 @@ class _Submission:
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
             is_again = starts_again(paths, status)
             if is_again:
-                _say_starts_again(paths, status)
+                reason = f" ({status.reason})" if status.reason else ""
+                say(
+                    f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
+                    "starts again with the current code and file"
+                )
             if is_again or self._resumes(paths, run, status):
                 changes = tuple(_changes_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
@@ -253,70 +290,6 @@ class _Submission:
         return is_interrupted and not inputs_differ(paths, run.experiment)
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Facts that all runs of a submit share."""
-
-    loaded: Loaded
-    launcher: str
-    snapshot: Path | None
-    surroundings: Surroundings
-
-    @property
-    def origin(self) -> Origin | None:
-        """The file, as an absolute path, and the overrides that ``run.json`` records; None for a dict."""
-        if not self.loaded.source_name:
-            return None
-        file = Path(self.loaded.source_name).absolute()
-        return Origin(str(file), list(self.loaded.overrides))
-
-
-def _create(paths: RunPaths, run: PlannedRun, context: _Context) -> bool:
-    """Create the run's folder; False if it exists."""
-    return create_run(
-        paths,
-        run.experiment,
-        paths.folder.name,
-        run.total_steps,
-        launcher=context.launcher,
-        snapshot=context.snapshot,
-        surroundings=context.surroundings,
-        origin=context.origin,
-        values=run.values,
-        layout=run.layout,
-    )
-
-
-def _create_all(
-    folder: ExperimentPaths, runs: Sequence[PlannedRun], context: _Context
-) -> list[tuple[RunPaths, bool]]:
-    """Create the runs in the experiment's folder; return each one's paths, and False if it existed."""
-    paths = [RunPaths(folder.folder / run.id) for run in runs]
-    created = in_parallel(lambda pair: _create(*pair, context), zip(paths, runs, strict=True))
-    if any(created):
-        sync_folder(folder.folder)
-    return list(zip(paths, created, strict=True))
-
-
-def _create_beside(
-    paths: RunPaths,
-    run: PlannedRun,
-    context: _Context,
-    make_free: Callable[[RunPaths], None],
-) -> RunPaths:
-    """Create the run under the first free name of ``<id>-2``, ``<id>-3``, …
-
-    ``make_free`` may remove the leftovers of a killed command.
-    """
-    for number in itertools.count(2):
-        other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
-        make_free(other)
-        if _create(other, run, context):
-            sync_folder(other.folder.parent)
-            return other
-    raise AssertionError("itertools.count ends")
-
-
 def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
     """Return the run of this id whose data files are the current ones; ``paths`` if there is none."""
     beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
@@ -327,7 +300,6 @@ def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
 
 
 def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
-    """Report the status of an existing run, and the commands that would change it to ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         differing = " and ".join(
@@ -353,15 +325,6 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_
         say(f"  {line}")
     say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED
-
-
-def _say_starts_again(paths: RunPaths, status: RunStatus) -> None:
-    """Report that a submit starts the run again from step 0."""
-    reason = f" ({status.reason})" if status.reason else ""
-    say(
-        f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
-        "starts again with the current code and file"
-    )
 
 
 def _changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TypedDict
 from hpc_train.cli.command_options import SyncOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import BadFileError, ExitCode, UsageError
+from hpc_train.errors import BadFileError, ExitCode, UsageError, counted
 from hpc_train.loggers.syncing import DESTINATIONS, Synced, Target, find_target, named_destinations
 from hpc_train.loggers.syncing import sync as sync_rows
 from hpc_train.paths import RunPaths
@@ -109,13 +109,9 @@ def _show(paths: RunPaths, synced: Synced) -> None:
     elif synced.rows == 0:
         put(f"{name}: no rows yet that a checkpoint has made final")
     else:
-        what = f"{_rows(synced.rows_sent)} sent, now" if synced.rows_sent else "nothing new,"
+        what = f"{counted(synced.rows_sent, 'row')} sent, now" if synced.rows_sent else "nothing new,"
         where = f"  {synced.target}" if synced.target else ""
-        put(f"{name}: {what} {_rows(synced.rows)} up to step {synced.step:,}{where}")
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
+        put(f"{name}: {what} {counted(synced.rows, 'row')} up to step {synced.step:,}{where}")
 
 
 def _to_json(paths: RunPaths, synced: Synced) -> SyncedJson:

@@ -108,7 +108,9 @@ class FollowingLauncher:
             raise TryAgainError(f"{name}: another command has just started it; see `hpc-train status`")
         try:
             run.prepare(number)
-            _note_launcher(paths, self.name)
+            facts = read_json(paths.run)
+            if facts is not None and facts.get("launcher") != self.name:
+                write_json(paths.run, facts | {"launcher": self.name}, sync=True)
             paths.cancelled.unlink(missing_ok=True)
             write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
             request = LaunchRequest(paths, effective_experiment(paths, number), number, run.devices)
@@ -138,13 +140,6 @@ class FollowingLauncher:
         return None
 
 
-def _note_launcher(paths: RunPaths, launcher: str) -> None:
-    """Record the run's launcher if it changes: it is queried for the status from now on."""
-    facts = read_json(paths.run)
-    if facts is not None and facts.get("launcher") != launcher:
-        write_json(paths.run, facts | {"launcher": launcher}, sync=True)
-
-
 def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStatus | None:
     """Write how the attempt ended, unless its launcher or its ranks have; return the run's status."""
     status = None
@@ -157,7 +152,6 @@ def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStat
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the run's state and reason after an error that its launcher did not handle."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, STOPPED_BY_CTRL_C
     return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -173,7 +167,9 @@ def _cancel(paths: RunPaths) -> bool:
         return False
     mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
     if record is not None and record.end is None:
-        _end_ranks(paths, record)
+        say(f"{run_name(paths)}: its ranks save a checkpoint and end")
+        if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
+            _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
     status = read_status(paths)
     if status.state == "completed":
         paths.cancelled.unlink(missing_ok=True)
@@ -194,15 +190,6 @@ def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
         f"runs on {process.host} ({seen}), which is not this machine ({socket.gethostname()}) or container; "
         f"cancel it there, or here once it has been silent for {minutes(SILENT_LIMIT_S)}"
     )
-
-
-def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
-    """Ask the ranks to save and exit, as Ctrl-C does; kill them after a while. Their launcher continues with
-    its other runs, so that a sweep does not end with this run.
-    """
-    say(f"{run_name(paths)}: its ranks save a checkpoint and end")
-    if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
-        _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
 
 
 def _end_by(number: int, paths: RunPaths, attempt: int, limit_s: float) -> bool:

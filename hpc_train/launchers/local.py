@@ -126,7 +126,10 @@ class _Follower:
             with suppress(OSError):  # showing progress must not end the run
                 poll()
             self._ranks.collect()
-            self._handle_interrupts()
+            if self._interrupts and not self._has_asked:
+                self._has_asked = True
+                say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
+                self._ranks.terminate()
             self._handle_ends()
             if len(self._interrupts) > 1 or (
                 self._deadline is not None and time.monotonic() > self._deadline
@@ -135,12 +138,6 @@ class _Follower:
                 self._ranks.kill()
                 return by_themselves
         return self._ranks.ended
-
-    def _handle_interrupts(self) -> None:
-        if self._interrupts and not self._has_asked:
-            self._has_asked = True
-            say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
-            self._ranks.terminate()
 
     def _handle_ends(self) -> None:
         if self._has_failed or not self._ranks.ended or not self._ranks.are_running:
@@ -188,7 +185,6 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
-    """Write down who runs the attempt, before any rank starts."""
     attempt = request.paths.attempt(request.attempt)
     attempt.folder.mkdir(parents=True, exist_ok=True)
     claimed = read_record(attempt)

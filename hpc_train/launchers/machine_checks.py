@@ -94,7 +94,10 @@ def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None
     runs, where = runs_root(), "this machine"
     try:
         with check_folder(runs) as folder:
-            facts = _report(folder)
+            done = subprocess.run(
+                [sys.executable, str(REPORT), str(folder)], capture_output=True, timeout=_LIMIT_S, check=True
+            )
+            facts = parsed(done.stdout.decode(errors="replace"))
     except OSError as error:
         return [unusable_runs(where, runs, error.strerror or str(error))]
     except (subprocess.SubprocessError, ValueError) as error:
@@ -102,13 +105,6 @@ def this_machine(*, wants_gpu: bool = False, prefetched_bytes: int | None = None
         effect, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
         return [Finding(Level.ERROR, "machine.python", problem, where, effect, remedy)]
     return judged(Machine(where, facts, runs, wants_gpu, None, False, prefetched_bytes))
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(REPORT), str(folder)], capture_output=True, timeout=_LIMIT_S, check=True
-    )
-    return parsed(done.stdout.decode(errors="replace"))
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -141,44 +137,32 @@ def python_version(machine: Machine) -> Iterator[Finding]:
     version = str(machine.facts.get("python"))
     numbers = tuple(int(part) for part in version.split(".") if part.isdecimal())
     if numbers < _PYTHON:
-        yield machine.finding(
-            Level.ERROR,
-            "python",
-            f"Python {version} is too old; {'.'.join(map(str, _PYTHON))} is needed",
-            "ranks of hpc-train can't start",
-            "name a newer one as environment.python, or load its module (environment.modules)",
-        )
+        problem = f"Python {version} is too old; {'.'.join(map(str, _PYTHON))} is needed"
+        remedy = "name a newer one as environment.python, or load its module (environment.modules)"
+        yield machine.finding(Level.ERROR, "python", problem, "ranks of hpc-train can't start", remedy)
     else:
-        executable = machine.facts.get("executable")
-        yield machine.ok("python", f"Python {version} ({executable})")
+        yield machine.ok("python", f"Python {version} ({machine.facts.get('executable')})")
 
 
 def modules(machine: Machine) -> Iterator[Finding]:
     """The packages that ranks import are installed."""
     missing = [str(name) for name in machine.facts.get("missing", ())]
     if missing:
-        is_needed = not _NEEDED_BY_SOME.issuperset(missing)
-        yield machine.finding(
-            Level.ERROR if is_needed else Level.WARNING,
-            "modules",
-            f"{machine.facts.get('executable')} does not find {', '.join(missing)}",
-            "ranks end when they import it" if is_needed else "ranks of some files import it",
-            "install hpc-train into an environment that all nodes see, and name its Python as "
-            "environment.python",
-        )
+        level, effect = Level.ERROR, "ranks end when they import it"
+        if _NEEDED_BY_SOME.issuperset(missing):
+            level, effect = Level.WARNING, "ranks of some files import it"
+        problem = f"{machine.facts.get('executable')} does not find {', '.join(missing)}"
+        remedy = "install hpc-train into an environment that all nodes see, and name its Python as "
+        yield machine.finding(level, "modules", problem, effect, f"{remedy}environment.python")
 
 
 def torch(machine: Machine) -> Iterator[Finding]:
     """Torch can be imported, and sees the GPUs."""
     facts = machine.facts.get("torch") or {}
     if "error" in facts:
-        yield machine.finding(
-            Level.ERROR,
-            "torch",
-            f"torch fails: {facts['error']}",
-            "ranks import it first",
-            "reinstall torch for this machine's CUDA driver, or load the modules that it was built with",
-        )
+        remedy = "reinstall torch for this machine's CUDA driver, or load the modules that it was built with"
+        problem = f"torch fails: {facts['error']}"
+        yield machine.finding(Level.ERROR, "torch", problem, "ranks import it first", remedy)
     elif facts:
         yield from _gpus(machine, facts)
 
@@ -195,15 +179,11 @@ def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield machine.ok("torch", summary)
         return
     if machine.wants_gpu:
-        yield machine.finding(
-            Level.ERROR,
-            "gpu",
-            f"{version}, {built}, sees no GPU",
-            "the file requests GPUs; with device: auto or cuda its ranks end",
-            "install a torch that fits the driver (`nvidia-smi` shows its CUDA version)"
-            if cuda
-            else "install a torch with CUDA: see pytorch.org",
-        )
+        effect = "the file requests GPUs; with device: auto or cuda its ranks end"
+        remedy = "install a torch with CUDA: see pytorch.org"
+        if cuda:
+            remedy = "install a torch that fits the driver (`nvidia-smi` shows its CUDA version)"
+        yield machine.finding(Level.ERROR, "gpu", f"{version}, {built}, sees no GPU", effect, remedy)
     else:
         yield machine.ok("torch", f"{version}, {built}, no GPU visible")
 
@@ -214,15 +194,11 @@ def files_limit(machine: Machine) -> Iterator[Finding]:
     if soft is None or soft >= _FILES:
         yield machine.ok("nofile", f"open files per process: {_amount(soft)}")
         return
-    possible = _FILES if hard is None or hard >= _FILES else hard
+    problem = f"at most {soft} open files per process (hard limit {_amount(hard)}), fewer than {_FILES}"
     inherited = "; jobs usually inherit the limit of the shell that submits" if not machine.is_node else ""
-    yield machine.finding(
-        Level.WARNING,
-        "nofile",
-        f"at most {soft} open files per process (hard limit {_amount(hard)}), fewer than {_FILES}",
-        f"loader processes and wandb fail with `Too many open files`{inherited}",
-        _NFILES_REMEDY.format(possible),
-    )
+    effect = f"loader processes and wandb fail with `Too many open files`{inherited}"
+    remedy = _NFILES_REMEDY.format(_FILES if hard is None or hard >= _FILES else hard)
+    yield machine.finding(Level.WARNING, "nofile", problem, effect, remedy)
 
 
 def locked_memory(machine: Machine) -> Iterator[Finding]:
@@ -265,13 +241,8 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
     remedy = "have it mounted writable and larger (`--shm-size` of a container), or write data.workers: 0"
     if "error" in facts:
         problem = f"no file can be made in /dev/shm: {facts['error']}"
-        yield machine.finding(
-            Level.ERROR,
-            "shm",
-            problem,
-            "loader processes can't start, and NCCL needs it on several GPUs",
-            remedy,
-        )
+        effect = "loader processes can't start, and NCCL needs it on several GPUs"
+        yield machine.finding(Level.ERROR, "shm", problem, effect, remedy)
     elif isinstance(size, int) and needed is not None and needed > size:
         problem = f"/dev/shm has {size / 2**20:.0f} MiB; loader processes read {needed / 2**20:.0f} MiB ahead"
         effect = (
@@ -287,13 +258,9 @@ def quota(machine: Machine) -> Iterator[Finding]:
     """The user is not over quota."""
     report = " ".join(str(machine.facts.get("quota") or "").split())
     if report:
-        yield machine.finding(
-            Level.ERROR,
-            "quota",
-            f"`quota` reports: {shortened(report)}",
-            "once the grace period is over nothing can be written, and runs end",
-            "remove files, or ask for a larger quota",
-        )
+        problem, remedy = f"`quota` reports: {shortened(report)}", "remove files, or ask for a larger quota"
+        effect = "once the grace period is over nothing can be written, and runs end"
+        yield machine.finding(Level.ERROR, "quota", problem, effect, remedy)
 
 
 def clock(machine: Machine) -> Iterator[Finding]:

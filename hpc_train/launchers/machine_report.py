@@ -97,7 +97,6 @@ def _folder(folder: str) -> "dict[str, Any]":
 
 
 def _shared_memory() -> "dict[str, Any]":
-    """Return the size of /dev/shm, or why no file can be made there."""
     try:
         handle, path = tempfile.mkstemp(prefix="hpc-train-", dir="/dev/shm")
         os.close(handle)

@@ -76,7 +76,8 @@ def judge(
     failed = [rank for rank in ended if is_failure(_code(rank), is_completed)]
     if interrupted_by is not None:
         failed = [rank for rank in failed if _code(rank) not in _ASKED_TO_END]
-    if all(_code(rank) == ExitCode.PEER_LOST for rank in failed) and any(map(_stopped_by_request, ended)):
+    stopped = [rank for rank in ended if _code(rank) == ExitCode.TRY_AGAIN and not rank.was_asked]
+    if stopped and all(_code(rank) == ExitCode.PEER_LOST for rank in failed):
         failed = []  # they lost a peer that was asked to stop
     stop = None
     if not failed and interrupted_by is not None:
@@ -99,11 +100,6 @@ def judge(
     exit_code = _exit_code(diagnosis, evidence, interrupted_by)
     state = diagnosis.cause if diagnosis.cause in {CANCELLED, INTERRUPTED} else "failed"
     return Outcome(exit_code, diagnosis.reason, details, state, diagnosis.cause)
-
-
-def _stopped_by_request(rank: RankProcess) -> bool:
-    """Return True if the rank stopped on a request that did not come from the launcher."""
-    return _code(rank) == ExitCode.TRY_AGAIN and not rank.was_asked
 
 
 def _evidence(

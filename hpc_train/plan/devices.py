@@ -57,7 +57,6 @@ class GPUModel:
 
 
 def _rates(half: float, **others: float) -> dict[str, float]:
-    """Return the rates of a GPU whose bf16 and fp16 are equally fast."""
     return {"bf16": half, "fp16": half, **others}
 
 
@@ -226,7 +225,11 @@ def device_here(device: str, ranks: int) -> Device:
         return gpu
     if device == "cuda":
         return Device("GPU", is_gpu=True, memory_bytes=None)
-    return Device("CPU of this machine", is_gpu=False, memory_bytes=_machine_memory() // ranks)
+    match = re.search(
+        r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert match is not None, "Linux has it"
+    return Device("CPU of this machine", is_gpu=False, memory_bytes=int(match[1]) * 1024 // ranks)
 
 
 def _local_gpu() -> Device | None:
@@ -244,11 +247,3 @@ def _local_gpu() -> Device | None:
         return None
     mib, name = min(sizes)
     return Device(name, is_gpu=True, memory_bytes=mib * 2**20)
-
-
-def _machine_memory() -> int:
-    match = re.search(
-        r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert match is not None, "Linux has it"
-    return int(match[1]) * 1024

@@ -198,7 +198,6 @@ def _of_files(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def _of_file(path: Path, blocks: int = _BLOCKS) -> str:
-    """Return a hash of the file's size and of blocks spread over it."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -279,7 +278,6 @@ def _is_cycle(path: str, root: str) -> bool:
 
 
 def _classes(root: str) -> str | None:
-    """Return a hash of the class names; None without a folder of training images."""
     try:
         with os.scandir(os.path.join(root, _SPLITS[0])) as entries:  # noqa: PTH118
             names = sorted(

@@ -166,7 +166,6 @@ def make_plan(
 
 
 def _refuse_scaling(loaded: Loaded) -> None:
-    """Raise BadFileError if a sweep varies the size of a job, which has no effect on this machine."""
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
     problems = [
@@ -179,7 +178,6 @@ def _refuse_scaling(loaded: Loaded) -> None:
 
 
 def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
-    """Yield the problems with this number of training samples."""
     optimization = variant.experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"

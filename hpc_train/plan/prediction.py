@@ -36,19 +36,11 @@ _FUNCTION = "hpc_train.training.predicted_runs:answer"
 _LIMIT_S = 300.0
 #: Limit for all questions after the first, which waits for torch; remaining runs are not predicted. Assumed.
 _TOTAL_S = 60.0
-_GB = 1e9
 #: Keys of the experiment that affect a step's memory.
 _RELEVANT = (
-    "task",
-    "model",
-    "data",
-    "precision",
-    "device",
-    "parallel",
-    "activation_checkpointing",
-    "compile",
+    "task", "model", "data", "precision", "device", "parallel", "activation_checkpointing", "compile",
     "optimization",
-)
+)  # fmt: skip
 #: The parts of a rank's memory, in display order.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 _GB = 1e9
@@ -191,7 +183,6 @@ def _communicators(run: PlannedRun) -> int:
 
 
 def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str | None:
-    """Return why no step can have micro-batches of ``size``, or None."""
     global_batch_size = experiment.optimization.global_batch_size
     if size * degrees.data_ranks > global_batch_size:
         return f"micro_batch_size: {size} leaves ranks without a micro-batch"
@@ -295,28 +286,19 @@ def communication(
         "tensor_gb": 2 * _ring(degrees.tensor, tensors.get("tensor_all_reduce", 0)),
         "pipeline_gb": tensors.get("send", 0) / _GB,
     }
-    shard_axis = "replicate" if not shards else "shard"
-    axes = {
-        "all_reduce_gb": "replicate",
-        "all_gather_gb": "shard",
-        "reduce_scatter_gb": shard_axis,
-        "tensor_gb": "tensor",
-        "pipeline_gb": "pipeline",
+    #: Kind → the number of neighbouring ranks that its group spans (``topology.degrees``).
+    shard = degrees.tensor * degrees.shard
+    replicate = shard * degrees.replicate
+    spans = {
+        "all_reduce_gb": replicate,
+        "all_gather_gb": shard,
+        "reduce_scatter_gb": shard if shards else replicate,
+        "tensor_gb": degrees.tensor,
+        "pipeline_gb": degrees.world_size,
     }
-    within = sum(gb for kind, gb in by_kind.items() if _span(axes[kind], degrees) <= ranks_per_node)
+    within = sum(gb for kind, gb in by_kind.items() if spans[kind] <= ranks_per_node)
     return Communication(**by_kind, within_node_gb=within, between_nodes_gb=sum(by_kind.values()) - within)
 
 
 def _ring(ranks: int, nbytes: float) -> float:
     return (ranks - 1) / ranks * nbytes / _GB
-
-
-def _span(axis: str, degrees: Degrees) -> int:
-    """Return the number of neighbouring ranks that a group along this axis spans (``topology.degrees``)."""
-    shard = degrees.tensor * degrees.shard
-    return {
-        "tensor": degrees.tensor,
-        "shard": shard,
-        "replicate": shard * degrees.replicate,
-        "pipeline": degrees.world_size,
-    }[axis]

@@ -63,7 +63,8 @@ def expand(loaded: Loaded, trials: Sequence[Mapping[str, Any]] | None = None) ->
             except BadFileError as error:
                 problems |= dict.fromkeys(error.problems)
                 continue
-            experiment = _single(whole)
+            without = SweepConfig(max_parallel=whole.sweep.max_parallel)
+            experiment = whole if whole.sweep == without else whole.model_copy(update={"sweep": without})
             variants.append(Variant(run_id(experiment, _scaled_by(values)), values, experiment))
     problems = problems or dict.fromkeys(_problems_of_all(loaded, variants))
     if problems:
@@ -82,12 +83,6 @@ def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
         return run_id(loaded.variant(values), _scaled_by(values))
     except BadFileError:
         return None
-
-
-def _single(experiment: Experiment) -> Experiment:
-    """Return one run's experiment without the sweep, except for the keys that a queue needs."""
-    without = SweepConfig(max_parallel=experiment.sweep.max_parallel)
-    return experiment if experiment.sweep == without else experiment.model_copy(update={"sweep": without})
 
 
 def _scaled_by(keys: Iterable[str]) -> list[KeyPath]:
@@ -116,11 +111,8 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
 
 def describe(values: Mapping[str, Any]) -> str:
     """Return ``optimization.optimizer.lr=0.1 seed=2``, values as in an experiment file."""
-    return " ".join(f"{key}={_text(value)}" for key, value in values.items()) or "the file itself"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    texts = {key: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for key, v in values.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items()) or "the file itself"
 
 
 @dataclass(frozen=True)
@@ -141,9 +133,12 @@ def combinations(
 
     ``trials``: the values of a search; None: examples of its parameters.
     """
-    parts = (list(_listed(sweep)), list(_drawn(sweep, trials)), list(_grid(sweep)))
-    for listed, drawn, gridded in itertools.product(*parts):
-        whole = listed | drawn | gridded
+    listed = [
+        Combination(overrides, {key: ("sweep", "list", index, key) for key in overrides})
+        for index, overrides in enumerate(sweep.list or [{}])
+    ]
+    for entry, drawn, gridded in itertools.product(listed, list(_drawn(sweep, trials)), list(_grid(sweep))):
+        whole = entry | drawn | gridded
         values = varied(sweep.parameters, whole.values)
         if not sweep.is_excluded(values):
             yield Combination(values, {key: whole.places[key] for key in values})
@@ -156,11 +151,6 @@ def _grid(sweep: SweepConfig) -> Iterator[Combination]:
             {key: value for key, (_, value) in chosen},
             {key: ("sweep", "grid", key, index) for key, (index, _) in chosen},
         )
-
-
-def _listed(sweep: SweepConfig) -> Iterator[Combination]:
-    for index, overrides in enumerate(sweep.list or [{}]):
-        yield Combination(overrides, {key: ("sweep", "list", index, key) for key in overrides})
 
 
 def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> Iterator[Combination]:

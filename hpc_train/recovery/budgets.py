@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from hpc_train.config.durations import MAX_HOURS
 from hpc_train.config.problems import Problem
 from hpc_train.console import rounded
+from hpc_train.errors import counted
 from hpc_train.run.attempts import AttemptRecord
-from hpc_train.run.file_shapes import is_a
+from hpc_train.run.file_shapes import Count, decoded
 
 if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
     from hpc_train.config.schema import Experiment, RecoveryConfig
@@ -37,24 +38,22 @@ MAX_EARLY_PREEMPTIONS = 10
 Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
 
+_Hours = Annotated[float, lambda hours: 0 <= hours <= MAX_HOURS]
+
+
 @dataclass(frozen=True)
 class ResolvedLimits:
     """The limits of ``RecoveryConfig`` with all defaults, as in ``resolved.json``."""
 
-    max_preemptions: int | None
-    max_crashes: int
-    max_without_progress: int
-    exclude_nodes_for_h: float
+    max_preemptions: Count | None
+    max_crashes: Count
+    max_without_progress: Count
+    exclude_nodes_for_h: _Hours
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:
         """Return the limits of a section that hpc-train wrote; None if a value is missing or invalid."""
-        kinds = get_type_hints(cls)
-        values: dict[str, Any] = {key: section.get(key, "") for key in kinds}
-        if not all(is_a(values[key], kind) for key, kind in kinds.items()):
-            return None
-        is_valid = all(value >= 0 for value in values.values() if value is not None)
-        return cls(**values) if is_valid and values["exclude_nodes_for_h"] <= MAX_HOURS else None
+        return decoded(cls, section) if section.keys() >= cls.__annotations__.keys() else None
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str
     spent, most = num_idle(records), recovery.max_without_progress
     if spent <= most:
         return Decision(True, f"{text}; no progress {spent} of {most}: no checkpoint {_since(records)}")
-    attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
-    stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
+    stuck = f"no progress in {counted(spent, 'attempt')}: no checkpoint {_since(records)}"
     longer = "raise slurm.time_limit"
     if records[-1].requested_limit_s is not None:
         longer = "submit to a partition or QOS that grants the time limit"

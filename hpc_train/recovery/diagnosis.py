@@ -182,7 +182,6 @@ def _diagnosis(
 
 
 def _final(evidence: Evidence) -> Diagnosis | None:
-    """Return the diagnosis of an error that would recur in every further attempt."""
     for rank, text in evidence.errors.items():
         if evidence.codes.get(rank) in _FINAL:
             return _diagnosis("user error", "; ".join(text.splitlines()), rank)

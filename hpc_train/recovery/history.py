@@ -32,17 +32,13 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
     """Return the limits that apply to the attempt. Raises BadFileError if the frozen file is damaged."""
-    if not run_facts(paths).get("changes") and (limits := _resolved(paths)):
-        return limits
+    if not run_facts(paths).get("changes"):
+        section = (read_json(paths.resolved) or {}).get("recovery")
+        if isinstance(section, dict) and (limits := ResolvedLimits.of(section)):
+            return limits
     from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
 
     return effective_experiment(paths, attempt).recovery
-
-
-def _resolved(paths: RunPaths) -> ResolvedLimits | None:
-    """Return the limits in ``resolved.json``; None if they can't be read."""
-    section = (read_json(paths.resolved) or {}).get("recovery")
-    return ResolvedLimits.of(section) if isinstance(section, dict) else None
 
 
 def nodes_to_exclude(paths: RunPaths) -> dict[str, str]:

@@ -46,7 +46,6 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
 def _read(
     runs: Sequence[RunPaths], settings_of: Callable[[RunPaths], dict[str, Any] | None]
 ) -> dict[RunPaths, dict[str, Any]]:
-    """Return the values by dotted key of the runs that can be read."""
     flats: dict[RunPaths, dict[str, Any]] = {}
     for paths in runs:
         if (sections := settings_of(paths)) is not None:
@@ -56,7 +55,6 @@ def _read(
 
 
 def _differing(settings: Mapping[RunPaths, dict[str, Any]]) -> list[str]:
-    """Return the dotted keys whose values differ among the runs."""
     flats = settings.values()
     keys = dict.fromkeys(chain.from_iterable(flats))
     return [key for key in keys if _differ([flat.get(key, _ABSENT) for flat in flats])]
@@ -128,7 +126,6 @@ def _settings(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def _flattened(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a section by dotted key."""
     for key, value in section.items():
         if isinstance(value, dict) and value:
             yield from _flattened(value, f"{prefix}{key}.")

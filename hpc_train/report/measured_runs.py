@@ -33,17 +33,9 @@ _MAX_RUNS = 100
 _MAX_EXPERIMENTS = 50
 #: Sections that define what a step computes: runs must have the same values there, except for the keys below.
 _SECTIONS = (
-    "device",
-    "deterministic",
-    "task",
-    "model",
-    "data",
-    "optimization",
-    "parallel",
-    "precision",
-    "compile",
+    "device", "deterministic", "task", "model", "data", "optimization", "parallel", "precision", "compile",
     "activation_checkpointing",
-)
+)  # fmt: skip
 #: Keys of these sections that do not change the time of a sample or of an update. A new key counts until it
 #: is added here: a missing prediction is better than a wrong one.
 _ANY = {
@@ -127,7 +119,6 @@ def _on_or_off(value: Any) -> Any:
 
 
 def _newest(folder: Path) -> list[RunPaths]:
-    """Return the runs of an experiment whose metrics were written last."""
     times = []
     for run in _folders(folder):
         paths = RunPaths(run)
@@ -157,7 +148,6 @@ def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> 
 
 
 def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
-    """Return the keys of the newest attempt."""
     if run_facts(paths).get("changes"):
         return effective_experiment(paths, newest_number(paths)).model_dump(mode="json")
     return read_json(paths.resolved)
@@ -188,7 +178,10 @@ def measured(paths: RunPaths, resolved: Mapping[str, Any], launcher: str | None 
     if step_s is None:
         return None
     work = StepWork(layout.accumulation, layout.micro_batch_size, layout.data_ranks)
-    start_s, stop_s = _outside(record, rows)
+    begin, first = timestamp(record.start), timestamp(record.events.get("first_step"))
+    end, last = timestamp(record.end), number(rows[-1].get("time"))
+    start_s = 0.0 if begin is None or first is None else max(0.0, first - begin)
+    stop_s = 0.0 if end is None or last is None else max(0.0, end - last)
     save_s = _save_s(record, rows, step_s, resolved)
     evaluations = evaluation_seconds(rows)
     evaluation_s = sum(evaluations) / len(evaluations) if evaluations else 0.0
@@ -208,14 +201,6 @@ def mean_step_s(rows: Sequence[Row]) -> float | None:
     return seconds / steps if steps and seconds > 0 else None
 
 
-def _outside(record: AttemptRecord, rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the seconds before the attempt's first step, and after its last row."""
-    begin, first = timestamp(record.start), timestamp(record.events.get("first_step"))
-    end, last = timestamp(record.end), number(rows[-1].get("time")) if rows else None
-    start_s = 0.0 if begin is None or first is None else max(0.0, first - begin)
-    return start_s, 0.0 if end is None or last is None else max(0.0, end - last)
-
-
 def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved: Mapping[str, Any]) -> float:
     """Return the seconds that training waited per checkpoint; the file's interval determines their number."""
     steps = [step for row in rows if type(step := row.get("step")) is int]
@@ -226,12 +211,7 @@ def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved:
     except ValidationError:
         return 0.0
     # The time covers the whole attempt, but the rows are only the last ones.
-    trained = max(steps) - _began(record, min(steps))
-    return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)
-
-
-def _began(record: AttemptRecord, first_row: int) -> int:
-    """Return the step of the checkpoint from which the attempt continued, 0 without one."""
     names = [str(name) for name in record.checkpoints]
-    steps = [CheckpointPaths(Path(name)).step for name in names if _CHECKPOINT.fullmatch(name)]
-    return max((step for step in steps if step < first_row), default=0)
+    saved = [CheckpointPaths(Path(name)).step for name in names if _CHECKPOINT.fullmatch(name)]
+    trained = max(steps) - max((step for step in saved if step < min(steps)), default=0)
+    return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)

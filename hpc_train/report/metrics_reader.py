@@ -84,11 +84,6 @@ def _row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def _may_be_evaluation(text: bytes) -> bool:
-    """Return True if one of the rows in ``text`` may be an evaluation's; does not parse them."""
-    return b'"val"' in text or b"\\" in text  # the word, or a JSON spelling of it that we do not write
-
-
 def validation_rows(path: Path) -> list[Row]:
     """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
     rows = (row for lines in _blocks(path) for row in reversed(list(_rows_from_end(lines, _part_in(lines)))))
@@ -106,7 +101,6 @@ def rows_in(path: Path) -> Iterator[Row]:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the file's complete lines, in batches."""
     try:
         with open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
@@ -141,7 +135,9 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
                     sampled[b'"val"' in line].add(place, line)
                     if attempt not in line and len(ends) < 2 * max_evaluations:
                         ends += [(place, line)] if last is None else [last, (place, line)]
-                        attempt = _attempt_in(line)
+                        begin = line.find(_ATTEMPT)
+                        end = line.find(b",", begin) + 1
+                        attempt = line[begin:end] if begin >= 0 and end > 0 else b""
                     place, last = place + 1, (place, line)
                 has_long, is_rest = has_long or is_rest, not is_end
     except (OSError, UnreadableFileError):
@@ -149,16 +145,6 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
     lines = dict(chain(sampled[True].lines, sampled[False].lines, ends, [] if last is None else [last]))
     rows = [row for place in sorted(lines) if (row := _row(lines[place]))]
     return rows, has_long or any(thinned.every > 1 for thinned in sampled.values())
-
-
-def _attempt_in(line: bytes) -> bytes:
-    """Return the key and the attempt's number as written in the line, which is not parsed.
-
-    Without one, return empty bytes, which every line contains.
-    """
-    begin = line.find(_ATTEMPT)
-    end = line.find(b",", begin) + 1
-    return line[begin:end] if begin >= 0 and end > 0 else b""
 
 
 def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
@@ -228,7 +214,7 @@ def newest_judged(path: Path) -> list[Row]:
     The other rows are not parsed, which matters for thousands of runs.
     """
     data = _tail(path, TAIL_BYTES)
-    if _may_be_evaluation(data):
+    if b'"val"' in data or b"\\" in data:  # the word, or a JSON spelling of it that we do not write
         for row in _rows_from_end(data, _part_in(data)):
             if row.get("split") == "val" and main_metric(row):
                 return [row]

@@ -95,7 +95,9 @@ class Progress:
             return
         self._show_notices()
         self._pace.add(now, status.step)
-        self._display.show(status, self._words(status))
+        rate, left = self._pace.words(status)
+        parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
+        self._display.show(status, ProgressText(*map(one_line, parts)))
 
     def _show_notices(self) -> None:
         """Show, once, the lines that rank 0 wrote before it reported that it is running."""
@@ -125,14 +127,8 @@ class Progress:
                 self._loss = f"loss {loss:.4g}"
                 self._wait = _wait(row)
 
-    def _words(self, status: RunStatus) -> ProgressText:
-        rate, left = self._pace.words(status)
-        parts = (rate, left, self._loss, self._validation, self._judged, self._wait, status.activity)
-        return ProgressText(*map(one_line, parts))
-
 
 def _judged(row: Row) -> str:
-    """Return ``val accuracy 0.98``: the metric by which an evaluation is judged; empty if it has none."""
     name = main_metric(row)
     return f"val {in_words({name: row[name]})}" if name else ""
 
@@ -146,8 +142,6 @@ def _wait(row: Row) -> str:
 
 
 class _Pace:
-    """Steps per second over the last seconds, and the remaining time."""
-
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
@@ -180,8 +174,6 @@ def duration(seconds: float) -> str:
 
 
 class _Lines:
-    """Prints a line every ten seconds and at each evaluation."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._said_at = time.monotonic()

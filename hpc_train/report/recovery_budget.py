@@ -45,21 +45,18 @@ def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
-    lines = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    lines = []
+    if excluded and now.state in GOING_ON:
+        kept = (
+            "can't exclude these nodes, since too few would be left: " if newest.kept_nodes.exists() else ""
+        )
+        lines = [f"{kept}{bad_nodes.exclusion_words(excluded)}"]
     newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
     left = budgets.left([record for record in records if record.job == newest_job], limits)
     return Recovery(left, excluded, (*lines, *silent))
 
 
-def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
-    nodes = bad_nodes.exclusion_words(excluded)
-    if newest.kept_nodes.exists():
-        return f"can't exclude these nodes, since too few would be left: {nodes}"
-    return nodes
-
-
 def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
-    """Return a line for each node whose heartbeat is old; none for nodes that never had one."""
     lines = []
     for path in sorted(attempt.folder.glob("heartbeat-*.json")):
         with suppress(OSError):
@@ -75,7 +72,6 @@ _limits_by_text: dict[tuple[str, ...], Limits] = {}
 
 
 def _limits(run: RunFiles) -> Limits:
-    """Return the limits of the run's next attempt."""
     next_number = run.newest_number + 1
     text = (*_section(run.paths), *_changes(run, next_number))
     if text not in _limits_by_text:
@@ -84,7 +80,6 @@ def _limits(run: RunFiles) -> Limits:
 
 
 def _changes(run: RunFiles, attempt: int) -> list[str]:
-    """Return the changes of the section for this attempt, ``KEY=VALUE`` each."""
     if not run.facts.get("changes"):
         return []
     from hpc_train.run.create import noted_changes  # the schema: 0.2 s, which few runs need

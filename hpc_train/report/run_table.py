@@ -37,7 +37,8 @@ def print_table(
     used = [place for place, _ in enumerate(heads) if any(row[place] for row in rows)]
     cells = [[row[place] for place in used] for row in (heads, *rows)]
     if not sys.stdout.isatty():
-        put(*(text for place, line in enumerate(columns(cells)) for text in _with_title(above, place, line)))
+        for place, line in enumerate(columns(cells)):
+            put(*([above[place], line] if place in above else [line]))
         return
     from rich.console import Console
     from rich.text import Text
@@ -52,10 +53,6 @@ def print_table(
         if state is not None:
             text.highlight_words([state], _STYLES[state])
         console.print(text, soft_wrap=True)
-
-
-def _with_title(above: Mapping[int, str], place: int, line: str) -> list[str]:
-    return [above[place], line] if place in above else [line]
 
 
 def fitted(cells: Sequence[Sequence[str]], width: int) -> list[str]:

@@ -119,7 +119,6 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
 
 
 def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
-    """Return the time of each attempt's last row."""
     times: dict[int, float] = {}
     for row in rows:
         attempt, time = row.get("attempt"), number(row.get("time"))

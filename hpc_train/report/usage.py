@@ -65,21 +65,18 @@ class Usage:
         ]
         lost = [f"{_LOST[part]} {short_duration(self.time.get(part))}" for part in _LOST
                 if self.time.get(part, 0.0) >= 0.5]  # fmt: skip
-        return [
-            ("used", ", ".join(hours[:1])),
-            ("time lost", ", ".join(lost)),
-            ("memory", self._memory()),
-            ("CPU", "" if self.cpu_efficiency is None else f"{self.cpu_efficiency:.0%} of the cores' time"),
-        ]
-
-    def _memory(self) -> str:
         gpu, peak = self.peak_gpu_memory_gib, self.peak_memory_gib
         lines = [] if gpu is None else [f"peak {gpu:.3g} GiB on a GPU"]
         if peak is not None:
             requested, share = self.requested_memory_gib, self.memory_efficiency
             of = "" if requested is None else f", {share:.0%} of the {requested:.3g} GiB requested"
             lines.append(f"peak {peak:.3g} GiB on a node{of}")
-        return ", ".join(lines)
+        return [
+            ("used", ", ".join(hours[:1])),
+            ("time lost", ", ".join(lost)),
+            ("memory", ", ".join(lines)),
+            ("CPU", "" if self.cpu_efficiency is None else f"{self.cpu_efficiency:.0%} of the cores' time"),
+        ]
 
 
 def usage_of(

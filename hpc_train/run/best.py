@@ -54,14 +54,12 @@ class BestSoFar:
         """Add an evaluation; return whether it is the best so far."""
         number = _finite(value)
         self.num_evaluations += 1
-        if number is not None and (self.best is None or self._gain(number, self.best.value) > self.min_delta):
+        sign = -1 if self.mode == "min" else 1
+        if number is not None and (self.best is None or sign * (number - self.best.value) > self.min_delta):
             self.best, self.num_worse = Best(self.metric, number, step), 0
             return True
         self.num_worse += 1
         return False
-
-    def _gain(self, value: float, than: float) -> float:
-        return than - value if self.mode == "min" else value - than
 
 
 def _finite(value: object) -> float | None:

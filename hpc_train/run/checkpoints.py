@@ -348,21 +348,17 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     best_steps = {best.step for checkpoint in newest if (best := _best_at(checkpoint)) is not None}
     surplus = [checkpoint for checkpoint in checkpoints[len(newest) :] if checkpoint.step not in best_steps]
     removed = []
-    for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
+    folders = [checkpoint.folder for checkpoint in surplus]
+    for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
+            folders.append(path)
+    for folder in folders:
         if newest_attempt(paths) > attempt:
             break
         remove(folder)
         removed.append(folder.name)
     return removed
-
-
-def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
-    folders = []
-    for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
-        match = _LEFT_OVER.fullmatch(path.name)
-        if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
-            folders.append(path)
-    return folders
 
 
 def is_left_over(folder: Path) -> bool:

@@ -253,7 +253,6 @@ def _run_facts(
 
 
 def _code_facts(snapshot: Path) -> dict[str, Any]:
-    """Return the code that a run uses: the commit, the snapshot, and the folder it was taken from."""
     folder = Path.cwd()
     commit = commit_of(folder) or {"commit": None, "dirty": None}
     return commit | {"snapshot": snapshot.name, "folder": str(folder)}

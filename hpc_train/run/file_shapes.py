@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -28,10 +29,6 @@ JSON_KEY = "json key"
 _WRONG = object()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
-
-
 def _is_time(value: object) -> bool:
     if not isinstance(value, str):
         return False
@@ -42,16 +39,12 @@ def _is_time(value: object) -> bool:
     return True
 
 
-def _is_not_negative(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
 #: A decimal number as a key of a JSON object.
-Number = Annotated[str, _is_number]
+Number = Annotated[str, lambda text: text.isascii() and text.isdecimal() and len(text) < 19]
 #: ISO 8601.
 Time = Annotated[str, _is_time]
 #: A number from 0 on.
-Count = Annotated[int, _is_not_negative]
+Count = Annotated[int, lambda number: number >= 0]
 
 _CODE = {
     "commit": str | None,
@@ -168,7 +161,7 @@ def _plain(value: Any) -> Any:
         return encoded(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 @cache
@@ -189,6 +182,8 @@ def _default(part: Field[Any], hint: Any) -> Any:
 
 def _reader(hint: Any) -> Callable[[object], Any]:
     """Return a function of a JSON value that returns the field's value, or ``_WRONG``."""
+    if hint is Path:
+        return lambda value: Path(value) if type(value) is str else _WRONG
     nested = next((member for member in get_args(hint) if is_dataclass(member)), None)
     if nested is None:
         check = _check_of(hint)
@@ -223,7 +218,7 @@ def _check_of(kind: Any) -> _Check:
     plain: dict[Any, _Check] = {
         Any: lambda value: True,
         NoneType: lambda value: value is None,
-        float: _is_float,
+        float: lambda value: (type(value) is float and math.isfinite(value)) or _is_int(value),
         int: _is_int,
     }
     return plain.get(kind) or (lambda value: type(value) is kind)
@@ -249,10 +244,6 @@ def _check_of_dict(key: Any, item: Any) -> _Check:
         isinstance(value, dict)
         and (not value or (all(map(is_key, value)) and all(map(is_item, value.values()))))
     )
-
-
-def _is_float(value: object) -> bool:
-    return (type(value) is float and math.isfinite(value)) or _is_int(value)
 
 
 def _is_int(value: object) -> bool:

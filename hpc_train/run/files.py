@@ -260,7 +260,7 @@ def create_folder(
         fill(temporary)
         temporary.rename(target)
     except OSError:
-        if not _is_taken(target):
+        if not (target.is_dir() and any(target.iterdir())):
             raise
         return False
     finally:
@@ -268,10 +268,6 @@ def create_folder(
     if syncs_parent:
         sync_folder(target.parent)
     return True
-
-
-def _is_taken(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -26,8 +26,6 @@ _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN
 
 @dataclass(frozen=True)
 class _Known:
-    """The content of the runs folder, listed once."""
-
     #: Experiment's name → run id → its folder.
     runs: dict[str, dict[str, RunPaths]]
     #: Experiments and runs that this user has no permission to read.
@@ -55,7 +53,11 @@ class _Known:
 
     def unreadable(self, names: Sequence[str]) -> list[Path]:
         wanted = set(names)
-        return [path for path in self.hidden if not wanted or _names_of(path) & wanted]
+        return [
+            path
+            for path in self.hidden
+            if not wanted or wanted & {path.name, path.parent.name, f"{path.parent.name}/{path.name}"}
+        ]
 
 
 def find_runs(names: Sequence[str]) -> list[RunPaths]:
@@ -106,7 +108,6 @@ def _with_experiment(paths: RunPaths) -> str:
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in ``parent`` by name."""
     return [parent / name for name in _names(parent)]
 
 
@@ -122,11 +123,6 @@ def _names(parent: Path) -> list[str]:
 def is_run(paths: RunPaths) -> bool:
     """Return True if this is a run's folder that the user may read."""
     return _has_files(paths) and is_readable(paths)
-
-
-def _names_of(hidden: Path) -> set[str]:
-    """Return the words that may mean a run or an experiment that can't be read."""
-    return {hidden.name, hidden.parent.name, f"{hidden.parent.name}/{hidden.name}"}
 
 
 def _has_files(paths: RunPaths) -> bool:
@@ -175,7 +171,6 @@ def _meant(word: str, folders: _Known) -> list[RunPaths]:
 
 
 def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
-    """Return the run of the folder, or the runs in it."""
     folder = Path(os.path.abspath(expanded(word)))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]

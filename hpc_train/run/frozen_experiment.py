@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -58,13 +57,10 @@ def dump(experiment: Experiment) -> str:
 def write(paths: RunPaths, experiment: Experiment) -> None:
     """Write both files into a new folder, and sync them to disk; the caller syncs the folder."""
     resolved = json.dumps(_lists(experiment.model_dump()), indent=1, ensure_ascii=False)
-    readable = _NOT_FINITE.sub(lambda match: _IN_YAML[match[0]], FORBIDDEN.sub(_escaped, resolved))
+    printable = FORBIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", resolved)
+    readable = _NOT_FINITE.sub(lambda match: _IN_YAML[match[0]], printable)
     write_new(paths.resolved, readable + "\n")
     write_new(paths.experiment, dump(experiment))
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
 
 
 def read(paths: RunPaths) -> Experiment:
@@ -77,13 +73,9 @@ def read(paths: RunPaths) -> Experiment:
 
 def load_changed(paths: RunPaths, overrides: Sequence[str], *, check_names: bool = False) -> Loaded:
     """Load the run's original experiment, changed by ``KEY=VALUE`` overrides. Raises BadFileError."""
-    return load(_frozen(paths), overrides, check_names=check_names)
-
-
-def _frozen(paths: RunPaths) -> Path:
     if paths.resolved.exists() and not paths.resolved.is_file():  # reading a pipe would block
         raise BadFileError(f"{paths.resolved}: is not a plain file")
-    return paths.resolved
+    return load(paths.resolved, overrides, check_names=check_names)
 
 
 def _lists(value: Any) -> Any:

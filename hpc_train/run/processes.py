@@ -171,7 +171,6 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _environment(pid: int) -> dict[bytes, bytes]:
-    """Return the process's environment; empty if it can't be read."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -55,13 +55,11 @@ def current() -> dict[str, str]:
         size, _ = of_process(kind)
         is_exempt = option == "-u" and os.geteuid() == 0
         if size != resource.RLIM_INFINITY and not is_exempt:
-            value = _in_mib(size) if unit == "MiB" else f"{size} {unit}".rstrip()
+            value = f"{size} {unit}".rstrip()
+            if unit == "MiB":
+                value = f"{size / _MIB:.0f} MiB" if size >= _MIB else f"{size} bytes"
             limits[option] = f"{name} is limited to {value} (`ulimit {option}`)"
     return limits
-
-
-def _in_mib(size: int) -> str:
-    return f"{size / _MIB:.0f} MiB" if size >= _MIB else f"{size} bytes"
 
 
 def of_process(kind: int) -> tuple[int, int]:

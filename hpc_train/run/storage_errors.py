@@ -193,7 +193,6 @@ def _refusing(path: Path) -> tuple[Path, bool]:
 
 
 def _existing(path: Path) -> Path:
-    """Return the first of ``path`` and its parents that exists, as far as this user can see."""
     for candidate in (path, *path.absolute().parents):
         with suppress(OSError):  # missing, or in a folder that may not be entered
             candidate.lstat()

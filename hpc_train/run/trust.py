@@ -41,7 +41,9 @@ def make_experiment_folder(folder: ExperimentPaths) -> None:
 
 def check_experiment_folder(folder: ExperimentPaths) -> None:
     """Raise UntrustedError if another user could replace a run of the experiment or its batch jobs."""
-    _check_runs_folder(folder.folder.parent)
+    mode = folder.folder.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UntrustedError(_writable(folder.folder.parent, "+t"))
     check_holder(folder.folder)
     if folder.submissions.exists():
         check_holder(folder.submissions)
@@ -86,12 +88,6 @@ def check_holder(folder: Path) -> None:
         raise UntrustedError(_writable(folder, "go-w"))
 
 
-def _check_runs_folder(folder: Path) -> None:
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UntrustedError(_writable(folder, "+t"))
-
-
 def _check_owner(path: Path, seen: os.stat_result) -> None:
     if seen.st_uid not in {0, os.geteuid()}:
         raise UntrustedError(
@@ -108,7 +104,6 @@ def _writable(path: Path, mode: str) -> str:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield everything below ``folder``; a file that a living rank has removed meanwhile is skipped."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)

@@ -25,16 +25,13 @@ def versions() -> dict[str, str]:
     installed = {"hpc-train": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            installed[package] = _version(package)
+            distribution = metadata.distribution(package)
+            # PyPI's metadata omits the CUDA version that torch was built with: 2.15.0 for 2.15.0+cu132.
+            cuda_build = _torch_version(distribution) if package == "torch" else None
+            installed[package] = cuda_build or distribution.version
         except metadata.PackageNotFoundError:
             continue  # the cluster's environment may differ from the login node's
     return installed
-
-
-def _version(package: str) -> str:
-    distribution = metadata.distribution(package)
-    # PyPI's metadata omits the CUDA version that torch was built with: 2.15.0 for 2.15.0+cu132.
-    return (_torch_version(distribution) if package == "torch" else None) or distribution.version
 
 
 def _torch_version(distribution: metadata.Distribution) -> str | None:

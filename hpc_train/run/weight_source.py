@@ -34,7 +34,15 @@ def find_source(text: str) -> Path:
         return path
     if path.name.startswith("step-") and CheckpointPaths(path).manifest.is_file():
         return path
-    run = _only_run(text)
+    try:
+        runs = find_runs([text])
+    except UsageError as error:
+        extensions = ", ".join(FILE_EXTENSIONS)
+        raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
+    if len(runs) > 1:
+        names = ", ".join(run_name(paths) for paths in runs[:5])
+        raise BadFileError(f"{KEY}: {shortened(text)} has {len(runs)} runs; write one of {names}")
+    run = runs[0]
     checkpoints = committed(run)
     if not checkpoints:
         raise BadFileError(f"{KEY}: {run_name(run)} has no checkpoint yet; wait until it has saved one")
@@ -83,15 +91,3 @@ def pinned(paths: RunPaths, experiment: Experiment) -> Experiment:
 def with_source(experiment: Experiment, source: str | None) -> Experiment:
     """Return a copy whose ``init_from`` is ``source``."""
     return experiment.model_copy(update={"model": experiment.model.model_copy(update={"init_from": source})})
-
-
-def _only_run(text: str) -> RunPaths:
-    try:
-        runs = find_runs([text])
-    except UsageError as error:
-        extensions = ", ".join(FILE_EXTENSIONS)
-        raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
-    if len(runs) > 1:
-        names = ", ".join(run_name(paths) for paths in runs[:5])
-        raise BadFileError(f"{KEY}: {shortened(text)} has {len(runs)} runs; write one of {names}")
-    return runs[0]

@@ -79,7 +79,6 @@ def _place(distribution: Distribution, value: Any) -> Any:
 
 
 def _asked(optuna: Any, trial: Any, parameters: Mapping[str, Distribution]) -> dict[str, Any]:
-    """Return the values that Optuna suggests, of parameters whose condition holds."""
     values: dict[str, Any] = {}
     for key in by_condition(parameters):
         if parameters[key].condition.hold(values):

@@ -68,7 +68,6 @@ def next_round(
 def _proposals(
     search: SearchConfig, planned: Round, free: int, is_excluded: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
-    """Return the values of new trials, at most ``free``."""
     count = min(search.trials - len(planned.trials), free)
     proposals: list[dict[str, Any]] = []
     if count <= 0:
@@ -76,7 +75,8 @@ def _proposals(
     method = cast(SearchMethod, load("search", search.method))
     request = SearchRequest(search.parameters, planned.trials, count, search.mode, 0)
     for attempt in range(_TRIES):
-        seed = _seed(search.seed, len(planned.trials), attempt)
+        text = f"{search.seed} {len(planned.trials)} {attempt}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         pending = [Trial(values, "running") for values in proposals]
         missing = count - len(proposals)
         asked = replace(request, trials=[*planned.trials, *pending], count=missing, seed=seed)
@@ -104,7 +104,6 @@ def _new(
 
 
 def _checked(answer: Mapping[str, Any], search: SearchConfig) -> dict[str, Any]:
-    """Return the answer with rounded numbers, in the order of the file."""
     values = {}
     for key, distribution in search.parameters.items():
         if key not in answer:
@@ -123,9 +122,3 @@ def _checked(answer: Mapping[str, Any], search: SearchConfig) -> dict[str, Any]:
             "sweep.search.parameters; fix the plug-in, or write tpe"
         )
     return values
-
-
-def _seed(seed: int, trials: int, attempt: int) -> int:
-    """Return 32 bits that differ between rounds."""
-    text = f"{seed} {trials} {attempt}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

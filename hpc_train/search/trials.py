@@ -46,15 +46,12 @@ def trials_of(
     with one_child():
         #: A run that was trained again (``--new``) replaces the previous one.
         created = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
-    present = [(id_, paths, values) for id_, (paths, values) in created.items() if not _is_unsubmitted(paths)]
-    by_run = statuses([paths for _, paths, _ in present])
-    trials = [
-        _trial(paths, values, status, search, is_due)
-        for (_, paths, values), status in zip(present, by_run, strict=True)
-    ]
-    completed = [
-        paths for (_, paths, _), status in zip(present, by_run, strict=True) if status.state == "completed"
-    ]
+    values_of = {
+        paths: values for paths, values in created.values() if not launcher_of(paths).is_unsubmitted(paths)
+    }
+    status_of = dict(zip(values_of, statuses(list(values_of)), strict=True))
+    trials = [_trial(paths, values, status_of[paths], search, is_due) for paths, values in values_of.items()]
+    completed = [paths for paths, status in status_of.items() if status.state == "completed"]
     if completed and not any(trial.value is not None for trial in trials):
         _check_metric(search, completed)
     return trials
@@ -78,10 +75,6 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
         and id_of(loaded, reported) == id_
     ):
         yield id_, reported
-
-
-def _is_unsubmitted(paths: RunPaths) -> bool:
-    return launcher_of(paths).is_unsubmitted(paths)
 
 
 def _trial(

@@ -16,8 +16,7 @@ import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers import following as module
-from hpc_train.launchers.slurm.script import Batch
-from hpc_train.launchers.slurm.submission import prepare
+from hpc_train.launchers.slurm.submission import Batch, prepare
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.attempts import claim_attempt, job_ids, read_record, write_record
 from hpc_train.run.files import read_json, write_json

@@ -225,7 +225,7 @@ def test_an_unreadable_run_keeps_code(run: RunPaths, tmp_path: Path, monkeypatch
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("hpc_train.run.code.unused_snapshots._folders", refuse)
+    monkeypatch.setattr("hpc_train.run.code.snapshot._folders", refuse)
     done = hpc_train("clean", "abc", "--yes")
     assert f"kept, since {tmp_path / 'runs'} can't be read: Permission denied" in done.err
     assert unused.exists()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.launchers.slurm import script
-from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.validate.loading import load
 from tests.launchers.slurm.scripts import MINIMAL, fake_batch
 from tests.slurm.cluster import Cluster

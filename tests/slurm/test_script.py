@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.launchers.slurm import sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
-from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Batch
 from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES

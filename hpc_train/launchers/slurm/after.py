@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -29,7 +29,7 @@ from hpc_train.launchers.slurm.batch_job import (
     used_gpu_hours,
 )
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported_ranks
-from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.paths import RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
@@ -102,11 +102,18 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
     status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
     output = _output(job, record.attempt)
+    logs = attempt.files_of_ranks(".log")
+    # Only 64 logs are read, first of the ranks whose end srun reports.
+    read = [rank for rank in dict.fromkeys([*reported_ranks(output), *logs]) if rank in logs][:64]
+    dated = []
+    for rank, path in attempt.files_of_ranks(".error").items():
+        text = tail_text(path, _ERROR_BYTES).strip() or "said nothing"
+        dated.append((path.stat().st_mtime_ns, rank, text))
     return Facts(
         srun_code=srun_code,
         is_completed=status.state == "completed",
         is_cancelled=paths.cancelled.exists(),
-        errors=_errors(attempt),
+        errors={rank: text for _, rank, text in sorted(dated)},
         codes={rank: end.code for rank, end in ends.items()},
         nodes={rank: end.node for rank, end in ends.items() if end.node is not None},
         hosts=record.hosts,
@@ -115,7 +122,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
         is_early=signal == "SIGUSR2" and _is_early(paths, record),
         step=status.step,
         output=output,
-        logs=_telling_lines(attempt, reported_ranks(output)),
+        logs={rank: telling_line(path) if rank in read else "" for rank, path in logs.items()},
         limits=resource_limits.current(),
     )
 
@@ -138,24 +145,6 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
     earliest_s = min(limit_s / 2, limit_s - (slurm.signal_lead_s or 0))
     # Slurm may be a minute early, so with shorter limits this can't be decided.
     return lasted.total_seconds() < earliest_s - 60
-
-
-def _errors(attempt: AttemptPaths) -> dict[int, str]:
-    """Return the ranks' errors, the first one first."""
-    dated = []
-    for rank, path in attempt.files_of_ranks(".error").items():
-        text = tail_text(path, _ERROR_BYTES).strip()
-        dated.append((path.stat().st_mtime_ns, rank, text or "said nothing"))
-    return {rank: text for _, rank, text in sorted(dated)}
-
-
-def _telling_lines(attempt: AttemptPaths, reported: Sequence[int]) -> dict[int, str]:
-    """Return by rank the line of its log that explains its end. Only 64 logs are read, first of the ranks
-    whose end srun reports.
-    """
-    logs = attempt.files_of_ranks(".log")
-    read = [rank for rank in dict.fromkeys([*reported, *logs]) if rank in logs][:64]
-    return {rank: telling_line(path) if rank in read else "" for rank, path in logs.items()}
 
 
 def _output(job: BatchJob, number: int) -> str:

@@ -175,7 +175,10 @@ def _check_trusted(job: BatchJob) -> None:
 
 def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     """Return the number of this job's attempt: a new one, unless this batch script has claimed it before."""
-    record, script = newest_record(job.paths), _batch_script(environ)
+    task = environ.get("SLURM_TASK_PID", "")  # the parent may be a container's starter
+    script = Process.of(int(task)) if task.isdecimal() else None
+    script = script or Process.of(os.getppid()) or Process.current()
+    record = newest_record(job.paths)
     if record is not None and record.end is None:
         if job.owns(record) and record.restart == job.restart and record.launcher_process == script:
             return record.attempt
@@ -199,13 +202,6 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         launcher_process=script,
         **facts,
     )
-
-
-def _batch_script(environ: Mapping[str, str]) -> Process:
-    """Return the batch script's process: it lives as long as the attempt, unlike this process."""
-    task = environ.get("SLURM_TASK_PID", "")  # the parent may be a container's starter
-    process = Process.of(int(task)) if task.isdecimal() else None
-    return process or Process.of(os.getppid()) or Process.current()
 
 
 def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
@@ -306,7 +302,6 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def _expanded_list(listed: str) -> list[str]:
-    """Return the names in a list of nodes; empty for an invalid list."""
     names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
     return names if len(names) <= _MAX_NODES else []
 

@@ -114,7 +114,9 @@ def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: fl
         except commands.RefusedError as error:
             return [_refused(error, experiment)]
         finally:
-            _cancel(jobs)
+            with suppress(NoSchedulerError, commands.RefusedError):  # also after Ctrl-C
+                if ids := [job.job for job in jobs if job.job and not job.has_ended]:
+                    commands.cancel_jobs(ids)
         lead_s = clock_lead_s(folder)
         return [finding for job in jobs for finding in _judged(job, experiment, runs, lead_s, limit_s)]
 
@@ -191,7 +193,6 @@ def _options(job: CheckJob, slurm: SlurmConfig, profile: Profile) -> list[str]:
 
 
 def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
-    """Follow the jobs to their end, or for ``limit_s``."""
     deadline, pause_s = time.monotonic() + limit_s, 0.5
     while True:
         for job in jobs:
@@ -203,26 +204,16 @@ def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
         pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
 
 
-def _cancel(jobs: Sequence[CheckJob]) -> None:
-    """Cancel jobs that still wait or run, also after Ctrl-C."""
-    with suppress(NoSchedulerError, commands.RefusedError):
-        if ids := [job.job for job in jobs if job.job and not job.has_ended]:
-            commands.cancel_jobs(ids)
-
-
 def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
     remedy = "give an experiment file with the account, partition and options that this site requires"
     if experiment is not None:
         advice = job_refusals.advice(error.words, experiment)
         remedy = f"{advice.key}: {advice.remedy}"
-    return Finding(
-        Level.ERROR,
-        "slurm.submit",
+    problem, effect = (
         f"sbatch rejects a small job: {error.words}",
-        _SOURCE,
         "it rejects the jobs of runs for the same reason",
-        remedy,
     )
+    return Finding(Level.ERROR, "slurm.submit", problem, _SOURCE, effect, remedy)
 
 
 def _judged(
@@ -246,7 +237,6 @@ def _judged(
 
 
 def _bandwidth(job: CheckJob) -> Finding:
-    """Return how fast the pairs of nodes add up tensors, and which pairs are slow."""
     source = f"job {job.job}"
     results = [json.loads(path.read_text(encoding="ascii")) for path in job.report.parent.glob("pair-*.json")]
     pairs = {f"{result['node']}-{peer}": rate for result in results for peer, rate in result["pairs"].items()}
@@ -268,30 +258,21 @@ def _bandwidth(job: CheckJob) -> Finding:
 
 
 def _not_ended(job: CheckJob, where: str, limit_s: float) -> Finding:
-    waits = job.state == "PENDING"
-    problem = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s"
-    return Finding(
-        Level.WARNING,
-        "slurm.submit",
-        f"{where}: {problem} ({job.reason}); cancelled" if waits else f"{where}: {problem}; cancelled",
-        _SOURCE,
-        "the node was not checked",
-        "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)",
-    )
+    reason = f" ({job.reason})" if job.state == "PENDING" else ""
+    problem = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s{reason}; cancelled"
+    effect = "the node was not checked"
+    remedy = "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)"
+    return Finding(Level.WARNING, "slurm.submit", f"{where}: {problem}", _SOURCE, effect, remedy)
 
 
 def _may_requeue(job: CheckJob) -> Finding:
     source = f"scontrol show job {job.job}"
     if job.requeue != "0":
         return Finding(Level.OK, "slurm.submit", "a job that requests it may be requeued", source)
-    return Finding(
-        Level.ERROR,
-        "slurm.submit",
-        "a job that requests --requeue may not be requeued: the site overrides it",
-        source,
-        "nothing resumes automatically; each preemption and time limit needs `hpc-train resume`",
-        "ask the administrators to permit --requeue",
-    )
+    problem = "a job that requests --requeue may not be requeued: the site overrides it"
+    effect = "nothing resumes automatically; each preemption and time limit needs `hpc-train resume`"
+    remedy = "ask the administrators to permit --requeue"
+    return Finding(Level.ERROR, "slurm.submit", problem, source, effect, remedy)
 
 
 def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
@@ -307,15 +288,10 @@ def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
             error_line or "the set-up of the profile or `module load` fails",
             "correct environment.modules, or `setup` of the profile",
         ),
-        "42": (
-            "machine.python",
-            "there is no such Python as the login node's",
-            "write environment.python",
-        ),
+        "42": ("machine.python", "there is no such Python as the login node's", "write environment.python"),
         "45": ("machine.python", "Python fails", "write environment.python"),
     }
     unknown = f"the job ended as {job.state} {job.exit_code}", "see slurmd's log, or ask the administrators"
     check, problem, remedy = causes.get(code, ("slurm.submit", *unknown))
-    return Finding(
-        Level.ERROR, check, f"{where}: {problem}", f"job {job.job}", "ranks can't start there", remedy
-    )
+    source, effect = f"job {job.job}", "ranks can't start there"
+    return Finding(Level.ERROR, check, f"{where}: {problem}", source, effect, remedy)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_train.config.schema import Experiment
 from hpc_train.launchers.base import CheckRequest, Finding, KeyProblem, Level, StartRequest
 from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, options, profiles, save_window
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
@@ -82,10 +81,11 @@ def _subject(request: CheckRequest) -> Subject:
     facts, experiment = cluster_facts.read(), request.experiment
     if experiment is None or experiment.slurm is None:
         return Subject(facts, longest_save_s=_longest_save_s(), place=request.place)
-    problems = _forecast_problems(experiment)
+    folder = ExperimentPaths(runs_root() / experiment.name)
+    run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
+    problems = [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
     experiment = profiles.find(experiment.slurm.profile).applied(experiment)
     assert experiment.slurm is not None
-    folder = ExperimentPaths(runs_root() / experiment.name)
     return Subject(
         facts,
         experiment.slurm.partition or os.environ.get("SBATCH_PARTITION", ""),
@@ -94,12 +94,6 @@ def _subject(request: CheckRequest) -> Subject:
         request.place,
         problems,
     )
-
-
-def _forecast_problems(experiment: Experiment) -> list[KeyProblem]:
-    folder = ExperimentPaths(runs_root() / experiment.name)
-    run = StartRequest(RunPaths(folder.folder / "doctor"), experiment)
-    return [problem for job in job_arrays.forecast(folder, [run]) for problem in job.problems]
 
 
 def _longest_save_s() -> float | None:
@@ -112,17 +106,13 @@ def _longest_save_s() -> float | None:
 
 def requests(subject: Subject) -> Iterator[Finding]:
     """Requests of the file that Slurm would refuse or never start."""
+    source = "sbatch --test-only"
     for problem in subject.problems or ():
-        yield Finding(
-            Level.ERROR,
-            "slurm.request",
-            f"{subject.place(problem.key)}: {problem.message}",
-            "sbatch --test-only",
-            "Slurm rejects the job, or accepts it and never starts it",
-            problem.remedy,
-        )
+        label = f"{subject.place(problem.key)}: {problem.message}"
+        effect = "Slurm rejects the job, or accepts it and never starts it"
+        yield Finding(Level.ERROR, "slurm.request", label, source, effect, problem.remedy)
     if subject.problems == []:
-        yield _fine("request", "Slurm accepts the file's request", "sbatch --test-only")
+        yield _fine("request", "Slurm accepts the file's request", source)
 
 
 def account(subject: Subject) -> Iterator[Finding]:
@@ -153,14 +143,8 @@ def partition_state(subject: Subject) -> Iterator[Finding]:
         else:
             yield _fine("partition", f"partition {partition.name}: {usable} of {len(nodes)} nodes", source)
             continue
-        yield Finding(
-            subject.level_of(partition),
-            "slurm.partition",
-            f"partition {partition.name}: {problem}",
-            source,
-            "jobs that are submitted to it do not start",
-            remedy,
-        )
+        label, effect = f"partition {partition.name}: {problem}", "jobs that are submitted to it do not start"
+        yield Finding(subject.level_of(partition), "slurm.partition", label, source, effect, remedy)
 
 
 def signal_lead(subject: Subject) -> Iterator[Finding]:
@@ -171,18 +155,15 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
         return
     given_s = subject.lead_s + 60 * (subject.facts.number("OverTimeLimit") or 0)
     label = f"jobs are signalled {given_s} s before they are killed at their time limit"
+    source = subject.place("slurm.signal_lead_s")
     if given_s >= save_window.SAVES * longest_s:
-        yield _fine("signal-lead", label, subject.place("slurm.signal_lead_s"))
+        yield _fine("signal-lead", label, source)
         return
-    yield Finding(
-        Level.ERROR,
-        "slurm.signal-lead",
-        f"{label}: too little for three saves of {longest_s:.1f} s",
-        subject.place("slurm.signal_lead_s"),
-        "a job that is killed before its save is complete loses the steps since the newest checkpoint",
-        f"write slurm.signal_lead_s: {save_window.SAVES * round(longest_s + 1)}, and a time limit of at "
-        "least twice that",
-    )
+    label = f"{label}: too little for three saves of {longest_s:.1f} s"
+    effect = "a job that is killed before its save is complete loses the steps since the newest checkpoint"
+    lead_s = save_window.SAVES * round(longest_s + 1)
+    remedy = f"write slurm.signal_lead_s: {lead_s}, and a time limit of at least twice that"
+    yield Finding(Level.ERROR, "slurm.signal-lead", label, source, effect, remedy)
 
 
 def requeue(subject: Subject) -> Iterator[Finding]:
@@ -350,7 +331,6 @@ def _grace_s(partition: Partition, facts: ClusterFacts) -> int:
 
 
 def _contains(text: str, code: int) -> bool:
-    """Return True if a list of exit codes, such as ``1,70-80``, contains this code."""
     for word in text.split(","):
         if _CODE.fullmatch(word):
             low, _, high = word.partition("-")
@@ -367,10 +347,8 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def _setting(check: str, level: Level, problem: str, effect: str, remedy: str) -> Finding:
-    """Return a finding on a setting of slurm.conf."""
     return Finding(level, f"slurm.{check}", problem, _CONFIG, effect, remedy)
 
 
 def _fine(check: str, result: str, source: str = _CONFIG) -> Finding:
-    """Return the finding of a passed check."""
     return Finding(Level.OK, f"slurm.{check}", result, source)

@@ -214,8 +214,9 @@ def job_section(facts: ClusterFacts, name: str | None, gpus: int | None) -> JobS
         values["time_limit"] = format_duration(max(1, min(_TIME_MIN, limit_s // 60)))
     else:
         values["time_limit"] = format_duration(_TIME_MIN)
-    if account := _account(facts):
-        values["account"] = account
+    first, *more = facts.accounts or [""]
+    if more and re.fullmatch(SLURM_WORD_PATTERN, first):
+        values["account"] = first
     return JobSection(values, max(1, count), count > 0, list(_notes(facts)))
 
 
@@ -258,14 +259,7 @@ def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
     return keys
 
 
-def _account(facts: ClusterFacts) -> str | None:
-    """Return the account to name, only if there are several."""
-    first, *more = facts.accounts or [""]
-    return first if more and re.fullmatch(SLURM_WORD_PATTERN, first) else None
-
-
 def _notes(facts: ClusterFacts) -> Iterator[str]:
-    """Yield one line per partition, and the accounts."""
     for partition in facts.partitions[:_LISTED]:
         nodes = [member.node for member in facts.nodes_of(partition.name)]
         _, gpus = _gpus(nodes)

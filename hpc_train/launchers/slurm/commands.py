@@ -108,7 +108,8 @@ def _run(argv: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> str
 
 def failure(argv: Sequence[str], output: str) -> NoAnswerError | RefusedError:
     """Return the error for a program that failed with this output."""
-    message = _words(output)
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    message = shortened("; ".join(dict.fromkeys(lines)), _WORDS_MAX)
     if _NO_ANSWER.search(message):
         return NoAnswerError(f"Slurm does not answer: `{_shown(argv)}` said: {message}")
     return RefusedError(argv, message)
@@ -122,13 +123,7 @@ def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def _shown(argv: Sequence[str]) -> str:
-    """Return the command for messages, shortened, since it may list many job ids."""
     return shortened(shlex.join(argv), 200)
-
-
-def _words(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return shortened("; ".join(dict.fromkeys(lines)), _WORDS_MAX)
 
 
 def release(job: str) -> None:

@@ -91,7 +91,9 @@ class Diagnosis:
 
 def judge(facts: Facts) -> Diagnosis:
     """Return why the attempt ended; whether a run that may be requeued is depends on its budget."""
-    facts = _with_codes_of_full_disks(facts)
+    # srun has the exit codes of ranks whose disk was too full to record them.
+    full = {end.rank: int(ExitCode.IO) for end in _task_ends(facts.output) if end.exit_code == ExitCode.IO}
+    facts = replace(facts, codes=full | facts.codes)
     diagnosis = diagnose(evidence(facts))
     ends = {
         "completed": ("completed", ExitCode.DONE),
@@ -102,13 +104,6 @@ def judge(facts: Facts) -> Diagnosis:
     if diagnosis.cause == "user error":
         state, code = "failed", exit_code_of_user_error(diagnosis, facts.codes)
     return Diagnosis(diagnosis.cause, state, diagnosis.reason, code, diagnosis.bad_nodes)
-
-
-def _with_codes_of_full_disks(facts: Facts) -> Facts:
-    """Add srun's exit codes of ranks whose disk was too full to record them."""
-    ends = _task_ends(facts.output)
-    codes = {end.rank: int(ExitCode.IO) for end in ends if end.exit_code == ExitCode.IO}
-    return replace(facts, codes=codes | facts.codes)
 
 
 def evidence(facts: Facts) -> Evidence:
@@ -154,11 +149,10 @@ def _agreed_to_stop(facts: Facts) -> bool:
 
 def _silent_end(facts: Facts) -> SilentEnd | None:
     """Return srun's report of a task that wrote no error itself: killed, for example."""
-    reported = _task_ends(facts.output)
     # The end of a rank that lost a peer may be reported before the peer's.
     ends = [
         cleaned
-        for end in reported
+        for end in _task_ends(facts.output)
         if end.exit_code != ExitCode.PEER_LOST
         if (cleaned := end.without_followers(facts.logs)) is not None
     ]

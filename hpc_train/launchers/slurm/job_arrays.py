@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
@@ -29,17 +28,13 @@ from hpc_train.launchers.slurm import (
     script,
 )
 from hpc_train.launchers.slurm import submission as steps
-from hpc_train.launchers.slurm.script import Batch
-from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.launchers.slurm.submission import Batch, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.history import nodes_to_exclude
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import remove_folder, write_text
-
-if TYPE_CHECKING:
-    pass
 
 #: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
@@ -60,8 +55,6 @@ _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
 @dataclass
 class _Job:
-    """One submission on its way."""
-
     paths: SubmissionPaths
     record: Submission
     runs: list[StartRequest]
@@ -156,7 +149,6 @@ def prepared(runs: Sequence[StartRequest]) -> Iterator[None]:
 
 
 def _submit(folder: ExperimentPaths, runs: Sequence[StartRequest]) -> dict[str, _Job]:
-    """Submit all, held, and release them; return the jobs by their id."""
     try:
         jobs = [_prepared(folder, group) for group in _groups(runs, array_limit())]
         _send_all(jobs)
@@ -184,19 +176,12 @@ def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]
     """Return the runs of each job: equal in all parts of the script, at most ``limit``, in order."""
     alike: dict[Hashable, list[StartRequest]] = {}
     for run in runs:
-        alike.setdefault(_likeness(run), []).append(run)
+        slurm = run.experiment.slurm
+        assert slurm is not None
+        shape = options.shape(run.experiment, _profile(slurm.profile, run.problem))
+        likeness = (shape, snapshot.link_target(run.paths), tuple(nodes_to_exclude(run.paths)))
+        alike.setdefault(likeness, []).append(run)
     return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
-
-
-def _likeness(run: StartRequest) -> Hashable:
-    slurm = run.experiment.slurm
-    assert slurm is not None
-    profile = _profile(slurm.profile, run.problem)
-    return (
-        options.shape(run.experiment, profile),
-        snapshot.link_target(run.paths),
-        tuple(nodes_to_exclude(run.paths)),
-    )
 
 
 #: A sweep's runs share theirs.
@@ -296,7 +281,6 @@ def _lines(run: StartRequest, problems: Sequence[KeyProblem]) -> list[str]:
 
 
 def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
-    """Continue an interrupted submission."""
     if record.state == steps.PREPARED:
         placed = _sent_again(folder, paths, record)
         if placed is None:

@@ -216,7 +216,6 @@ def _partition(slurm: SlurmConfig) -> str:
 
 
 def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
-    """Yield a problem for each request that no node satisfies."""
     remedy = "write what a node has, or another partition"
     features = {feature for node in nodes for feature in node.features} - {"", "(null)"}
     for feature in features_of(slurm.constraint or ""):
@@ -247,7 +246,6 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
 
 
 def _node_counts(slurm: SlurmConfig, limits: dict[str, str]) -> Iterator[KeyProblem]:
-    """Yield a problem if the partition gives jobs fewer or more nodes."""
     name, most, fewest = (limits.get(key, "") for key in ("PartitionName", "MaxNodes", "MinNodes"))
     if most.isdecimal() and min_nodes(slurm) > int(most):
         message = f"{slurm.nodes}, but a job in partition {name} gets at most {most} (MaxNodes)"

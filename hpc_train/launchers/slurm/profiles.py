@@ -173,13 +173,15 @@ def _refuse_writable_by_others(path: Path) -> None:
 
 
 def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
-    """Return one problem per key, described by the profile's schema."""
     schema = Profile.model_json_schema()
     by_path: dict[KeyPath, Problem] = {}
     for entry in error.errors(include_url=False):
         path, node = _known_part(schema, entry["loc"])
         if entry["type"] == "extra_forbidden":
-            new = _unknown((*path, entry["loc"][-1]), list((as_mapping(node) or {}).get("properties", {})))
+            name, keys = str(entry["loc"][-1]), list((as_mapping(node) or {}).get("properties", {}))
+            remedy = suggestion(name, keys, f"take it out, or write one of {', '.join(keys)}")
+            path, code = (*path, entry["loc"][-1]), "profile.unknown-key"
+            new = Problem(path, "unknown key of a profile", remedy, on_key=True, code=code)
         elif entry["type"] == "value_error":
             message, _, remedy = str(entry["ctx"]["error"]).partition("; ")
             new = Problem(path, message, remedy, code="profile.value")
@@ -202,55 +204,25 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
     return path, node
 
 
-def _unknown(path: KeyPath, keys: list[str]) -> Problem:
-    remedy = suggestion(str(path[-1]), keys, f"take it out, or write one of {', '.join(keys)}")
-    return Problem(path, "unknown key of a profile", remedy, on_key=True, code="profile.unknown-key")
-
-
 def _contradictions(profile: Profile) -> Iterator[Problem]:
     for key in sorted(profile.defaults.model_fields_set - set(DEFAULTS)):
         remedy = f"leave it to the experiment file; defaults are of {', '.join(DEFAULTS)}"
         yield Problem(("defaults", key), "can't have a default", remedy, on_key=True, code="profile.default")
     for key in profile.sbatch:
         if not _OPTION_NAME.fullmatch(key):
-            yield Problem(
-                ("sbatch", key),
-                "is no option of sbatch",
-                "write a long name",
-                on_key=True,
-                code="profile.sbatch",
-            )
+            message, remedy = "is no option of sbatch", "write a long name"
+            yield Problem(("sbatch", key), message, remedy, on_key=True, code="profile.sbatch")
     yield from taken_options(profile.sbatch, ("sbatch",))
     yield from bad_option_values(profile.sbatch, ("sbatch",))
+    unclean = "has a control character or line break"
     for name, value in profile.environment.items():
+        path, code = ("environment", name), "profile.environment"
         if not _VARIABLE.fullmatch(name):
-            yield Problem(
-                ("environment", name),
-                "is no variable's name",
-                "write one like NCCL_DEBUG",
-                True,
-                code="profile.environment",
-            )
+            yield Problem(path, "is no variable's name", "write one like NCCL_DEBUG", on_key=True, code=code)
         elif name.startswith(_OWNED_VARIABLES):
-            yield Problem(
-                ("environment", name),
-                "is set by hpc-train or Slurm",
-                "take it out",
-                on_key=True,
-                code="profile.environment",
-            )
+            yield Problem(path, "is set by hpc-train or Slurm", "take it out", on_key=True, code=code)
         elif isinstance(value, str) and not is_clean(value):
-            yield Problem(
-                ("environment", name),
-                "has a control character or line break",
-                "take it out",
-                code="profile.environment",
-            )
+            yield Problem(path, unclean, "take it out", code=code)
     for index, line in enumerate(profile.setup):
         if not is_clean(line.replace("\t", " ")):
-            yield Problem(
-                ("setup", index),
-                "has a control character or line break",
-                "write a line an item",
-                code="profile.setup",
-            )
+            yield Problem(("setup", index), unclean, "write a line an item", code="profile.setup")

@@ -29,15 +29,8 @@ ENDED = {
     "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
 }  # fmt: skip
 RUNNING = {
-    "RUNNING",
-    "COMPLETING",
-    "CONFIGURING",
-    "SUSPENDED",
-    "STOPPED",
-    "SIGNALING",
-    "RESIZING",
-    "STAGE_OUT",
-}
+    "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT",
+}  # fmt: skip
 #: hpc-train's own state: slurmctld does not know the job's id, and accounting has no end of it.
 FORGOTTEN = "FORGOTTEN"
 #: hpc-train's own state: the job belongs to another cluster than the one queried here.

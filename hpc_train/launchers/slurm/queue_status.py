@@ -194,8 +194,11 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
         return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
     if job is not None and not submissions.made(folder.paths, job):
         job = JobState(job.job, FORGOTTEN)  # Slurm has given its number to another job
+    if job is not None and job.state == ELSEWHERE and status.state in GOING_ON:
+        text = f"job {job.job} belongs to cluster {folder.cluster}, this is {job.reason}"
+        return replace(status, reason=text)
     if job is None or job.state == ELSEWHERE:
-        return status if job is None or status.state not in GOING_ON else _elsewhere(folder, job)
+        return status
     if status.state not in GOING_ON:
         return status if job.is_over else _returned(folder, job, submissions)
     if job.is_over:
@@ -209,12 +212,6 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
         reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
         return replace(status, reason=reason) if reason else status
     return _not_begun(folder, job, submissions)
-
-
-def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
-    """Return the folder's status: this cluster's Slurm does not know the job."""
-    reason = f"job {job.job} belongs to cluster {folder.cluster}, this is {job.reason}"
-    return replace(folder.status, reason=reason)
 
 
 def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
@@ -247,7 +244,6 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
 
 
 def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
-    """The job has not claimed an attempt yet."""
     status = folder.status
     if not job.is_waiting:
         reason = f"starting on {job.nodes}" if job.nodes else "starting"
@@ -347,7 +343,11 @@ def _requeue_reason(folder: Folder) -> str:
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """Return the status of a run whose job has ended or is unknown, if the folder has no end yet."""
-    if job.missed_at is not None and not folder.is_cancelled and not _is_gone(folder, job.missed_at):
+    if (
+        job.missed_at is not None
+        and not folder.is_cancelled
+        and not (time.time() - job.missed_at >= SECOND_LOOK_S and folder.is_silent())
+    ):
         text = (
             f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
         )
@@ -359,11 +359,6 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     diagnosis = _diagnosed(folder, job, submissions)
     state = "cancelled" if diagnosis.cause == "cancelled" else "failed"
     return _end(folder, replace(folder.status, state=state, reason=diagnosis.reason), diagnosis.cause)
-
-
-def _is_gone(folder: Folder, missed_at: float) -> bool:
-    """Return True if a second look found the job missing, too, and its attempt shows no sign of life."""
-    return time.time() - missed_at >= SECOND_LOOK_S and folder.is_silent()
 
 
 def end_cancelled(folder: Folder) -> RunStatus:

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError, shortened
 from hpc_train.launchers.slurm import commands, script
-from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import SubmissionPaths
 
 #: Assumed: a restart of slurmctld takes less. The command can be repeated afterwards.

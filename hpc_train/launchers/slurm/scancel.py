@@ -34,8 +34,10 @@ def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
     start. Raises StorageError or TransientStorageError if a run can't be marked; its job is ended
     nevertheless.
     """
-    elsewhere = _elsewhere(runs)
-    runs = [paths for paths in runs if paths not in elsewhere]
+    clusters = {paths: cluster for paths in runs if (cluster := other_cluster(paths)) is not None}
+    for paths, cluster in clusters.items():
+        say(f"{run_name(paths)}: its job belongs to cluster {cluster}; cancel it there; nothing done")
+    runs = [paths for paths in runs if paths not in clusters]
     folders, problems = _marked(runs)
     try:
         if not problems and _record_jobs(runs):
@@ -46,15 +48,6 @@ def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
     if problems:
         say("the jobs were ended, but that can't be written:")
         raise problems[0]
-    return elsewhere
-
-
-def _elsewhere(runs: Sequence[RunPaths]) -> list[RunPaths]:
-    """Return the active runs whose jobs belong to another cluster; print the cluster's name."""
-    clusters = {paths: cluster for paths in runs if (cluster := other_cluster(paths)) is not None}
-    for paths, cluster in clusters.items():
-        name = run_name(paths)
-        say(f"{name}: its job belongs to cluster {cluster}; cancel it there; nothing done")
     return list(clusters)
 
 
@@ -123,8 +116,9 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
 
 
 def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
-    """Return the job states once all jobs are gone, or the time is up."""
-    deadline = time.monotonic() + _kill_wait_s() + _CLEAR_LIMIT_S
+    kill_wait = commands.config().get("KillWait", "").partition(" ")[0]
+    kill_wait_s = float(kill_wait) if kill_wait.isdigit() else _KILL_WAIT_S
+    deadline = time.monotonic() + kill_wait_s + _CLEAR_LIMIT_S
     pauses = iter(_POLLS_S)
     while True:
         states = _ask(living)
@@ -136,11 +130,6 @@ def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
             say(f"jobs {jobs}: asked to end, not gone yet; `hpc-train status` shows when they are")
             return states
         time.sleep(next(pauses, _POLLS_S[-1]))
-
-
-def _kill_wait_s() -> float:
-    first = commands.config().get("KillWait", "").partition(" ")[0]
-    return float(first) if first.isdigit() else _KILL_WAIT_S
 
 
 def _write_end(paths: RunPaths, job: JobState | None) -> None:

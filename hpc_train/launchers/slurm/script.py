@@ -9,7 +9,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.package_path import LATE_VARIABLE, path_variables
 from hpc_train.paths import ExperimentPaths
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
@@ -54,27 +54,6 @@ _NEVER_KEPT = (
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One batch script, as ``submission.json`` can keep it."""
-
-    #: ``runs/<name>/.slurm/<token>``, with submitit's files and the script's output.
-    submission: Path
-    #: The command that each rank runs before submitit's arguments.
-    command: str
-    #: Arguments of ``SlurmExecutor.update_parameters``; valid JSON.
-    parameters: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return ``batch`` of ``submission.json``."""
-        return asdict(self) | {"submission": str(self.submission)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Batch:
-        """Read the result of ``to_json``. Raises KeyError if a key is missing."""
-        return cls(Path(data["submission"]), data["command"], data["parameters"])
 
 
 def batch(

@@ -12,16 +12,17 @@ import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError, StorageError
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import add_job, job_ids, now_ms
+from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.files import (
     hidden_beside,
     in_parallel,
@@ -35,14 +36,23 @@ from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
 
-if TYPE_CHECKING:
-    from hpc_train.launchers.slurm.script import Batch
-
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
 PREPARED, SUBMITTED, RELEASED = "prepared", "submitted", "released"
 #: If flock works on one host only, another host's command may be active too. Longer than any command takes.
 _UNSEEN_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch script."""
+
+    #: ``runs/<name>/.slurm/<token>``, with submitit's files and the script's output.
+    submission: Path
+    #: The command that each rank runs before submitit's arguments.
+    command: str
+    #: Arguments of ``SlurmExecutor.update_parameters``; valid JSON.
+    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,20 +76,6 @@ class Submission:
     #: The cluster to which it is submitted; None: not recorded (0.2).
     cluster: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the content of ``submission.json``."""
-        return {"version": 1} | asdict(self) | {"batch": self.batch and self.batch.to_json()}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Submission:
-        """Raises TypeError or KeyError if a required key is missing."""
-        from hpc_train.launchers.slurm.script import Batch  # the schema, which `status` does without
-
-        values = {key.name: data[key.name] for key in fields(cls) if key.name in data}
-        values["creator"] = Process.from_json(values.get("creator"))
-        values["batch"] = values.get("batch") and Batch.from_json(values["batch"])
-        return cls(**values)
-
     def task_job(self, task: int) -> str:
         """Return the job of one run as Slurm and submitit name it: ``12_3`` of an array, else ``12``."""
         return f"{self.job_id}_{task}" if len(self.runs) > 1 else str(self.job_id)
@@ -87,16 +83,12 @@ class Submission:
 
 def read(paths: SubmissionPaths) -> Submission | None:
     """Return the record of a submission, None if there is none."""
-    data = read_json(paths.record)
-    try:
-        return None if data is None else Submission.from_json(data)
-    except (KeyError, TypeError):
-        return None
+    return decoded(Submission, read_json(paths.record))
 
 
 def write(paths: SubmissionPaths, submission: Submission) -> None:
     """Replace the record of a submission atomically."""
-    write_json(paths.record, submission.to_json(), sync=True)
+    write_json(paths.record, {"version": 1} | encoded(submission), sync=True)
 
 
 def is_elsewhere(submission: Submission) -> bool:
@@ -153,11 +145,10 @@ def without_job(
     """
     submissions = []
     for paths in folder.submission_folders():
-        data = read_json(paths.record) or {}  # a Submission, which needs the schema, is made only if required
-        if data.get("state") != PREPARED or set(run_ids).isdisjoint(data.get("runs") or []):
-            continue
         submission = read(paths)
-        if submission is not None and not may_be_at_work(submission.creator, submission.created):
+        if submission is None or submission.state != PREPARED or set(run_ids).isdisjoint(submission.runs):
+            continue
+        if not may_be_at_work(submission.creator, submission.created):
             submissions.append((paths, submission))
     return submissions
 

@@ -20,20 +20,7 @@ from typing import Any
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.html.limits import (
-    ALL_ROWS,
-    CURVE_POINTS,
-    DETAILED,
-    DETAILED_ROWS,
-    METRICS,
-    MIN_EVALUATIONS,
-    MIN_ROWS,
-    NAME_LENGTH,
-    PICTURE_BYTES,
-    PICTURES,
-    SAMPLE_CHARS,
-    TABLE_BYTES,
-)
+from hpc_train.report.html import limits
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import Row, number, sampled_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
@@ -166,8 +153,8 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     If no run has ``wanted``, ``metric`` is None.
     """
     names, values = run_names(runs), changed_keys(runs)
-    has_details = len(runs) > DETAILED
-    share = ALL_ROWS // max(len(runs), 1) // 2
+    has_details = len(runs) > limits.DETAILED
+    share = limits.ALL_ROWS // max(len(runs), 1) // 2
     # Metrics of classes are shown for the best runs only.
     omitted = CLASSES if has_details and not (wanted or "").rpartition("/")[2].startswith(CLASSES) else ()
     read = [
@@ -178,10 +165,13 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     if metric is not None:
         read.sort(key=lambda run: sort_key(run.best(metric), metric))
     if has_details:
-        best = [_read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) for run in read[:DETAILED]]
+        best = [
+            _read(run.paths, run.status, run.name, run.values, limits.DETAILED_ROWS)
+            for run in read[: limits.DETAILED]
+        ]
         if metric is not None:
             best.sort(key=lambda run: sort_key(run.best(metric), metric))
-        read[:DETAILED] = best
+        read[: limits.DETAILED] = best
     return Collected(read, metric)
 
 
@@ -194,8 +184,10 @@ def _read(
     omitted: tuple[str, ...] = (),
 ) -> RunData:
     run = RunFiles.read(paths)
-    rows, is_sampled = sampled_rows(paths.metrics, max(MIN_ROWS, max_rows), max(MIN_EVALUATIONS, max_rows))
-    curves = curves_of(rows, CURVE_POINTS, omitted=omitted)
+    rows, is_sampled = sampled_rows(
+        paths.metrics, max(limits.MIN_ROWS, max_rows), max(limits.MIN_EVALUATIONS, max_rows)
+    )
+    curves = curves_of(rows, limits.CURVE_POINTS, omitted=omitted)
     return RunData(
         paths=paths,
         name=name,
@@ -247,12 +239,12 @@ def curves_of(rows: Sequence[Row], max_points: int, *, omitted: tuple[str, ...] 
         (_metric(split, name), curve)
         for split, by_name in by_split.items()
         for name, curve in by_name.items()
-        if max(len(split), len(name)) <= NAME_LENGTH
+        if max(len(split), len(name)) <= limits.NAME_LENGTH
     ]
-    return {metric: curve.thinned(max_points) for metric, curve in curves[:METRICS]}
+    return {metric: curve.thinned(max_points) for metric, curve in curves[: limits.METRICS]}
 
 
-@lru_cache(METRICS)
+@lru_cache(limits.METRICS)
 def _metric(split: str, name: str) -> Metric:
     """Return the same object for thousands of runs: as a key it is compared by identity."""
     return Metric(split, name)
@@ -289,7 +281,7 @@ def _add(curves: dict[str, Curve], row: Row, step: int) -> None:
             continue
         curve = curves.get(name)
         if curve is None:
-            if len(curves) >= METRICS:
+            if len(curves) >= limits.METRICS:
                 continue
             curve = curves[name] = Curve(array("q"), array("d"))
         steps = curve.steps
@@ -361,29 +353,27 @@ def _evaluation(step: int, folder: Path, run: RunPaths) -> Evaluation:
     evaluation = Evaluation(step)
     for path in sorted(folder.iterdir())[:1000]:
         match path.suffix:
-            case ".csv" if text := confined_text(path, run, TABLE_BYTES):
+            case ".csv" if text := confined_text(path, run, limits.TABLE_BYTES):
                 evaluation.tables.extend(_table(path.stem, text))
-            case ".png" if len(evaluation.pictures) < PICTURES and (uri := _picture(path, run)):
+            case ".png" if len(evaluation.pictures) < limits.PICTURES and (uri := _picture(path, run)):
                 evaluation.pictures.append((path.stem, uri))
-            case ".txt" if text := confined_text(path, run, TABLE_BYTES):
-                evaluation.texts.append((path.stem, text[:SAMPLE_CHARS]))
+            case ".txt" if text := confined_text(path, run, limits.TABLE_BYTES):
+                evaluation.texts.append((path.stem, text[: limits.SAMPLE_CHARS]))
     return evaluation
 
 
 def _table(title: str, text: str) -> Iterator[Table]:
-    """Yield the table, unless the file is empty or damaged."""
     with suppress(csv.Error):
         if rows := [row for row in csv.reader(io.StringIO(text)) if row]:
             yield Table(title, rows[0], rows[1:])
 
 
 def _picture(path: Path, run: RunPaths) -> str | None:
-    """Return a PNG file as a data URI; None if it is not one, or too large."""
     content = b""
     with suppress(OSError, ValueError):
         if is_confined(path, run):
             with open_regular(path) as file:
-                content = file.read(PICTURE_BYTES + 1)
-    if not content.startswith(_PNG) or len(content) > PICTURE_BYTES:
+                content = file.read(limits.PICTURE_BYTES + 1)
+    if not content.startswith(_PNG) or len(content) > limits.PICTURE_BYTES:
         return None
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -57,7 +57,7 @@ def _environment() -> Environment:
         loader=PackageLoader(_TEMPLATES),
         undefined=StrictUndefined,
         autoescape=True,
-        finalize=_shown,
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -71,21 +71,19 @@ def _environment() -> Environment:
     return environment
 
 
-def _shown(value: object) -> object:
-    """Return text with control characters as escapes, for the engine to escape; its own output unchanged."""
-    return printable(value) if type(value) is str else value
-
-
 def _content(collected: Collected) -> dict[str, Any]:
     runs, metric = collected.runs, collected.metric
     keys = collected.keys
     charts = line_charts(collected)
     style, script = _style(), _file("report.js")
     bests = [point for run in runs if metric and (point := run.best(metric))]
+    names = list(dict.fromkeys(run.experiment for run in runs))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    causes = Counter(attempt.cause for run in runs for attempt in run.attempts).most_common()
     return {
         "version": __version__,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "title": _title(runs),
+        "title": shown or "No runs",
         "style": _Trusted(style),
         "script": _Trusted(script),
         "policy": (
@@ -97,7 +95,7 @@ def _content(collected: Collected) -> dict[str, Any]:
         "metric": metric,
         "best": bests[0] if bests else None,
         "states": Counter(run.status.state for run in runs).most_common(),
-        "interruptions": _interruptions(runs),
+        "interruptions": [pair for pair in causes if pair[0] not in {"completed", "running", "unknown"}],
         "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
         "keys": [short_names(keys)[key] for key in keys],
         "cells": [_cells(run, collected) for run in runs],
@@ -159,18 +157,6 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _title(runs: Sequence[RunData]) -> str:
-    names = list(dict.fromkeys(run.experiment for run in runs))
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return shown or "No runs"
-
-
-def _interruptions(runs: Sequence[RunData]) -> list[tuple[str, int]]:
-    """Return how often attempts ended early, by cause, the most frequent first."""
-    causes = Counter(attempt.cause for run in runs for attempt in run.attempts)
-    return [pair for pair in causes.most_common() if pair[0] not in {"completed", "running", "unknown"}]
-
-
 def _cells(run: RunData, collected: Collected) -> list[_Cell]:
     """Return the run's cells after its state."""
     metric, total = collected.metric, run.status.total_steps
@@ -217,7 +203,6 @@ def _time_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str], str]]
 
 
 def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
-    """Return the step and the IoU of each class in the newest evaluation, for runs that have any."""
     ious = []
     for run in runs[: limits.EVALUATED]:
         curves = {
@@ -234,25 +219,25 @@ def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, f
 
 def _details(run: RunData) -> dict[str, Any]:
     """Return the run's file and facts. Links that lead out of its folder are not read."""
+    from hpc_train.run.create import newest_versions  # the schema
+
     text = confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
-    facts = run.facts
-    code, source = facts.get("code"), facts.get("source")
-    changes = facts.get("changes")
+    versions = newest_versions(run.facts)
     return {
         "run": run,
         "file": None if text is None else _cut(text, limits.FILE_CHARS),
-        "facts": [(label, _cut(value)) for label, value in _facts(run, code, source) if value],
+        "facts": [(label, _cut(value)) for label, value in _facts(run) if value],
         "changes": [
             (number, _cut(change))
-            for number, listed in (changes if isinstance(changes, dict) else {}).items()
+            for number, listed in (run.facts.get("changes") or {}).items()
             for change in listed[:50]
         ],
-        "versions": [(_cut(name), _cut(version)) for name, version in _versions(facts)],
+        "versions": [(_cut(name), _cut(version)) for name, version in sorted(versions.items())],
     }
 
 
-def _facts(run: RunData, code: Any, source: Any) -> list[tuple[str, str]]:
-    code, source = code if isinstance(code, dict) else {}, source if isinstance(source, dict) else {}
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    code, source = run.facts.get("code") or {}, run.facts.get("source") or {}
     overrides = source.get("overrides")
     changed = " with uncommitted changes" if code.get("dirty") else ""
     return [
@@ -266,9 +251,3 @@ def _facts(run: RunData, code: Any, source: Any) -> list[tuple[str, str]]:
         ("code snapshot", str(code.get("snapshot") or "")),
         ("folder", str(run.paths.folder)),
     ]
-
-
-def _versions(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    from hpc_train.run.create import newest_versions
-
-    return sorted(newest_versions(facts).items())

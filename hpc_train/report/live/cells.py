@@ -43,7 +43,6 @@ class Column:
 
 
 def _note(run: LiveRun) -> str:
-    """Return the reason for the run's state, else its newest metric."""
     if note := run.status.reason or run.status.activity:
         return note
     name, value = run.metric or ("", None)
@@ -108,11 +107,6 @@ def columns_for(runs: Sequence[LiveRun], width: int) -> dict[Column, int]:
             del used[column]
         elif column.least is not None:
             used[column] = max(min(column.least, used[column]), used[column] - surplus)
-    return _widened(used, width)
-
-
-def _widened(used: Mapping[Column, int], width: int) -> dict[Column, int]:
-    """Give the last column the remaining width."""
     left = width - sum(used.values()) - _GAP * (len(used) - 1)
     return {column: place + (max(0, left) if column is COLUMNS[-1] else 0) for column, place in used.items()}
 

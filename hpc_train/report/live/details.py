@@ -97,8 +97,11 @@ class DetailsReader:
         """Return the current details; ``is_full``: with all attempts and more of the log."""
         limit = MANY if is_full else FEW
         files = RunFiles.read(self.paths)
+        nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
+        job = f", job {run.job}" if run.job else ""
+        log = log_of(self.paths)
         lines = [
-            ("run", f"{run.name} of {run.experiment}, {run.state}{_on(run)}"),
+            ("run", f"{run.name} of {run.experiment}, {run.state}{nodes}{job}"),
             ("reason", run.status.reason or ""),
             ("training", _row_words(run.train)),
             ("speed", _speed(run)),
@@ -106,7 +109,7 @@ class DetailsReader:
             ("best", self._best_words()),
             *_labelled("attempts", _attempts(files, run, limit)),
             *([("folder", str(self.paths.folder))] if is_full else []),
-            *_labelled("log", self._log(limit)),
+            *_labelled("log", LogTail(log).new_lines()[-limit:] or [f"nothing in {log.name} yet"]),
         ]
         return Details(self.paths, tuple((label, one_line(text)) for label, text in lines if text))
 
@@ -123,16 +126,6 @@ class DetailsReader:
         metric = find_metric((Metric("val", name) for name in newest), None)
         best_point = last_and_best(self._evaluations, metric)[1] if metric else None
         return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
-
-    def _log(self, limit: int) -> list[str]:
-        path = log_of(self.paths)
-        lines = LogTail(path).new_lines()[-limit:]
-        return lines or [f"nothing in {path.name} yet"]
-
-
-def _on(run: LiveRun) -> str:
-    nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
-    return f"{nodes}, job {run.job}" if run.job else nodes
 
 
 def _row_words(row: Row) -> str:
@@ -176,9 +169,5 @@ def _attempt(attempt: AttemptPaths, record: AttemptRecord | None, run: LiveRun) 
     took = f" for {short_duration(span[1] - span[0])}" if span else ""
     nodes = f" on {', '.join(record.hosts)}" if record.hosts else ""
     end = "runs" if is_running else record.reason or record.cause or ("ended" if record.end else "no end")
-    return f"{attempt.number}: {_minute(record.start)}{took}{nodes}: {end}"
-
-
-def _minute(time: str) -> str:
-    """Return ``2026-11-20 09:05 UTC`` for an ISO time, which is UTC."""
-    return f"{time[:16].replace('T', ' ')} UTC"
+    start = f"{record.start[:16].replace('T', ' ')} UTC"
+    return f"{attempt.number}: {start}{took}{nodes}: {end}"

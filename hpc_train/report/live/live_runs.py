@@ -112,7 +112,6 @@ class RunsReader:
         return [run.shown(self._names[run.paths]) for run in runs]
 
     def _find(self) -> None:
-        """Look for new and removed runs in folders that have changed."""
         folders = _stamps_of_folders(self._selectors)
         if folders == self._folders:
             return
@@ -143,8 +142,6 @@ def stamp(path: Path) -> _Stamp:
 
 
 class _TrackedRun:
-    """A run, and the content read from it so far."""
-
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self._status = RunStatus()

@@ -159,7 +159,6 @@ class _Follower(threading.Thread):
             self._is_stopped.wait(_FOLLOW_EVERY_S)
 
     def _read(self) -> list[str]:
-        """Return new lines; if nothing can be read, the reason, once until it changes."""
         try:
             lines, problem = self._new_lines(), ""
         except Exception as error:  # an error of a plug-in or a disk: shown, and retried

@@ -191,7 +191,10 @@ class WatchApp(App[None]):
             return  # the screen is being closed
         reading = message.reading
         if reading.runs is not self._runs or reading.problem:
-            self._show_problem(reading.problem or self._said)
+            text = " ".join((reading.problem or self._said).split())
+            line = self.query_one("#problem", Static)
+            line.display = bool(text)
+            line.update(Text(one_line(text)))
             self._said = ""
         if reading.runs is not self._runs:
             self._runs, self._has_read = reading.runs, True
@@ -210,11 +213,6 @@ class WatchApp(App[None]):
         for line, shown in (("#head", "  ".join(parts)), ("#hint", _HINT)):
             self.query_one(line, Static).update(Text(shown.ljust(self.size.width), no_wrap=True))
 
-    def _show_problem(self, text: str) -> None:
-        line = self.query_one("#problem", Static)
-        line.display = bool(text.strip())
-        line.update(Text(one_line(" ".join(text.split()))))
-
     def _say(self, text: str) -> None:
         self._message = text
         for line in self.query("#message").results(Static):
@@ -230,17 +228,20 @@ class WatchApp(App[None]):
         if columns != self._columns or list(lines) != list(self._shown):
             self._rebuild(columns, lines)
         else:
-            self._change(table, lines)
+            for key, texts in lines.items():
+                before = self._shown[key]
+                if texts == before:
+                    continue
+                new = self._texts(self._columns, texts)
+                for column, old, text, cell in zip(self._columns, before, texts, new, strict=True):
+                    if old != text:
+                        table.update_cell(key, column.head, cell)
         self._shown = lines
         if self._has_read:
-            self._say_if_none()
-
-    def _say_if_none(self) -> None:
-        """Show that there are no runs, until there are."""
-        if not self._runs:
-            self._say(_NO_RUNS)
-        elif self._message == _NO_RUNS:
-            self._say("")
+            if not self._runs:
+                self._say(_NO_RUNS)
+            elif self._message == _NO_RUNS:
+                self._say("")
 
     def _rebuild(self, columns: Mapping[Column, int], lines: Mapping[str, Sequence[str]]) -> None:
         table, selected = self.query_one(RunTable), self._selected
@@ -256,18 +257,7 @@ class WatchApp(App[None]):
         self._columns = columns
         self._select(selected if selected in places else next(iter(places), None))
 
-    def _change(self, table: RunTable, lines: Mapping[str, Sequence[str]]) -> None:
-        for key, texts in lines.items():
-            before = self._shown[key]
-            if texts == before:
-                continue
-            new = self._texts(self._columns, texts)
-            for column, old, text, cell in zip(self._columns, before, texts, new, strict=True):
-                if old != text:
-                    table.update_cell(key, column.head, cell)
-
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
-        """Return the cells of a row; the run's state is coloured."""
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
         style = STATE_STYLES.get(by_head.get("state", ""), "")
         coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
@@ -352,7 +342,6 @@ class WatchApp(App[None]):
         self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))
 
     def _follow(self, command: Command) -> None:
-        """Show the command's output until it has ended."""
         is_over = command.is_over
         for line in command.new_lines()[-1:]:
             self._say(line)

@@ -85,10 +85,16 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
     tree = work_tree_around(folder)
     root = Path(os.path.realpath(folder)) if tree is None else tree.root
     selection = Selection(root, "" if tree is None else tree.folder)
-    outside = _below(root, root / selection.cwd, excluded)
+    cwd = root / selection.cwd
+    absolute = [cwd / folder for folder in excluded]
+    spellings = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
+    inside = {_relative(folder, root) for folder in spellings if not cwd.is_relative_to(folder)}
+    outside = sorted(name for name in inside if name)
     files = _walked(root, outside) if tree is None else listed_files(root, outside)
     selected = [path for path in files if not _is_below(path, outside)]
-    selected = _without_environments(selected)
+    marks = ("/pyvenv.cfg", "/conda-meta/history")  # of virtual environments that git does not ignore
+    folders = [path.removesuffix(mark) for path in selected for mark in marks if path.endswith(mark)]
+    selected = [path for path in selected if not _is_below(path, folders)] if folders else selected
     if len(selected) > MAX_FILES:
         raise _too_much(root, Counter(map(_top, selected)), len(selected), None)
     _look_at(selection, selected)
@@ -158,14 +164,6 @@ def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
     return None if seen is None else (seen.st_ino, seen.st_size, seen.st_mtime_ns)
 
 
-def _below(root: Path, cwd: Path, folders: Iterable[Path]) -> list[str]:
-    """Return the folders within the tree, relative to its root, unless they contain the current folder."""
-    absolute = [cwd / folder for folder in folders]
-    spellings = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
-    inside = {_relative(folder, root) for folder in spellings if not cwd.is_relative_to(folder)}
-    return sorted(name for name in inside if name)
-
-
 def _relative(path: Path, root: Path) -> str | None:
     """Return ``path`` relative to ``root``, empty for the root; None if outside."""
     if not path.is_relative_to(root):
@@ -176,13 +174,6 @@ def _relative(path: Path, root: Path) -> str | None:
 
 def _is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
-
-
-def _without_environments(paths: list[str]) -> list[str]:
-    """Exclude virtual environments that git does not ignore."""
-    marks = ("/pyvenv.cfg", "/conda-meta/history")
-    folders = [path.removesuffix(mark) for path in paths for mark in marks if path.endswith(mark)]
-    return [path for path in paths if not _is_below(path, folders)] if folders else paths
 
 
 def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
@@ -210,7 +201,6 @@ def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
 
 
 def _look_at(selection: Selection, paths: Iterable[str]) -> None:
-    """Sort the listed files into files, links and exclusions."""
     links = []
     for path in paths:
         seen = _lstat(selection.root / path)
@@ -250,7 +240,6 @@ def _is_secret(path: str) -> bool:
 
 
 def _names_secret(path: PurePosixPath) -> bool:
-    """Return True if the words of a file's name, in lower case, suggest a secret."""
     if path.suffix in _SOURCE_SUFFIXES:
         return False
     parts = _WORD.findall(path.name)

@@ -72,17 +72,14 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
     commit = _git(folder, "rev-parse", "-q", "--verify", "HEAD")
     if commit is None:
         return None
-    changed = _git(folder, *_without_filters(folder), "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.decode().strip(), "dirty": None if changed is None else bool(changed.strip())}
-
-
-def _without_filters(folder: Path) -> list[str]:
-    """Return the options that keep ``status`` from running the programs that a repository's filters name."""
+    # Keep `status` from running the programs that a repository's filters name.
     output = _git(folder, "config", "-z", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process)$")
     names = [name for name in os.fsdecode(output or b"").split("\0") if name]
     filters = {name.rpartition(".")[0] for name in names}
     off = [*(f"{name}=" for name in names), *(f"{name}.required=false" for name in filters)]
-    return [argument for setting in off for argument in ("-c", setting)]
+    options = [argument for setting in off for argument in ("-c", setting)]
+    changed = _git(folder, *options, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.decode().strip(), "dirty": None if changed is None else bool(changed.strip())}
 
 
 def _escaped(folder: str) -> str:

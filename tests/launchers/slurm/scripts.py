@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
-from hpc_train.launchers.slurm.script import Batch, batch
+from hpc_train.launchers.slurm.script import batch
+from hpc_train.launchers.slurm.submission import Batch
 
 MINIMAL: dict[str, Any] = {
     "name": "exp",

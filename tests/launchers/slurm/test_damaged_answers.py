@@ -18,7 +18,7 @@ import pytest
 
 from hpc_train.launchers.slurm import commands, queue, queue_status, sbatch
 from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError
-from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.run.attempts import read_record, write_record
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status, write_status

@@ -14,7 +14,8 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm.options import lead_s, sbatch_parameters, shape
 from hpc_train.launchers.slurm.profiles import Profile, find
-from hpc_train.launchers.slurm.script import Batch, script_text
+from hpc_train.launchers.slurm.script import script_text
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, now, write_record
 from tests.launchers.slurm.scripts import experiment

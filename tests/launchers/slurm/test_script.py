@@ -16,7 +16,9 @@ import pytest
 from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
-from hpc_train.launchers.slurm.script import Batch, script_text
+from hpc_train.launchers.slurm.script import script_text
+from hpc_train.launchers.slurm.submission import Batch
+from hpc_train.run.file_shapes import decoded, encoded
 from tests.launchers.slurm.programs import Programs
 from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
 from tests.waiting import HANG_LIMIT_S
@@ -723,7 +725,7 @@ def test_what_is_inserted_is_quoted_and_nothing_is_left_out() -> None:
 
 
 def test_a_batch_survives_its_record(job: Job) -> None:
-    assert Batch.from_json(json.loads(json.dumps(job.batch.to_json()))) == job.batch
+    assert decoded(Batch, json.loads(json.dumps(encoded(job.batch)))) == job.batch
 
 
 def test_callers_variables_are_hidden(

@@ -16,7 +16,7 @@ from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.slurm import commands, job_arrays, job_refusals, sbatch
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
-from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.planning import make_plan
 from hpc_train.run.attempts import claim_attempt, now, read_record, write_record

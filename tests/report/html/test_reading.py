@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.report.html import collecting, limits
+from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import render
@@ -97,7 +97,7 @@ def test_first_and_last_row_of_each_attempt_are_read_of_however_many_rows(tmp_pa
 def test_only_the_best_runs_are_read_in_detail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of many runs reads few training rows of each; what it shows in detail has all."""
     runs = made_sweep(tmp_path, limits.DETAILED + 2, steps=600)
-    monkeypatch.setattr(collecting, "ALL_ROWS", len(runs) * 20)
+    monkeypatch.setattr(limits, "ALL_ROWS", len(runs) * 20)
     loss = Metric("train", "loss")
     best = collect(runs, "train/loss").runs
     monkeypatch.undo()
