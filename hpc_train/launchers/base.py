@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -166,7 +166,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as an entry of ``findings`` of ``doctor --json``."""
-        return asdict(self) | {"level": str(self.level)}
+        return vars(self) | {"level": str(self.level)}
 
 
 @dataclass(frozen=True)
