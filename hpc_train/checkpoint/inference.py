@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from hpc_train.checkpoint.saved_tensors import SavedState
 from hpc_train.checkpoint.shards import Entry
 from hpc_train.checkpoint.state import EMA
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import image_shape
 from hpc_train.datasets.base import RawInput
 from hpc_train.datasets.batches import prepared_inputs
 from hpc_train.datasets.building import build_source
@@ -74,13 +76,32 @@ class LoadedModel:
 
         A sample is the path of an image, a PIL image, an array (H, W, C), a tensor (C, H, W), or an input as
         the run's data set returns it; the result is a batch, normalized, for images (B, C, H, W). For
-        language models a sample is a text, and the result has its tokens, (B, T) int64.
+        language models a sample is a text, and the result has its tokens, (B, T) int64. Warns of images
+        unlike those of the training: of another size, or of floating point instead of uint8.
         """
         if self.data.sequence_length is not None:
             return self._tokens(samples)
         inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
+        if isinstance(inputs, Tensor):
+            self._warn_of_other_images(inputs)
         dtype = torch.float64 if self.experiment.precision == "fp64" else torch.float32
         return Normalize(self.data, self.experiment.data, dtype)(inputs)
+
+    def _warn_of_other_images(self, inputs: Tensor) -> None:
+        data, shape = self.experiment.data, tuple(inputs.shape[2:])
+        expected = image_shape(data)
+        if expected is not None and shape != expected:
+            sizes = " and ".join(f"{height} × {width}" for height, width in (shape, expected))
+            warnings.warn(
+                f"preprocess: these images and those of the training have {sizes} pixels; resize them",
+                stacklevel=3,
+            )
+        if expected is not None and inputs.is_floating_point() and data.value_range is None:
+            warnings.warn(
+                "preprocess: images of floating point count as normalized; those of the training were uint8 "
+                "(0 to 255), pass such",
+                stacklevel=3,
+            )
 
     def decode(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens of a language model. Raises UsageError without its tokenizer."""

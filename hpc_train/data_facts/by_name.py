@@ -153,16 +153,25 @@ def _content_text(modalities: Sequence[str], targets: Sequence[str]) -> str:
 PREFETCHED_BATCHES = 2
 
 
+def image_shape(data: DataConfig) -> tuple[int, int] | None:
+    """Return height and width of the images in pixels; None if unknown, if they vary, or without images."""
+    facts = data_facts(data.name)
+    side = data.args.get(facts.image_size_argument or "", facts.image_size(data))
+    height, width = data.height_and_width or (side, side)
+    if facts.modality == "images" and isinstance(height, int) and isinstance(width, int):
+        return height, width
+    return None
+
+
 def prefetched_bytes(experiment: Experiment, ranks: int = 1) -> int | None:
     """Return the bytes of the images that the training loaders of ``ranks`` ranks read ahead.
 
     None if the file does not determine it: a key is ``auto``, or the images' size is unknown or varies.
     """
-    data, facts = experiment.data, data_facts(experiment.data.name)
-    side = data.args.get(facts.image_size_argument or "", facts.image_size(data))
-    height, width = data.height_and_width or (side, side)
-    batch, channels = experiment.optimization.micro_batch_size, facts.channels(data)
-    numbers = [height, width, channels, batch, data.workers]
-    if facts.modality != "images" or not all(type(number) is int for number in numbers):
+    data, shape = experiment.data, image_shape(experiment.data)
+    numbers = [
+        data_facts(data.name).channels(data), experiment.optimization.micro_batch_size, data.workers
+    ]  # fmt: skip
+    if shape is None or not all(type(number) is int for number in numbers):
         return None
-    return math.prod(int(number or 0) for number in numbers) * ranks * PREFETCHED_BATCHES
+    return math.prod([*shape, *(int(number or 0) for number in numbers)]) * ranks * PREFETCHED_BATCHES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def test_images_of_any_kind_are_prepared_as_in_an_evaluation(tmp_path: Path) -> 
     assert all(torch.equal(each, expected[0]) for each in inputs)
     with pytest.raises(BadFileError, match=r"none\.png"):
         found.preprocess(tmp_path / "none.png")
+
+
+def test_images_unlike_those_of_the_training_cause_a_warning(tmp_path: Path) -> None:
+    found = loaded(make_run(tmp_path, data={"name": "digits"})[0])
+    as_trained = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    with warnings.catch_warnings(action="error"):
+        found.preprocess(as_trained)
+    with pytest.warns(UserWarning, match="have 8 × 8 and 32 × 32 pixels; resize them"):
+        found.preprocess(as_trained[:, :8, :8])
+    with pytest.warns(UserWarning, match="count as normalized; those of the training were uint8"):
+        found.preprocess(as_trained.float())
 
 
 def test_average_weights_are_loaded_if_the_best_is_chosen_by_them(tmp_path: Path) -> None:
