@@ -22,6 +22,8 @@ _MAIN_KEYS = ("name", "strategy")
 _NUMBERS = {"integer", "number"}
 _GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
 _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
+#: ``0,1`` or ``50,000``
+_COMMA = re.compile(r"[+-]?(\d+),(\d+)(?:[eE][+-]?\d+)?")
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 #: Suffix of a key → its unit, and its seconds if it is of time.
 _UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1), "_h": ("hours", 3600), "_gb": ("GB", None)}
@@ -137,6 +139,9 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
         return f"did you mean {close}?" if close else _example(node, types)
     if types & {"integer", "number"} and _reads_as_number(value):
         return f"write {value} without quotes"
+    if types & {"integer", "number"} and (comma := _COMMA.fullmatch(value)):
+        is_thousands = comma[1] != "0" and len(comma[2]) == 3
+        return f"write {value.replace(',', '' if is_thousands else '.')}"
     if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
     if "array" in types:
