@@ -275,11 +275,14 @@ class _LogReader:
             file.seek(start)
             while chunk := file.read(_CHUNK_BYTES):
                 self._offset += len(chunk)
-                if sys.stdout.isatty():
-                    # Carriage returns of progress bars would be shown as escapes.
-                    sys.stdout.write(printable(self._decoder.decode(chunk).replace("\r", "\n")))
-                    sys.stdout.flush()
-                else:
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
+                self._print(chunk)
         return self._offset > start
+
+    def _print(self, chunk: bytes) -> None:
+        if sys.stdout.isatty():
+            # Carriage returns of progress bars would be shown as escapes.
+            sys.stdout.write(printable(self._decoder.decode(chunk).replace("\r", "\n")))
+            sys.stdout.flush()
+        else:
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
