@@ -151,9 +151,9 @@ def _cuda_modes(num_blocks: int) -> dict[str, dict[str, float]]:
                 command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True
             )
         for title, process in started.items():
-            lines = [line for line in process.communicate()[0].splitlines() if line.startswith(_MARK)]
+            output = process.communicate()[0]
             if process.returncode == 0:
-                first_s, step_s = map(float, lines[0].removeprefix(_MARK).split())
+                first_s, step_s = _parsed(output)
                 rows[title] = {"first step": first_s, "step": step_s}
     return rows
 
@@ -168,8 +168,11 @@ def _child(scope: str, num_blocks: int, mode: str) -> list[str]:
 
 
 def _times(scope: str, num_blocks: int, cache: Path, mode: str = "default") -> tuple[float, float]:
-    lines = printed(_child(scope, num_blocks, mode), environment(None) | _caches(cache)).splitlines()
-    (line,) = (line for line in lines if line.startswith(_MARK))
+    return _parsed(printed(_child(scope, num_blocks, mode), environment(None) | _caches(cache)))
+
+
+def _parsed(output: str) -> tuple[float, float]:
+    (line,) = (line for line in output.splitlines() if line.startswith(_MARK))
     first_s, step_s = map(float, line.removeprefix(_MARK).split())
     return first_s, step_s
 
@@ -214,7 +217,8 @@ def times(
     with open(turn or os.devnull, "w") as file:  # noqa: PTH123
         fcntl.flock(file, fcntl.LOCK_EX)
         if device == "cuda":  # CUDA graphs are recorded in the second and third step
-            step(), step()
+            for _ in range(2):
+                step()
         ends = [time.perf_counter(), *(step() for _ in range(_STEPS))]
     return first_s, median(end - start for start, end in pairwise(ends))
 

@@ -84,7 +84,7 @@ def plan(
     throughput: float | None = None,
     memory: bool = False,
 ) -> dict[str, Any]:
-    """Return what ``submit`` would start: the object that ``hpc-train plan --json`` prints.
+    """Return the plan of the runs that ``submit`` would start, as ``hpc-train plan --json`` prints it.
 
     ``throughput``: samples per second of one rank, for the cost. ``memory``: also predict memory and FLOPs,
     which takes seconds. Raises BadFileError with all reasons if ``submit`` would refuse the file.
@@ -195,7 +195,7 @@ class Run:
         return status
 
     def cancel(self) -> RunRow:
-        """Cancel the run for good; return its status. Raises NoSchedulerError if nobody answers."""
+        """Cancel the run for good; return its status. Raises NoSchedulerError if no scheduler answers."""
         codes, errors = cancel_runs([self._paths])
         if errors:
             raise errors[0]
