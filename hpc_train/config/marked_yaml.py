@@ -73,7 +73,7 @@ _LINE_BREAK = re.compile("\r\n|\r|\n")
 #: A part of PyYAML's message → what to write instead.
 _REMEDIES = (
     (r"'\t'", "indent with spaces, not tabs"),
-    ("mapping values are not allowed", "put the text in quotes, or indent the key like its neighbours"),
+    ("mapping values are not allowed", "put the text in quotes, or indent the key like its neighbors"),
     ("while scanning a quoted scalar", "close the quote"),
     ("expected ',' or ']'", "close the list with ]"),
     ("expected ',' or '}'", "close the mapping with }"),
