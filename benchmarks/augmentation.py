@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.augment import Augmentation
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.training.datasets.augment import Augmentation
 
 NUM_SAMPLES, IMAGE_SIZE, PADDING = 256, 32, 4
 OURS, THEIRS = "hpc-train, a batch at a time", "torchvision v2, one sample at a time"

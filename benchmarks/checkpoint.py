@@ -39,14 +39,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
-from hpc_train.checkpoint.checkpointer import Checkpointer, Save
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.distributed.precision import Precision
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.paths import RunPaths
 from hpc_train.run.resource_limits import usable_cpus
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.ddp import DDPStrategy
 
 RAW, TORCH_SAVE, DCP = "raw write with fsync", "torch.save with fsync", "DCP async_save"
 SYNC, ASYNC = "hpc-train, synchronous", "hpc-train, asynchronous"

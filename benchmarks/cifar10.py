@@ -100,7 +100,7 @@ def bare_loop(data: Path, max_steps: int | None) -> float:
     from torch.nn.functional import cross_entropy
     from torchvision.models import resnet18
 
-    from hpc_train.validate.loading import load
+    from hpc_train.experiment.validate.loading import load
 
     experiment = load(EXAMPLE, _trial(max_steps)).experiment
     optimization = experiment.optimization

@@ -46,7 +46,7 @@ from benchmarks.measuring import (
     rounds_of,
     table,
 )
-from hpc_train.config.training_sections import CompileConfig
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training import compiling
 from hpc_train.training.compiling import compile_model
 

@@ -34,13 +34,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.measuring import conditions, interleaved, parser, report, rounds_of, table
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.listed_data import webdataset_files
-from hpc_train.data_facts.token_shards import INDEX, header_of, index_digest, size_of_shard
-from hpc_train.datasets.base import ArraySplit
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.index_files import Index, Layout, ensure_index, packed_texts
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.listed_data import webdataset_files
+from hpc_train.experiment.data_facts.token_shards import INDEX, header_of, index_digest, size_of_shard
+from hpc_train.training.datasets.base import ArraySplit
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.index_files import Index, Layout, ensure_index, packed_texts
+from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 
 TITLE = "Opening large data"
 Result = TypeVar("Result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.plan.devices import peak_tflops
+from hpc_train.experiment.plan.devices import peak_tflops
 
 PRECISIONS = ("bf16", "fp8")
 #: How a model is run, and as what ``compile:`` of a file.

@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_cases import MODELS, MODES, NUM_TOKENS, PRECISIONS, TINY, Model
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.types import DataInfo
-from hpc_train.models.blocks import find_blocks
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.blocks import find_blocks
 
 LOOPS = ("bare loop", "Fabric", "Accelerate")
 NUM_IMAGES, NUM_CLASSES = 1024, 1000
@@ -48,7 +48,7 @@ def build(settings: Model) -> nn.Module:
 
         model: nn.Module = create_model(settings.name, num_classes=NUM_CLASSES)
         return model
-    from hpc_train.models.gpt import GPT, GPTArgs
+    from hpc_train.training.models.gpt import GPT, GPTArgs
 
     return GPT(NUM_TOKENS, settings.size, GPTArgs(**settings.args))
 

@@ -33,16 +33,16 @@ from PIL import Image
 from benchmarks.gpu_throughput import IS_STAND_IN, measured
 from benchmarks.measuring import RESULTS, ROOT, cannot_run, conditions, parser, report, table
 from benchmarks.memory_prediction import GPT, MODELS, experiment_of
-from hpc_train.config.schema import Experiment
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.strategies.base import RankContext
-from hpc_train.tasks.base import make_task
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.memory_prediction import PredictedStep
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.tasks.base import make_task
 from hpc_train.training.train_state import build
 
 RECIPES = (

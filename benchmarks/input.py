@@ -51,11 +51,11 @@ from benchmarks.measuring import (
     rounds_of,
     write,
 )
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
 
 OURS, PACKED, PIXELS = "hpc-train", "hpc-train, packed cache", "hpc-train, packed pixels"
 TIMM, TORCHVISION = "timm", "torchvision"

@@ -96,22 +96,22 @@ def vit_tiny(num_classes: int = NUM_CLASSES) -> nn.Module:
 
 def gpt() -> nn.Module:
     """The model ``gpt`` of hpc-train."""
-    from hpc_train.models.gpt import GPT, GPTArgs
+    from hpc_train.training.models.gpt import GPT, GPTArgs
 
     return GPT(NUM_TOKENS, SEQUENCE_LENGTH, GPTArgs(**GPT_ARGS))
 
 
 def deep_gpt() -> nn.Module:
     """A GPT of twelve layers, so narrow that nearly all of a step is work of the host."""
-    from hpc_train.models.gpt import GPT, GPTArgs
+    from hpc_train.training.models.gpt import GPT, GPTArgs
 
     return GPT(NUM_TOKENS, SEQUENCE_LENGTH, GPTArgs(**DEEP_GPT_ARGS))
 
 
 def digits() -> Split:
     """Return the training images and classes of the data set ``digits``, as hpc-train reads them."""
-    from hpc_train.config.training_sections import DataConfig
-    from hpc_train.datasets.sources.digits import build
+    from hpc_train.experiment.config.training_sections import DataConfig
+    from hpc_train.training.datasets.sources.digits import build
 
     split: Any = build("", DataConfig(name="digits"), download=False).train
     return split.images, split.targets

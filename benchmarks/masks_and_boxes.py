@@ -47,12 +47,12 @@ from benchmarks.measuring import (
     report,
     rounds_of,
 )
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import Position
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.registry import load
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sampler import Position
 
 OURS, PIL_BACKEND, TENSOR_BACKEND = "hpc-train", "torchvision, PIL", "torchvision, tensors"
 MASKS = "CamVid: JPEG files of 240 x 180 with masks, scale, crop, flip"

@@ -36,11 +36,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from benchmarks.measuring import conditions, parser, report, table
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import Precision
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.strategies.base import RankContext
 from tests.forwards import PlainForward
 
 TITLE = "Memory of a rank at its peak, measured and by ZeRO's formulas"

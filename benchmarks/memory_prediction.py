@@ -42,17 +42,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measuring import conditions, parser, report, table
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.strategies.base import RankContext
-from hpc_train.tasks.base import make_task
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.memory_prediction import PredictedStep
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.tasks.base import make_task
 from hpc_train.training.train_state import TrainState, build
 
 TITLE = "Peak memory of a rank, predicted and measured"

@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.measuring import cannot_run, comparison, conditions, parser, report, rounds_of
-from hpc_train.distributed.network import loopback_interface
-from hpc_train.distributed.shared_sum import open_shared_sum
+from hpc_train.training.distributed.network import loopback_interface
+from hpc_train.training.distributed.shared_sum import open_shared_sum
 
 GLOO, SHARED = "gloo", "shared memory"
 #: Ranks and MiB: a small model's gradients, and one bucket of DDP.

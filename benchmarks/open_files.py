@@ -21,10 +21,10 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.measuring import conditions, parser, report, table
-from hpc_train.distributed import open_files
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import join
-from hpc_train.topology.degrees import AXES
+from hpc_train.experiment.topology.degrees import AXES
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.distributed import open_files
+from hpc_train.training.distributed.process_group import join
 
 FILES, SLOPE = "Open files of a rank", "Open files per peer"
 OTHERS = ("rank 0", "another rank")

@@ -36,14 +36,14 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (adds the
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring import conditions, growth, parser, report
-from hpc_train.distributed.consensus import Agreement
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import Group, join
-from hpc_train.distributed.rendezvous import Timeouts
-from hpc_train.distributed.signals import StopFlag
-from hpc_train.health.progress import Progress
-from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import StopFlag
+from hpc_train.training.distributed.consensus import Agreement
+from hpc_train.training.distributed.process_group import Group, join
+from hpc_train.training.distributed.rendezvous import Timeouts
+from hpc_train.training.health.progress import Progress
+from hpc_train.training.health.watchdog import Watchdog
 
 BARE, OURS, ADDED = "torch's gloo group", "hpc-train", "hpc-train adds"
 RANKS, SIMULATED = (2, 4, 8, 16, 32), (2, 8, 32, 128, 1024)

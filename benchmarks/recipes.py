@@ -34,19 +34,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.cifar10 import cosine
 from benchmarks.measuring import ROOT, cannot_run, conditions, parser, report, table
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource, FileSplit
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.decoding import read_image
-from hpc_train.datasets.joint import JointTransform
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
-from hpc_train.datasets.targets import TargetCheck
-from hpc_train.distributed.seeds import seed_build
-from hpc_train.models.building import build_model
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.loading import load
 from hpc_train.registry import load as load_part
-from hpc_train.tasks.detection import average_precision
-from hpc_train.validate.loading import load
+from hpc_train.training.datasets.base import DataSource, FileSplit
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.decoding import read_image
+from hpc_train.training.datasets.joint import JointTransform
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
+from hpc_train.training.datasets.targets import TargetCheck
+from hpc_train.training.distributed.seeds import seed_build
+from hpc_train.training.models.building import build_model
+from hpc_train.training.tasks.detection import average_precision
 
 OURS, BARE = "hpc-train", "bare loop"
 RATIO = "hpc-train / bare loop"

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.registry import load
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
 
 OURS, PEER = "hpc-train", "nanoGPT's get_batch"
 #: Title → sequences per batch and tokens per sequence.

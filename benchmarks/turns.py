@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from hpc_train.distributed.forking import RunningContext
+from hpc_train.training.distributed.forking import RunningContext
 
 #: Long compared with a step of most models (0.3 s), short compared with changes of the machine's load.
 TURN_S = 2.0

@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.config.explanations import wanted
-from hpc_train.config.json_schema import Node, json_schema
-from hpc_train.config.keys import as_mapping, members
+from hpc_train.experiment.config.explanations import wanted
+from hpc_train.experiment.config.json_schema import Node, json_schema
+from hpc_train.experiment.config.keys import as_mapping, members
 
 PAGE = Path(__file__).with_name("reference_file.md")
 BEGIN = "<!-- keys: written by docs/make_reference.py -->\n"

@@ -35,7 +35,7 @@ from hpc_train.run.run_status import GOING_ON, read_status
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpc_train.checkpoint.inference import LoadedModel
+    from hpc_train.training.checkpoint.inference import LoadedModel
 
 #: A run's id, ``name/id``, its folder, or an experiment's name: as in the arguments of commands.
 Word = str | Path
@@ -127,7 +127,7 @@ def load_model(
     by default if ``checkpoint.best`` follows their metric. ``code``: ``"new"`` to import your modules from
     ``sys.path`` instead of the run's snapshot. Imports torch.
     """
-    from hpc_train.checkpoint.inference import load_model
+    from hpc_train.training.checkpoint.inference import load_model
 
     paths = (run if isinstance(run, Run) else _only_run(run))._paths
     return load_model(paths, best=best, step=step, ema=ema, uses_snapshot=not is_new(code))

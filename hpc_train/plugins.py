@@ -7,12 +7,6 @@ import no torch.
 import importlib
 from typing import TYPE_CHECKING
 
-from hpc_train.config.fields import Section
-from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.config.sweep_sections import Distribution
-from hpc_train.config.training_sections import DataConfig, ModelConfig, ParallelConfig
-from hpc_train.data_facts.facts import DataFacts, TaskFacts
 from hpc_train.errors import (
     BadFileError,
     EnvironmentRefusesError,
@@ -21,6 +15,15 @@ from hpc_train.errors import (
     StorageError,
     UsageError,
 )
+from hpc_train.experiment.config.fields import Section
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.sweep_sections import Distribution
+from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig, ParallelConfig
+from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.experiment.plan.devices import Device
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.topology.strategy_traits import StrategyTraits
 from hpc_train.launchers.base import (
     AccountingLauncher,
     AttemptLauncher,
@@ -50,27 +53,31 @@ from hpc_train.loggers.base import (
     WithdrawsRows,
 )
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.plan.devices import Device
 from hpc_train.run.run_status import RunStatus
 from hpc_train.search.base import SearchMethod, SearchRequest, Trial
-from hpc_train.topology.degrees import Degrees
-from hpc_train.topology.strategy_traits import StrategyTraits
 
 if TYPE_CHECKING:
-    from hpc_train.datasets.base import ArraySplit, DatasetBuilder, DataSource, FileSplit, Split, TensorSplit
-    from hpc_train.datasets.building import build_source
-    from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
-    from hpc_train.distributed.precision import Precision
-    from hpc_train.models.base import ModelBuilder
-    from hpc_train.models.torchvision_detection import as_given
-    from hpc_train.strategies.base import Forward, Piece, RankContext, Strategy
-    from hpc_train.strategies.data_parallel import DataParallel
-    from hpc_train.tasks import drawing
-    from hpc_train.tasks.base import DrawsPictures, Task
+    from hpc_train.training.datasets.base import (
+        ArraySplit,
+        DatasetBuilder,
+        DataSource,
+        FileSplit,
+        Split,
+        TensorSplit,
+    )
+    from hpc_train.training.datasets.building import build_source
+    from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
+    from hpc_train.training.distributed.precision import Precision
+    from hpc_train.training.models.base import ModelBuilder
+    from hpc_train.training.models.torchvision_detection import as_given
+    from hpc_train.training.strategies.base import Forward, Piece, RankContext, Strategy
+    from hpc_train.training.strategies.data_parallel import DataParallel
+    from hpc_train.training.tasks import drawing
+    from hpc_train.training.tasks.base import DrawsPictures, Task
 
 #: Module that needs torch → its names here.
 _WITH_TORCH = {
-    "hpc_train.datasets.base": (
+    "hpc_train.training.datasets.base": (
         "ArraySplit",
         "DataSource",
         "DatasetBuilder",
@@ -78,23 +85,23 @@ _WITH_TORCH = {
         "Split",
         "TensorSplit",
     ),
-    "hpc_train.datasets.building": ("build_source",),
-    "hpc_train.datasets.types": (
+    "hpc_train.training.datasets.building": ("build_source",),
+    "hpc_train.training.datasets.types": (
         "Batch",
         "DataInfo",
         "TargetSpec",
     ),
-    "hpc_train.distributed.precision": ("Precision",),
-    "hpc_train.models.base": ("ModelBuilder",),
-    "hpc_train.models.torchvision_detection": ("as_given",),
-    "hpc_train.strategies.base": (
+    "hpc_train.training.distributed.precision": ("Precision",),
+    "hpc_train.training.models.base": ("ModelBuilder",),
+    "hpc_train.training.models.torchvision_detection": ("as_given",),
+    "hpc_train.training.strategies.base": (
         "Forward",
         "Piece",
         "RankContext",
         "Strategy",
     ),
-    "hpc_train.strategies.data_parallel": ("DataParallel",),
-    "hpc_train.tasks.base": (
+    "hpc_train.training.strategies.data_parallel": ("DataParallel",),
+    "hpc_train.training.tasks.base": (
         "DrawsPictures",
         "Task",
     ),
@@ -117,7 +124,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "drawing":
-        return importlib.import_module("hpc_train.tasks.drawing")
+        return importlib.import_module("hpc_train.training.tasks.drawing")
     for module, names in _WITH_TORCH.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 
 
 def tiny_experiment(optimization: Mapping[str, Any] | None = None, **sections: Any) -> Experiment:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpc_train.datasets.types import Batch
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.optimization import Optimization
 
 

@@ -65,6 +65,8 @@ TEST_LIMIT_S = 120
 COVERING_TESTS = 150
 FAST = "not slow and not gpu and not soak"
 SLOW = "slow and not slurm and not gpu and not soak"
+#: Packages that group others.
+WINGS = ("experiment", "training")
 #: Folders of tests that run code of all packages.
 WIDE = ("tests/cli", "tests/end_to_end")
 #: Decorators that only type checkers use.
@@ -250,7 +252,8 @@ def _stages(
     mutant: Mutant, copy: Path, run_by: RunBy, *, slow: bool, near: bool
 ) -> Iterator[tuple[str, list[str]]]:
     parts = Path(mutant.module).parts
-    mirror = Path("tests", *parts[1:2])
+    # `tests/` mirrors the packages without the wings that group them.
+    mirror = Path("tests", *[part for part in parts[1:] if part not in WINGS or parts[2:] == parts[-1:]][:1])
     mirrored = [str(mirror)] if (copy / mirror).is_dir() else []
     by_line = run_by.get(mutant.module, {})
     covering = _covering(mutant, by_line)
@@ -337,7 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=1, help="skip the mutants before this number")
-    parser.add_argument("--packages", nargs="+", default=[], help="sample only these packages of hpc_train")
+    parser.add_argument(
+        "--packages", nargs="+", default=[], help="sample only these: run, training/models, …"
+    )
     parser.add_argument("--near", action="store_true", help="run only the fast tests near each mutant")
     parser.add_argument("--slow", action="store_true", help="run the slow tests on survivors, too")
     parser.add_argument("--jobs", type=int, default=1, help="test this number of mutants at the same time")
@@ -380,7 +385,7 @@ _COVERED = ["--cov=hpc_train", "--cov-context=test", "--cov-report="]
 def _covering_folders(given: argparse.Namespace) -> list[str]:
     if not (given.near and given.packages):
         return []
-    folders = [*(f"tests/{name}" for name in given.packages), *WIDE]
+    folders = [*(f"tests/{Path(name).name}" for name in given.packages), *WIDE]
     return [folder for folder in folders if (REPOSITORY / folder).is_dir()]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_train.config.schema import Experiment
-from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
+from hpc_train.training.strategies.base import RankContext
 
 _CPU = torch.device("cpu")
 _ALONE = Degrees()

@@ -63,8 +63,8 @@ _OWN_SERVER = "HPC_TRAIN_TEST_WARM_SERVER"
 _HOOK = Path(__file__).parent / "warm_site"
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
-    "hpc_train.launchers.entry", "hpc_train.validate.child_process", "hpc_train.training.prepare",
-    "hpc_train.checkpoint.export",
+    "hpc_train.launchers.entry", "hpc_train.experiment.validate.child_process", "hpc_train.training.prepare",
+    "hpc_train.training.checkpoint.export",
 }  # fmt: skip
 #: Where processes that have a fork server of their own find it.
 _SERVER_FILE = 3

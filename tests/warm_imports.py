@@ -31,10 +31,10 @@ _THIRD_PARTY = (
 )  # fmt: skip
 #: Those of hpc_train that import further ones, as timm, or that start the command.
 _NOT_IMPORTED = (
-    "__main__", "datasets.sources.image_files", "datasets.sources.imagefolder",
-    "datasets.sources.segmentation_folder", "datasets.sources.torchvision",
-    "loggers.tensorboard",
-    "models.segmentation_models", "models.timm", "models.torchvision", "models.torchvision_detection",
+    "__main__", "training.datasets.sources.image_files", "training.datasets.sources.imagefolder",
+    "training.datasets.sources.segmentation_folder", "training.datasets.sources.torchvision",
+    "loggers.tensorboard", "training.models.segmentation_models", "training.models.timm",
+    "training.models.torchvision", "training.models.torchvision_detection",
     "report.live.", "training.memory_prediction", "training.predicted_runs",
 )  # fmt: skip
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
-from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.problems import KeyPath, dotted
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, shortened
+from hpc_train.experiment.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.problems import KeyPath, dotted
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.identity import CHANGEABLE
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.plan.identity import CHANGEABLE
 from hpc_train.run import frozen_experiment
 from hpc_train.run.create import Origin, noted_versions, origin_of
 from hpc_train.run.find import run_name
 from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.versions import Differences, differences, in_words, versions
-from hpc_train.validate.loading import Loaded, load
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not relevant to an existing run.

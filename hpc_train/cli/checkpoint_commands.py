@@ -82,7 +82,7 @@ def export(options: ExportOptions) -> int:
     paths = _one_run(options.run)
     flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
     flags += [] if options.step is None else ["--step", str(options.step)]
-    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *flags)
+    request = ("hpc_train.training.checkpoint.export", str(paths.folder), str(output), *flags)
     if not options.as_json:
         return run_child(*request)
     exit_code, report = child_report(*request)

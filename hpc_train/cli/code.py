@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import StorageError, UsageError, UserError, counted, listed
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.planning import PlannedRun
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
-from hpc_train.plan.planning import PlannedRun
 from hpc_train.run.code import snapshot
 from hpc_train.run.code.snapshot import Code
 from hpc_train.run.create import note_code, was_submitted_here

@@ -38,8 +38,8 @@ def runs(incomplete: str) -> list[str]:
 
 def keys() -> list[str]:
     """Return the keys of the file."""
-    from hpc_train.config.keys import all_keys, as_mapping, node_at
-    from hpc_train.config.problems import dotted
+    from hpc_train.experiment.config.keys import all_keys, as_mapping, node_at
+    from hpc_train.experiment.config.problems import dotted
 
     nodes = {dotted(path): node_at(path) or {} for path in all_keys()}
     return sorted(key for key, node in nodes.items() if not (as_mapping(node) or {}).get("properties"))
@@ -82,7 +82,7 @@ def examples() -> list[str]:
 
 
 def _values(key: str) -> Iterator[str]:
-    from hpc_train.config.keys import members, node_at
+    from hpc_train.experiment.config.keys import members, node_at
 
     if key in _PARTS:
         yield from _parts(_PARTS[key])

@@ -10,18 +10,18 @@ from typing import TypedDict
 
 from hpc_train.cli.command_options import DoctorOptions, LauncherOptions, NotifyOptions
 from hpc_train.cli.preflight import LauncherChoice, submittable
-from hpc_train.config.problems import COMMAND_LINE, Problem
-from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError, counted
+from hpc_train.experiment.config.problems import COMMAND_LINE, Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import prefetched_bytes
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
 from hpc_train.loggers.wandb_key import has_key, needs_key
 from hpc_train.paths import runs_root
-from hpc_train.validate.loading import Loaded, load
 
 _LOCAL_ONLY = "runs can be started here with --local only"
 

@@ -12,9 +12,9 @@ from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.command_options import CheckpointOptions, EvaluateOptions, RanksOptions
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import RunPaths

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import InitOptions
-from hpc_train.config.keys import JOB, description_of
-from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.problems import KeyPath, is_clean, shown
-from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
-from hpc_train.data_facts.by_name import data_facts
-from hpc_train.data_facts.task_starts import IMAGE_SIZE, STARTS, Start
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
+from hpc_train.experiment.config.keys import JOB, description_of
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.problems import KeyPath, is_clean, shown
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.data_facts.task_starts import IMAGE_SIZE, STARTS, Start
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher

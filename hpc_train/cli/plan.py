@@ -19,18 +19,18 @@ from hpc_train.cli.preflight import (
     with_found_sizes,
 )
 from hpc_train.cli.searching import next_trials
-from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.plan.devices import Device, device_here
+from hpc_train.experiment.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.plan.prediction import PARTS, StepPrediction, predict
+from hpc_train.experiment.plan.sweep import describe
+from hpc_train.experiment.topology.degrees import in_words
+from hpc_train.experiment.topology.strategy_traits import traits_of
+from hpc_train.experiment.validate.child_process import one_child
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import KnowsDevices, Launcher
-from hpc_train.plan.devices import Device, device_here
-from hpc_train.plan.planning import Plan, PlannedRun
-from hpc_train.plan.prediction import PARTS, StepPrediction, predict
-from hpc_train.plan.sweep import describe
-from hpc_train.topology.degrees import in_words
-from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.validate.child_process import one_child
-from hpc_train.validate.loading import Loaded, load
 
 #: Bubble above which ``plan`` prints a remedy.
 _LARGE_BUBBLE = 0.2  # assumed

@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 from hpc_train.console import rounded, say
 from hpc_train.errors import counted, listed
-from hpc_train.paths import runs_root
-from hpc_train.plan.duration import (
+from hpc_train.experiment.plan.duration import (
     MeasuredRun,
     Prediction,
     Steps,
@@ -19,12 +18,13 @@ from hpc_train.plan.duration import (
     given,
     predicted,
 )
-from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval
+from hpc_train.experiment.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
+from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.paths import runs_root
 from hpc_train.report.measured_runs import measured_runs, same_work
 from hpc_train.report.run_times import short_duration
-from hpc_train.topology.batch_arithmetic import evaluation_interval
-from hpc_train.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
-from hpc_train.validate.loading import Loaded
 
 
 class RunCostJson(TypedDict):

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO, TypedDict
 
 from hpc_train.cli.command_options import PredictOptions
 from hpc_train.cli.evaluate import run_ranks
-from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
-from hpc_train.data_facts.built_in import TASKS
-from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import ExitCode, UsageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.built_in import TASKS
+from hpc_train.experiment.data_facts.by_name import task_facts
 from hpc_train.paths import expanded
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.bad_samples import BadSample, all_known

@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_train.cli.command_options import LauncherOptions
-from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
-from hpc_train.data_facts.built_in import DATA_SETS
-from hpc_train.data_facts.by_name import data_facts, misplaced, missing_index
 from hpc_train.errors import BadFileError, UsageError
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.built_in import DATA_SETS
+from hpc_train.experiment.data_facts.by_name import data_facts, misplaced, missing_index
+from hpc_train.experiment.plan.input_files import LIMIT_S, missing_pack, pack_files
+from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
+from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.experiment.validate.own_parts import missing_parts
+from hpc_train.experiment.validate.rules import check_start
+from hpc_train.experiment.validate.task_rules import remarks
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
-from hpc_train.plan.input_files import LIMIT_S, missing_pack, pack_files
-from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.weight_source import KEY, source_facts
-from hpc_train.topology.degrees import Ranks
-from hpc_train.validate.loading import Loaded
-from hpc_train.validate.own_parts import missing_parts
-from hpc_train.validate.rules import check_start
-from hpc_train.validate.task_rules import remarks
 
 
 @dataclass(frozen=True)

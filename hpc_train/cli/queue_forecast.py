@@ -13,10 +13,10 @@ from typing import Any, TypedDict
 
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
+from hpc_train.experiment.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, StartRequest
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from hpc_train.plan.planning import Plan, PlannedRun
-from hpc_train.validate.loading import Loaded
 
 
 class JobForecastJson(TypedDict):

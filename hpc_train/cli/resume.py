@@ -27,15 +27,16 @@ from hpc_train.cli.starting import (
     report,
     start,
 )
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.identity import changes_identity
+from hpc_train.experiment.plan.input_files import DATA
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.plan.identity import changes_identity
-from hpc_train.plan.input_files import DATA
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
@@ -57,7 +58,6 @@ from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, mi
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
-from hpc_train.validate.loading import Loaded
 
 _STRICT = "environment.strict=true"
 #: Not part of the run's identity: its location and its sweep.

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from hpc_train.console import JSON_VERSION
 from hpc_train.errors import BadFileError, HpcTrainError
+from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.base import AccountingLauncher, Launcher
 from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import RunPaths
@@ -33,7 +34,6 @@ from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus
-from hpc_train.topology.degrees import Ranks
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from hpc_train.cli.preflight import LauncherChoice
 from hpc_train.cli.searching import experiment_folder, finish_submissions, search_round
 from hpc_train.cli.starting import has_saved
 from hpc_train.cli.submit import submit
-from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
+from hpc_train.experiment.config.sweep_sections import SearchConfig
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.paths import RunPaths
 from hpc_train.search.proposals import Round
-from hpc_train.validate.loading import Loaded, load
 
 #: Interval between checks of trials in a queue. Assumed: trials take minutes.
 _POLL_S = 30.0

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpc_train.cli.starting import starts_again
-from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import UsageError
+from hpc_train.experiment.config.sweep_sections import SearchConfig
+from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.recovery.budgets import spent_budget
@@ -17,8 +19,6 @@ from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import INTERRUPTED, RunStatus
 from hpc_train.search.proposals import Round, next_round
 from hpc_train.search.trials import trials_of
-from hpc_train.validate.budget_rules import planned_runs, with_share
-from hpc_train.validate.loading import Loaded
 
 #: Whether a trial, by the name of its run folder, is not started again if it has ended.
 GivenUp = Callable[[str], bool]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.cli.run_row import RunRow, rows_json
-from hpc_train.config.schema import Experiment
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT

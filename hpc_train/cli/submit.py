@@ -19,14 +19,15 @@ from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
 from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.planning import Plan, PlannedRun
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import statuses
 from hpc_train.loggers.wandb_key import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
@@ -34,7 +35,6 @@ from hpc_train.run.files import in_parallel, remove_folder, sync_folder
 from hpc_train.run.find import is_run, run_name
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.run.trust import check_experiment_folder
-from hpc_train.validate.loading import Loaded, load
 
 
 def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> ExitCode:

@@ -12,9 +12,9 @@ from hpc_train.cli.plan import say_layouts
 from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
-from hpc_train.plan.planning import Plan, make_plan
-from hpc_train.validate.child_process import one_child
-from hpc_train.validate.loading import Loaded, load
+from hpc_train.experiment.plan.planning import Plan, make_plan
+from hpc_train.experiment.validate.child_process import one_child
+from hpc_train.experiment.validate.loading import Loaded, load
 
 
 class Validation(TypedDict):
@@ -103,7 +103,7 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
 
 def schema(options: SchemaOptions) -> ExitCode:
     """Print the JSON Schema of the file."""
-    from hpc_train.config.json_schema import json_schema
+    from hpc_train.experiment.config.json_schema import json_schema
 
     put_json(json_schema())
     return ExitCode.DONE

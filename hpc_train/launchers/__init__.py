@@ -1,1 +1,4 @@
-"""Launcher plug-ins, which start the ranks of a run as processes on machines. Without torch."""
+"""How runs come to be processes: launcher plug-ins for this machine and for Slurm, and ``doctor``'s checks.
+Imports no torch, except that ``entry``, which runs on a node, calls ``training.main``. Start reading at
+``base.py``.
+"""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from hpc_train.errors import ExitCode
+from hpc_train.experiment.topology.degrees import Ranks as Ranks  # exported for plug-ins
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
-from hpc_train.topology.degrees import Ranks as Ranks  # exported for plug-ins
 
 if TYPE_CHECKING:
-    from hpc_train.config.schema import Experiment
-    from hpc_train.plan.devices import Device
+    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.plan.devices import Device
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from hpc_train.distributed import signals
-from hpc_train.distributed.parent_process import end_daemons
-from hpc_train.distributed.timm_imports import keep_wandb_out
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
+from hpc_train.rank.parent_process import end_daemons
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
 from hpc_train.run.resource_limits import explained, prepare_rank
@@ -58,7 +57,6 @@ class Entry:
     def _run(self, number: int) -> int:
         paths, rank = RunPaths(self.folder), rank_number()
         try:
-            keep_wandb_out()
             with _without_collecting():
                 from hpc_train.training import main  # only here: it imports torch
 

@@ -39,7 +39,7 @@ from hpc_train.run.run_status import (
 from hpc_train.run.trust import check_run
 
 if TYPE_CHECKING:
-    from hpc_train.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Experiment
 
 LOCAL = "local"
 #: For ranks of this machine to save and exit; after that they are killed. Assumed.

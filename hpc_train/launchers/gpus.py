@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_train.distributed.env import visible_gpus
+from hpc_train.rank.env import visible_gpus
 
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 _UUID = re.compile(r"\(UUID: ([^)]+)\)")

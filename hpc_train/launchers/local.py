@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, UsageError
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import shortened
+from hpc_train.experiment.plan.devices import described
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
-from hpc_train.plan.devices import described
 
 REPORT = Path(__file__).with_name("machine_report.py")
 #: torch's own limit is below: this one is for a machine that does not answer at all.

@@ -61,7 +61,7 @@ def settings_file() -> Path:
 
 def read_webhook(path: Path) -> Webhook | None:
     """Return the settings; None without the file. Raises BadFileError, which never names a value."""
-    from hpc_train.config.marked_yaml import MAX_BYTES, read_document
+    from hpc_train.experiment.config.marked_yaml import MAX_BYTES, read_document
 
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

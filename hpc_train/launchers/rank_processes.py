@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.distributed import signals
-from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
 from hpc_train.package_path import path_variables
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
+from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process, exit_code, start_in_own_session

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import Row as Row
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from hpc_train.config.schema import MlflowConfig, WandbConfig
 from hpc_train.console import one_line
+from hpc_train.experiment.config.schema import MlflowConfig, WandbConfig
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
 from hpc_train.loggers.tracker_environment import Tracker, in_a_line, passed_on
 from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode

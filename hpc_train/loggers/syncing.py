@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hpc_train.config.fields import Section
-from hpc_train.config.schema import Experiment, MlflowConfig, WandbConfig
 from hpc_train.errors import BadFileError, UsageError
+from hpc_train.experiment.config.fields import Section
+from hpc_train.experiment.config.schema import Experiment, MlflowConfig, WandbConfig
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import (
     mlflow_environment,

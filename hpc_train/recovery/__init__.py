@@ -1,1 +1,3 @@
-"""Decides whether a run continues after an interruption, and on which nodes. No scheduler, no torch."""
+"""Why an attempt ended, whether the run continues, and on which nodes: pure functions of a run's files. No
+scheduler, no torch. Start reading at ``diagnosis.py``.
+"""

@@ -12,15 +12,15 @@ from datetime import datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from hpc_train.config.durations import MAX_HOURS
-from hpc_train.config.problems import Problem
 from hpc_train.console import rounded
 from hpc_train.errors import counted
+from hpc_train.experiment.config.durations import MAX_HOURS
+from hpc_train.experiment.config.problems import Problem
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import Count, decoded
 
 if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
-    from hpc_train.config.schema import Experiment, RecoveryConfig
+    from hpc_train.experiment.config.schema import Experiment, RecoveryConfig
 
 #: Causes that count towards ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}

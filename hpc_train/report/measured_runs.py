@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpc_train.config.schema import CheckpointConfig, Experiment
 from hpc_train.errors import HpcTrainError
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.experiment.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.report.metrics_reader import Row, newest_rows, number
 from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_times import timestamp

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import HpcTrainError
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_facts import run_facts
-from hpc_train.topology.batch_arithmetic import StepLayout
 
 if TYPE_CHECKING:
-    from hpc_train.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Experiment
     from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
 
@@ -113,8 +113,8 @@ def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
 
 
 def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
+    from hpc_train.experiment.topology.degrees import Degrees, find_degrees
     from hpc_train.launchers.lookup import launcher_in
-    from hpc_train.topology.degrees import Degrees, find_degrees
 
     experiment, record = run.experiment, run.newest_record
     if experiment is None:

@@ -16,9 +16,9 @@ from hpc_train.report.run_times import attempt_spans, short_duration, timestamp
 from hpc_train.report.time_use import evaluation_seconds, time_use
 
 if TYPE_CHECKING:
+    from hpc_train.experiment.topology.degrees import Ranks
     from hpc_train.report.run_files import RunFiles
     from hpc_train.run.run_status import RunStatus
-    from hpc_train.topology.degrees import Ranks
 
 #: Bytes of ``metrics.jsonl`` that are read for a long run, about 20,000 rows: other rows are assumed to be
 #: similar.

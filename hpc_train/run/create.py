@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode, StorageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.identity import content_hash
+from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.paths import RunPaths
-from hpc_train.plan.identity import content_hash
-from hpc_train.plan.input_files import fingerprints, other_inputs
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
@@ -25,7 +26,6 @@ from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import make_experiment_folder
 from hpc_train.run.versions import versions
 from hpc_train.run.weight_source import source_facts
-from hpc_train.topology.batch_arithmetic import StepLayout
 
 
 @dataclass(frozen=True)

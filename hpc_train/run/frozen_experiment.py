@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hpc_train.config.marked_yaml import FORBIDDEN
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.marked_yaml import FORBIDDEN
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_text, write_new
-from hpc_train.validate.loading import Loaded, load
 
 #: Text that any YAML 1.1 or 1.2 reader parses as text; all other text is quoted.
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./+-]*|[0-9]+(min|h)")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, UsageError, shortened
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.input_files import file_fingerprint
 from hpc_train.paths import CheckpointPaths, RunPaths, expanded
-from hpc_train.plan.input_files import file_fingerprint
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name

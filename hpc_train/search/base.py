@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from hpc_train.config.sweep_sections import Distribution
+from hpc_train.experiment.config.sweep_sections import Distribution
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpc_train.config.sweep_sections import CHOICE, Distribution, by_condition
 from hpc_train.errors import UserError
-from hpc_train.plan.sweep import rounded
+from hpc_train.experiment.config.sweep_sections import CHOICE, Distribution, by_condition
+from hpc_train.experiment.plan.sweep import rounded
 from hpc_train.search.base import SearchRequest, Trial
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from hpc_train.config.sweep_sections import SearchConfig, comparable, varied
 from hpc_train.errors import BadFileError
-from hpc_train.plan.sweep import rounded
+from hpc_train.experiment.config.sweep_sections import SearchConfig, comparable, varied
+from hpc_train.experiment.plan.sweep import rounded
 from hpc_train.registry import load, refusing_exit
 from hpc_train.search.base import SearchMethod, SearchRequest, Trial
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from hpc_train.config.explanations import value_at
-from hpc_train.config.keys import split_key
-from hpc_train.config.sweep_sections import SearchConfig, varied
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.config.explanations import value_at
+from hpc_train.experiment.config.keys import split_key
+from hpc_train.experiment.config.sweep_sections import SearchConfig, varied
+from hpc_train.experiment.plan.sweep import id_of
+from hpc_train.experiment.validate.child_process import one_child
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
-from hpc_train.plan.sweep import id_of
 from hpc_train.report.metric_values import SPLITS, metrics_in
 from hpc_train.report.metrics_reader import Row, number, rows_in
 from hpc_train.run import frozen_experiment
@@ -21,8 +23,6 @@ from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import recorded_values, run_facts
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.search.base import Trial
-from hpc_train.validate.child_process import one_child
-from hpc_train.validate.loading import Loaded
 
 
 class NoResultError(UserError):

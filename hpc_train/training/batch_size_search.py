@@ -27,45 +27,45 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.checkpoint.control_group import ControlGroup
-from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.by_name import has_one_shape
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.skipping import BadSamples
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed import parent_process, signals
-from hpc_train.distributed.device import choose_device, set_determinism
-from hpc_train.distributed.env import RankFacts, is_started_by_slurm
-from hpc_train.distributed.lost_peers import peer_lost
-from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import join
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError, UserError
-from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import has_one_shape
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, too_few_micro_batches
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.topology.pipeline_schedules import scheduled_candidates
+from hpc_train.experiment.topology.strategy_traits import traits_of
+from hpc_train.experiment.validate.compatibility import auto_batchnorm, auto_on_cpu
+from hpc_train.experiment.validate.slurm_rules import max_nodes, ranks_on_each_node
 from hpc_train.paths import RunPaths
+from hpc_train.rank import parent_process, signals
+from hpc_train.rank.env import RankFacts, is_started_by_slurm
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
 from hpc_train.run.weight_source import with_source
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.sync_batchnorm import has_batchnorm
-from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.topology.batch_arithmetic import BatchArithmetic, too_few_micro_batches
-from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.topology.pipeline_schedules import scheduled_candidates
-from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.compiling import compile_error
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.device import choose_device, set_determinism
+from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank import Rank
 from hpc_train.training.rank_exit import TrialError, out_of_memory
 from hpc_train.training.step import train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.tasks.base import make_task, target_spec
 from hpc_train.training.train_state import TrainState, build
-from hpc_train.validate.compatibility import auto_batchnorm, auto_on_cpu
-from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
 _KEY = "optimization.micro_batch_size"
 _TRIAL_MODULE = "hpc_train.training.batch_size_search"

@@ -13,29 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.checkpointer import Checkpointer, Save
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import TrainingBatches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.notices import data_notices
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.skipping import BadSamples, too_many
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
-from hpc_train.models.preprocessing import with_preprocessing
-from hpc_train.plan.devices import peak_tflops
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.devices import peak_tflops
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
-from hpc_train.tasks.base import Task, make_task, target_spec
-from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import TrainingBatches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
 from hpc_train.training.evaluation_outputs import (
     EvaluationFiles,
@@ -51,6 +49,7 @@ from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
+from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
@@ -58,6 +57,7 @@ from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_progress import RunAhead, StepProgress
 from hpc_train.training.step_times import FirstStep, StepTimes
+from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 
 _log = logging.getLogger(__name__)

@@ -17,28 +17,28 @@ from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
-from hpc_train.datasets.base import AnySplit, DataSource
-from hpc_train.datasets.batches import evaluation_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.images import sample_path
-from hpc_train.datasets.notices import data_notices
-from hpc_train.datasets.sources.image_files import ImageFiles
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError, ExitCode, UsageError, printable
-from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
 from hpc_train.run.weight_source import with_source
-from hpc_train.tasks.base import Task, make_task, target_spec
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.training.data_staging import staged, verified
+from hpc_train.training.datasets.base import AnySplit, DataSource
+from hpc_train.training.datasets.batches import evaluation_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.images import sample_path
+from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.sources.image_files import ImageFiles
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation, share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.meters import row_head, without_non_finite
+from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import normalized_as_trained, refuse_other_classes, take_over
+from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train.config.training_sections import CompileConfig
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.run.processes import FOLDER_VARIABLE
 from hpc_train.run.storage_errors import named_errors
 from hpc_train.run.trust import check_own

@@ -23,12 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.packed import DamagedPackError, Pack, find_pack
-from hpc_train.datasets.token_check import CHECK_LIMIT_S
 from hpc_train.errors import BadFileError
-from hpc_train.health.progress import Progress
+from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import expanded
 from hpc_train.run.files import (
     UnreadableFileError,
@@ -40,6 +36,10 @@ from hpc_train.run.files import (
     write_json,
 )
 from hpc_train.run.trust import UntrustedError, check_own
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.packed import DamagedPackError, Pack, find_pack
+from hpc_train.training.datasets.token_check import CHECK_LIMIT_S
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.rank import Rank
 
 #: The folders of ``data.stage: true``: the job's, else the node's.

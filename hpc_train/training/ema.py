@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_train.checkpoint.state import NamedTensors
-from hpc_train.strategies.base import Strategy
-from hpc_train.strategies.buffers import Buffers
-from hpc_train.strategies.pieces import local_part
+from hpc_train.training.checkpoint.state import NamedTensors
+from hpc_train.training.strategies.base import Strategy
+from hpc_train.training.strategies.buffers import Buffers
+from hpc_train.training.strategies.pieces import local_part
 
 
 class Ema:

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
-from hpc_train.datasets.skipping import BadSamples
-from hpc_train.datasets.types import Batch, TargetSpecs
-from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
-from hpc_train.health.progress import Progress
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.types import Batch, TargetSpecs
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles, EvaluationOutput, Sums
 from hpc_train.training.forward import TrainingForward
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.rank import Rank
 from hpc_train.training.train_state import TrainState
 

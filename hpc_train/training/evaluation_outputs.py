@@ -33,20 +33,20 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import ArraySplit, DataSource
-from hpc_train.datasets.normalize import mean_and_std
-from hpc_train.datasets.random_numbers import Keys
-from hpc_train.datasets.structures import Tensors, is_structured, tensors_of
-from hpc_train.datasets.tokenization import decoder_of
-from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import remove_folder, replacing
 from hpc_train.run.storage_errors import named_errors, retried
-from hpc_train.tasks import drawing
-from hpc_train.tasks.base import DrawsPictures, Task
-from hpc_train.tasks.causal_lm import CausalLM
-from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.datasets.base import ArraySplit, DataSource
+from hpc_train.training.datasets.normalize import mean_and_std
+from hpc_train.training.datasets.random_numbers import Keys
+from hpc_train.training.datasets.structures import Tensors, is_structured, tensors_of
+from hpc_train.training.datasets.tokenization import decoder_of
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks import drawing
+from hpc_train.training.tasks.base import DrawsPictures, Task
+from hpc_train.training.tasks.causal_lm import CausalLM
 
 _log = logging.getLogger(__name__)
 

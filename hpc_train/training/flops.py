@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.forking import ForkedCall
 from hpc_train.loggers.base import Row
-from hpc_train.tasks.base import Task, mean_loss
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.forking import ForkedCall
+from hpc_train.training.tasks.base import Task, mean_loss
 
 #: Namespaces in which operators that torch's counter skips, except ``_PRODUCTS``, are elementwise, reductions
 #: or copies: negligible next to matrix products.

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import Precision
-from hpc_train.distributed.seeds import seed_forward
-from hpc_train.tasks.base import Task, mean_loss, total_weight, weighs_batches
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.compiling import begin_forward
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.seeds import seed_forward
 from hpc_train.training.mixing import Mixing
+from hpc_train.training.tasks.base import Task, mean_loss, total_weight, weighs_batches
 from hpc_train.training.train_state import TrainState
 
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.plan.prediction import PARTS
-from hpc_train.strategies.pieces import local_part
+from hpc_train.experiment.plan.prediction import PARTS
 from hpc_train.training.optimization import own_part
+from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
 
 #: Namespaces of operators whose arguments and results are communication buffers.

@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
-from hpc_train.datasets.batches import TrainingBatches
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
-from hpc_train.health.progress import Progress
-from hpc_train.tasks.base import optional_metrics
-from hpc_train.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
+from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig
+from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
+from hpc_train.training.datasets.batches import TrainingBatches
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.consensus import Agreement, Consensus, StepFlags
 from hpc_train.training.evaluation import Evaluator, share_all_buffers
 from hpc_train.training.forward import TrainingForward
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
@@ -28,6 +27,7 @@ from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
 from hpc_train.training.step_progress import StepProgress
 from hpc_train.training.step_times import FirstStep
+from hpc_train.training.tasks.base import optional_metrics
 from hpc_train.training.train_state import TrainState
 
 #: How long a rank waits for its data before ranks check again whether to stop (assumed).

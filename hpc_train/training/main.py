@@ -11,13 +11,14 @@ import os
 import sys
 from datetime import datetime
 
-from hpc_train.distributed import log_stream, signals
-from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
+from hpc_train.rank.env import RankFacts
 from hpc_train.run.attempts import read_record
 from hpc_train.training.build import train
 from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
+from hpc_train.training.distributed import log_stream
 from hpc_train.training.rank import joined
 from hpc_train.training.rank_exit import report
 

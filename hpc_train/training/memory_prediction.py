@@ -33,28 +33,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.structures import map_tensors
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.building import build_model
-from hpc_train.models.splitting import split_model
-from hpc_train.strategies import ddp
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.pipeline import PipelineStrategy
-from hpc_train.strategies.stages import OutputSpecs
-from hpc_train.tasks.base import make_task
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees
-from hpc_train.topology.pipeline_schedules import stages_per_rank
-from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.topology.pipeline_schedules import stages_per_rank
+from hpc_train.experiment.topology.strategy_traits import traits_of
+from hpc_train.training.datasets.structures import map_tensors
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import Precision, choose_precision
 from hpc_train.training.flops import unpacked_sequences
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.splitting import split_model
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
+from hpc_train.training.strategies import ddp
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.pipeline import PipelineStrategy
+from hpc_train.training.strategies.stages import OutputSpecs
+from hpc_train.training.tasks.base import make_task
 from hpc_train.training.train_state import TrainState, assemble
 
 _CPU = torch.device("cpu")

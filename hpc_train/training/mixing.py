@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.random_numbers import hash_words
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.random_numbers import hash_words
+from hpc_train.training.datasets.types import Batch
 
 #: Distinguishes these random numbers from others of the same micro-batch.
 _DRAW = int.from_bytes(b"mixing", "little")

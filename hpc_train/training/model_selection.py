@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from hpc_train.config.schema import EarlyStoppingConfig, Experiment
-from hpc_train.datasets.base import DataSource
-from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import EarlyStoppingConfig, Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.file_shapes import encoded
 from hpc_train.run.metric_rows import Row, evaluation_rows
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.distributed.consensus import Agreement
 
 #: Bits of rank 0's decision.
 _IMPROVED, _STOPPED = 1, 2

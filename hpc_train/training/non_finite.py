@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import OptimizationConfig
 from hpc_train.errors import FINITE_REMEDY, NonFiniteError, counted
-from hpc_train.strategies.buffers import Buffers
+from hpc_train.experiment.config.training_sections import OptimizationConfig
+from hpc_train.training.strategies.buffers import Buffers
 
 
 class RollbackError(Exception):

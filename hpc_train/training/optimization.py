@@ -16,27 +16,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.fields import Arguments
-from hpc_train.config.problems import unknown_argument
-from hpc_train.config.training_sections import OptimizerConfig, ScheduleConfig
-from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
-from hpc_train.models.patterns import parameters_by_name, selected
-from hpc_train.strategies.pieces import local_part
-from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
-from hpc_train.topology.learning_rate import (
+from hpc_train.experiment.config.fields import Arguments
+from hpc_train.experiment.config.problems import unknown_argument
+from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
+from hpc_train.experiment.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
+from hpc_train.experiment.topology.learning_rate import (
     OVER_SPAN,
     OVER_STEPS,
     Schedule,
     ScheduleArguments,
 )
-from hpc_train.validate.part_rules import (
+from hpc_train.experiment.validate.part_rules import (
     UNUSABLE_OPTIMIZERS,
     not_an_argument,
     problem_of_optimizer,
     problem_of_schedule_name,
     unfit_fused_sgd,
 )
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.models.patterns import parameters_by_name, selected
+from hpc_train.training.strategies.pieces import local_part
 
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
 #: Keys of the file that are also arguments of the optimizer's class.

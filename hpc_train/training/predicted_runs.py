@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import NormalizeConfig
-from hpc_train.data_facts.by_name import data_facts, task_facts
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.structures import Tensors
-from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError, UserError
-from hpc_train.models.building import build_model
-from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import NormalizeConfig
+from hpc_train.experiment.data_facts.by_name import data_facts, task_facts
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.run.tracebacks import users_frame
-from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.topology.degrees import Degrees
 from hpc_train.training.batch_size_search import one_sample
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.structures import Tensors
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.training.flops import count_flops
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.fine_tuning import prepare_for_training
+from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.tasks.base import make_task, target_spec
 
 #: Time limit for opening the data and reading a sample (assumed).
 _LIMIT_S = 10.0

@@ -25,27 +25,33 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import ModelConfig
 from hpc_train.console import say, say_text
-from hpc_train.data_facts.by_name import training_samples
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import try_samples
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.notices import data_notices
-from hpc_train.datasets.structures import map_tensors
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.forking import ForkedCall
 from hpc_train.errors import BadFileError, ExitCode, UserError
-from hpc_train.models.building import build_model
-from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.preprocessing import with_preprocessing
-from hpc_train.models.weights import report_of
-from hpc_train.plan.sweep import expand
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.experiment.plan.sweep import expand
+from hpc_train.experiment.topology.batch_arithmetic import too_few_samples
+from hpc_train.experiment.validate.loading import load as load_file
 from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
-from hpc_train.tasks.base import (
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import try_samples
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.notices import data_notices
+from hpc_train.training.datasets.structures import map_tensors
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.forking import ForkedCall
+from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.fine_tuning import prepare_for_training
+from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.models.weights import report_of
+from hpc_train.training.optimization import matched_groups
+from hpc_train.training.rank_exit import out_of_memory
+from hpc_train.training.tasks.base import (
     Task,
     make_task,
     mean_loss,
@@ -54,13 +60,7 @@ from hpc_train.tasks.base import (
     total_weight,
     weighs_batches,
 )
-from hpc_train.topology.batch_arithmetic import too_few_samples
-from hpc_train.training.evaluation import without_dimensions
-from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
-from hpc_train.training.optimization import matched_groups
-from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.train_state import load_initial_weights
-from hpc_train.validate.loading import load as load_file
 
 #: Option of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"

@@ -16,9 +16,9 @@ import torch
 from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]  # private elsewhere
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hpc_train.config.training_sections import ProfileConfig
-from hpc_train.distributed.timed_call import TimedCall
+from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.paths import AttemptPaths
+from hpc_train.training.distributed.timed_call import TimedCall
 from hpc_train.training.step_times import StepTimes
 
 _log = logging.getLogger(__name__)

@@ -11,28 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.by_name import has_one_shape
-from hpc_train.datasets.skipping import BadSamples
-from hpc_train.distributed import affinity, host_memory, open_files, signals
-from hpc_train.distributed.device import choose_device, set_determinism, set_threads
-from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
-from hpc_train.distributed.parent_process import end_daemons
-from hpc_train.distributed.precision import Precision, choose_precision
-from hpc_train.distributed.process_group import Group, make_group
-from hpc_train.distributed.rendezvous import Timeouts, meet
 from hpc_train.errors import ExitCode, TryAgainError
-from hpc_train.health import node_check
-from hpc_train.health.progress import Progress
-from hpc_train.health.stacks import limit_core_files
-from hpc_train.health.watchdog import CONNECT_LIMIT_S, Watchdog
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import has_one_shape
+from hpc_train.experiment.topology.degrees import AXES, Degrees, find_degrees
+from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
+from hpc_train.rank.env import RankFacts, is_started_by_slurm, node_name
+from hpc_train.rank.parent_process import end_daemons
 from hpc_train.run.attempts import EventLog, in_ms
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.rank_ends import tell_end
-from hpc_train.topology.degrees import AXES, Degrees, find_degrees
-from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.distributed import affinity, host_memory, open_files
+from hpc_train.training.distributed.device import choose_device, set_determinism, set_threads
+from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.process_group import Group, make_group
+from hpc_train.training.distributed.rendezvous import Timeouts, meet
+from hpc_train.training.health import node_check
+from hpc_train.training.health.progress import Progress
+from hpc_train.training.health.stacks import limit_core_files
+from hpc_train.training.health.watchdog import CONNECT_LIMIT_S, Watchdog
 
 #: Assumed: the first step compiles and reads cold data.
 _FIRST_STEP_FACTOR = 6

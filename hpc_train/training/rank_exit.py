@@ -10,9 +10,6 @@ from pathlib import Path
 
 import torch
 
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.lost_peers import nccl_words, peer_lost
-from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import (
     BadFileError,
     BadNodeError,
@@ -25,6 +22,8 @@ from hpc_train.errors import (
     UserError,
 )
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import StopFlag
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
@@ -32,6 +31,7 @@ from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.run.tracebacks import refusal
 from hpc_train.training.compiling import compile_error
+from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}

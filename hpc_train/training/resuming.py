@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
-from hpc_train.checkpoint.control_group import ControlGroup
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import NormalizeConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.sampler import Position
-from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.errors import BadFileError, EnvironmentRefusesError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import NormalizeConfig
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees, in_words
+from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run import versions
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees, in_words
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
+from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.rank import Rank
 from hpc_train.training.train_state import TrainState
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hpc_train.checkpoint.checkpointer import Checkpointer, Save
-from hpc_train.checkpoint.state import TrainingState
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.meters import Meters
 
 

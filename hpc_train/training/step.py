@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hpc_train.datasets.types import Batch
-from hpc_train.strategies.base import Forward
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.non_finite import Guard
+from hpc_train.training.strategies.base import Forward
 from hpc_train.training.train_state import TrainState
 
 

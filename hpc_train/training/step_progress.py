@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
-from hpc_train.datasets.types import Batch
-from hpc_train.health.progress import Progress
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.step_times import ForwardTime
 
 #: A waiting host yields its core for this long, then sleeps for this long at a time (assumed).

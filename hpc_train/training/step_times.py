@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import torch
 
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.loggers.base import Row
 from hpc_train.training.compiling import Compilation, first_step
+from hpc_train.training.datasets.types import Batch
 
 T = TypeVar("T")
 #: A rank is slow if it exceeds the median of all ranks by this share of a forward pass, or if its wait for

@@ -17,33 +17,33 @@ import torch
 from torch import nn
 
 from hpc_train import registry
-from hpc_train.checkpoint.export import plain_weights
-from hpc_train.checkpoint.saved_tensors import SavedState
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
-from hpc_train.distributed.seeds import seed_build
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.building import build_model, converter_of
-from hpc_train.models.depths import layer_depths
-from hpc_train.models.fine_tuning import prepare_for_training
-from hpc_train.models.weights import LoadReport, StateDict, load_what_fits, read_weights, report_of
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.learning_rate import Schedule
 from hpc_train.paths import CheckpointPaths
 from hpc_train.registry import importing
 from hpc_train.run.checkpoints import verify
 from hpc_train.run.weight_source import KEY, described, find_source
-from hpc_train.strategies.base import RankContext, Strategy
-from hpc_train.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.learning_rate import Schedule
 from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.checkpoint.export import plain_weights
+from hpc_train.training.checkpoint.saved_tensors import SavedState
+from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.compiling import compile_model
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.distributed.seeds import seed_build
 from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.building import build_model, converter_of
+from hpc_train.training.models.depths import layer_depths
+from hpc_train.training.models.fine_tuning import prepare_for_training
+from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, read_weights, report_of
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
+from hpc_train.training.strategies.base import RankContext, Strategy
+from hpc_train.training.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
 
 #: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")

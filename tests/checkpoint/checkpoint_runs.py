@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.checkpoint import writing
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import Precision
 from hpc_train.errors import HpcTrainError
+from hpc_train.experiment.config.training_sections import ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file, listing
-from hpc_train.strategies.base import RankContext, Strategy
-from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.strategies.fully_sharded import FSDPStrategy, ZeRO2Strategy
-from hpc_train.strategies.zero1 import ZeRO1Strategy
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint import writing
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.strategies.base import RankContext, Strategy
+from hpc_train.training.strategies.ddp import DDPStrategy
+from hpc_train.training.strategies.fully_sharded import FSDPStrategy, ZeRO2Strategy
+from hpc_train.training.strategies.zero1 import ZeRO1Strategy
 from tests.forwards import PlainForward
 
 STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "zero1": ZeRO1Strategy, "zero2": ZeRO2Strategy}

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.state import TrainingState
 from hpc_train.errors import StorageError, TransientStorageError
 from hpc_train.paths import RunPaths
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.state import TrainingState
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     claimed_room,

@@ -18,22 +18,22 @@ from safetensors.torch import load_file, save_file
 from timm.optim import list_optimizers
 from torch import Tensor, nn
 
-from hpc_train.checkpoint import checkpointer as module
-from hpc_train.checkpoint import shards
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.layouts import deal
-from hpc_train.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
-from hpc_train.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
-from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError, StorageError, TransientStorageError, UserError
+from hpc_train.experiment.config.training_sections import OptimizerConfig
+from hpc_train.experiment.topology.degrees import AXES, Degrees
+from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import remove, verify
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.topology.degrees import AXES, Degrees
+from hpc_train.training.checkpoint import checkpointer as module
+from hpc_train.training.checkpoint import shards
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.layouts import deal
+from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
+from hpc_train.training.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
+from hpc_train.training.distributed.precision import Precision
 from hpc_train.training.optimization import make_optimizer
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.ddp import DDPStrategy
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,

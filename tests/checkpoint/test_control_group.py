@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.checkpoint.control_group import ControlGroup
-from hpc_train.distributed import process_group
+from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.distributed import process_group
 from tests.ranks import run_ranks
 
 RANKS = 3

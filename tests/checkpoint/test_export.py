@@ -17,14 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from hpc_train.checkpoint.export import _write, export, main
-from hpc_train.checkpoint.shards import Entry
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.errors import StorageError, UsageError
-from hpc_train.models.lora import add_lora
+from hpc_train.experiment.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.paths import RunPaths
+from hpc_train.training.checkpoint.export import _write, export, main
+from hpc_train.training.checkpoint.shards import Entry
+from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.ema import Ema
+from hpc_train.training.models.lora import add_lora
 from hpc_train.training.train_state import load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, forge, make_run
 from tests.run.runs import small_run
@@ -125,7 +125,7 @@ def test_a_run_without_an_average_exports_none(
 def test_it_runs_as_a_module_and_replaces_the_target(run: RunPaths, tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     target.write_text("old")
-    command = [sys.executable, "-m", "hpc_train.checkpoint.export", str(run.folder), str(target)]
+    command = [sys.executable, "-m", "hpc_train.training.checkpoint.export", str(run.folder), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["step"] == 2
     assert load_file(target)

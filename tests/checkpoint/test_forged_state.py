@@ -16,12 +16,12 @@ import pytest
 import timm.optim
 import torch
 
-from hpc_train.checkpoint.export import export
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.paths import RunPaths
 from hpc_train.run import versions
 from hpc_train.run.checkpoints import verify
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint.export import export
 from hpc_train.training.resuming import conditions
 from tests.checkpoint.checkpoint_runs import Trainee, forge, make_run
 from tests.training.resumes import resume

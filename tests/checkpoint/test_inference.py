@@ -14,20 +14,20 @@ from PIL import Image
 from torch import Tensor, nn
 
 import hpc_train
-from hpc_train.checkpoint.inference import LoadedModel
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.config.training_sections import LoraConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batches
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sources.image_files import ImageFiles
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, UsageError
-from hpc_train.models.building import build_model
-from hpc_train.models.lora import add_lora
+from hpc_train.experiment.config.training_sections import LoraConfig
 from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
+from hpc_train.training.checkpoint.inference import LoadedModel
+from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batches
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sources.image_files import ImageFiles
+from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.ema import Ema
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.lora import add_lora
 from tests.checkpoint.checkpoint_runs import Trainee, begin_attempt
 from tests.run.runs import small_run
 
@@ -219,7 +219,7 @@ def test_a_checkpoint_without_the_facts_reads_the_data(
     run, model = make_run(tmp_path)
     save(run, model, 4, {"mean": [0.1] * 3, "std": [0.9] * 3})
     source = DataSource([], None, COLORS)
-    monkeypatch.setattr("hpc_train.checkpoint.inference.build_source", lambda config: source)
+    monkeypatch.setattr("hpc_train.training.checkpoint.inference.build_source", lambda config: source)
     found = loaded(run)
     assert found.class_names == COLORS.class_names and found.data.mean == (0.1,) * 3
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpc_train.checkpoint import writing
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.export import export
-from hpc_train.checkpoint.state import TrainingState
 from hpc_train.errors import BadFileError, StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import Manifest, all_set_aside
+from hpc_train.training.checkpoint import writing
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.export import export
+from hpc_train.training.checkpoint.state import TrainingState
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hpc_train.checkpoint import shards
-from hpc_train.checkpoint.saved_tensors import SavedPiece, SavedTensor, read_into
-from hpc_train.checkpoint.shards import DTYPES, Entry, open_shard, write_safetensors
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths
 from hpc_train.run.checkpoints import FileEntry, hash_file
-from hpc_train.strategies.base import Piece
+from hpc_train.training.checkpoint import shards
+from hpc_train.training.checkpoint.saved_tensors import SavedPiece, SavedTensor, read_into
+from hpc_train.training.checkpoint.shards import DTYPES, Entry, open_shard, write_safetensors
+from hpc_train.training.strategies.base import Piece
 
 
 @st.composite

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint import staging as staging_module
-from hpc_train.checkpoint.staging import Contents, Staging, is_finite
+from hpc_train.training.checkpoint import staging as staging_module
+from hpc_train.training.checkpoint.staging import Contents, Staging, is_finite
 from tests.checkpoint.checkpoint_runs import Trainee, octets
 from tests.waiting import HANG_LIMIT_S
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.control_group import ControlGroup
-from hpc_train.checkpoint.export import export
-from hpc_train.checkpoint.state import DIFFERENT, TrainingState
 from hpc_train.paths import RunPaths
-from hpc_train.strategies.base import Piece
-from hpc_train.strategies.pieces import dealt_out, dealt_pieces
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.checkpoint.export import export
+from hpc_train.training.checkpoint.state import DIFFERENT, TrainingState
 from hpc_train.training.ema import Ema
+from hpc_train.training.strategies.base import Piece
+from hpc_train.training.strategies.pieces import dealt_out, dealt_pieces
 from tests.checkpoint.checkpoint_runs import (
     differences,
     error_of,

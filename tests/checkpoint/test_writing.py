@@ -14,9 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpc_train.checkpoint import shards, writing
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.distributed import signals
 from hpc_train.errors import (
     ExitCode,
     HpcTrainError,
@@ -26,9 +23,12 @@ from hpc_train.errors import (
     UserError,
 )
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
 from hpc_train.run import storage_errors
 from hpc_train.run.checkpoints import committed, verify
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.checkpoint import shards, writing
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import KeyProblem, LaunchRequest, Ranks, StartRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.slurm.job_arrays import prepared
@@ -193,7 +193,7 @@ import os, sys, time
 from pathlib import Path
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 flag = signals.install()
 run = RunPaths(Path(sys.argv[1]))
 attempt = int(os.environ["HPC_TRAIN_ATTEMPT"])

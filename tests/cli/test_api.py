@@ -12,8 +12,8 @@ import yaml
 
 import hpc_train
 from hpc_train.errors import BadFileError, UsageError, UserError, WaitTimeoutError
+from hpc_train.experiment.plan.sweep import expand
 from hpc_train.paths import RunPaths
-from hpc_train.plan.sweep import expand
 from hpc_train.run.create import create_run
 from tests.cli.commands import hpc_train as hpc_train_command
 from tests.cli.commands import python
@@ -180,7 +180,8 @@ def test_the_package_and_its_functions_import_no_torch(file: Path) -> None:
     """The package itself imports nothing; ``plan`` stays the function."""
     code = (
         "import sys, hpc_train; print(sum(name.startswith('hpc_train.') for name in sys.modules))\n"
-        "import hpc_train.plan.planning; hpc_train.plan(sys.argv[1], local=True); hpc_train.runs()\n"
+        "import hpc_train.experiment.plan.planning\n"
+        "hpc_train.plan(sys.argv[1], local=True); hpc_train.runs()\n"
         "assert 'torch' not in sys.modules"
     )
     done = python("-c", code, file)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli.changes import changes_on_resume
-from hpc_train.validate.loading import load
+from hpc_train.experiment.validate.loading import load
 from tests.plan.files import loaded
 from tests.run.runs import small_experiment
 

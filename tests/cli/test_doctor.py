@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import Finding, Level
-from hpc_train.validate.loading import load
 from tests.cli import launchers
 from tests.cli.commands import hpc_train
 from tests.launchers.slurm.clusters import RECORDED

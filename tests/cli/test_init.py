@@ -12,11 +12,11 @@ import yaml
 from PIL import Image
 
 from hpc_train.cli.init import EXAMPLES, quoted, with_job_section
-from hpc_train.data_facts.built_in import TASKS
-from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import UsageError
+from hpc_train.experiment.data_facts.built_in import TASKS
+from hpc_train.experiment.data_facts.task_starts import STARTS
+from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.base import JobSection
-from hpc_train.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.cli.files import write_images
 from tests.datasets.coco import write_coco
@@ -220,7 +220,7 @@ def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_values_are_read_back_as_they_are(value: Any) -> None:
-    from hpc_train.config.marked_yaml import read_value
+    from hpc_train.experiment.config.marked_yaml import read_value
 
     assert read_value(quoted(value)) == (value, [])
 

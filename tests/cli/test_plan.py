@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli.preflight import missing_data
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.plan.input_files import pack_files
-from hpc_train.validate.loading import load
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.plan.input_files import pack_files
+from hpc_train.experiment.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 

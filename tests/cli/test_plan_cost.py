@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpc_train.cli.plan_cost import cost_of, over_budget_lines
+from hpc_train.experiment.plan.planning import make_plan
+from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import runs_root
-from hpc_train.plan.planning import make_plan
-from hpc_train.topology.degrees import Ranks
-from hpc_train.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.report.made_runs import made_sweep
 

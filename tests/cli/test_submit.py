@@ -12,10 +12,10 @@ import pytest
 
 from hpc_train.cli.run_row import RunRow
 from hpc_train.cli.starting import say_end
-from hpc_train.config.training_sections import ProfileConfig
 from hpc_train.errors import ExitCode
+from hpc_train.experiment.config.training_sections import ProfileConfig
+from hpc_train.experiment.plan.identity import run_id
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.plan.identity import run_id
 from hpc_train.run.attempts import write_record
 from hpc_train.run.bad_samples import BadSample, append
 from hpc_train.run.create import create_run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.problems import ProblemLine
 from hpc_train.errors import BadFileError
-from hpc_train.validate.loading import load
+from hpc_train.experiment.config.problems import ProblemLine
+from hpc_train.experiment.validate.loading import load
 
 GOOD = """\
 name: digits-test

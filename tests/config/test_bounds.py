@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError, UsageError
+from hpc_train.experiment.plan.planning import make_plan
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import expanded, runs_root
-from hpc_train.plan.planning import make_plan
-from hpc_train.validate.loading import load
 from tests.config.files import GOOD
 
 

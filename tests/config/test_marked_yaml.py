@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config.marked_yaml import MAX_VALUES, read_document, read_value
-from hpc_train.config.problems import Place
+from hpc_train.experiment.config.marked_yaml import MAX_VALUES, read_document, read_value
+from hpc_train.experiment.config.problems import Place
 from tests.calls import count_calls
 from tests.config.files import GOOD, code_and_key, problems_of
 

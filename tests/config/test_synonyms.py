@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.config.json_schema import Node, cached_schema
-from hpc_train.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
-from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.remedies import in_flow
-from hpc_train.config.schema import Experiment
-from hpc_train.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
+from hpc_train.experiment.config.json_schema import Node, cached_schema
+from hpc_train.experiment.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.remedies import in_flow
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
 
 
 def test_no_name_of_other_tools_has_two_keys() -> None:

@@ -13,13 +13,13 @@ from PIL import Image
 
 import hpc_train
 from hpc_train import registry
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import built_in
-from hpc_train.data_facts.built_in import DATA_SETS, TASKS
-from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit, training_samples
-from hpc_train.data_facts.facts import DataFacts, TaskFacts
-from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import built_in
+from hpc_train.experiment.data_facts.built_in import DATA_SETS, TASKS
+from hpc_train.experiment.data_facts.by_name import data_facts, task_facts, task_misfit, training_samples
+from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.training.datasets.building import build_source
 from tests.config.files import GOOD, problems_of
 
 MASKS = DataFacts("images", "mask", needs_root=True, num_samples=lambda data: 10 * data.args["scenes"])
@@ -42,7 +42,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = registry.parts
     monkeypatch.setattr(registry, "_traits", exported)
     monkeypatch.setattr(registry, "parts", lambda kind: parts(kind) | exported(kind))
-    monkeypatch.setattr("hpc_train.validate.part_rules.parts", registry.parts)
+    monkeypatch.setattr("hpc_train.experiment.validate.part_rules.parts", registry.parts)
 
 
 @pytest.mark.usefixtures("plugged_in")

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.data_facts import file_content
-from hpc_train.data_facts.file_content import EvenSample, block_digest, files_digest, resolved, sample_digest
+from hpc_train.experiment.data_facts import file_content
+from hpc_train.experiment.data_facts.file_content import (
+    EvenSample,
+    block_digest,
+    files_digest,
+    resolved,
+    sample_digest,
+)
 
 LONG_AGO = 1_600_000_000
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.listed_data import index_path, listed_images
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.listed_data import index_path, listed_images
 
 LONG_AGO = 1_600_000_000
 

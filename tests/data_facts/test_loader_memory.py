@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.data_facts.by_name import prefetched_bytes
+from hpc_train.experiment.data_facts.by_name import prefetched_bytes
 from tests.datasets.samples import experiment
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import data_size
-from hpc_train.data_facts.by_name import training_samples
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import data_size
+from hpc_train.experiment.data_facts.by_name import training_samples
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_folder_that_takes_too_long_to_count_is_unknown(
 def test_the_data_sets_of_the_package_have_the_sizes_that_they_are_planned_with(tmp_path: Path) -> None:
     from PIL import Image
 
-    from hpc_train.datasets.building import build_source
+    from hpc_train.training.datasets.building import build_source
 
     _image_folder(tmp_path)
     for path in [*tmp_path.glob("*/**/*.jpg"), *tmp_path.glob("*/**/*.PNG"), *tmp_path.glob("*/**/*.webp")]:

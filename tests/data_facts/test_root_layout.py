@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import misplaced
-from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import misplaced
+from hpc_train.training.datasets.building import build_source
 
 
 def make(root: Path, paths: Sequence[str]) -> Path:

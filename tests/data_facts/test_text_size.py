@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import data_size
-from hpc_train.data_facts.by_name import training_samples
-from hpc_train.datasets.sources.text import build
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import data_size
+from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.training.datasets.sources.text import build
 
 ODD = "Größe: 8 €, 𝄞 and\r\n"
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.batches import TrainingBatches, training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.batches import TrainingBatches, training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.types import Batch, DataInfo
 from tests.experiments import tiny_experiment
 
 CPU = torch.device("cpu")

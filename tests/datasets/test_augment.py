@@ -8,10 +8,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.augment import Augmentation, Rectangles, erased_parts, padded_crop, resized_crops
-from hpc_train.datasets.random_numbers import Keys
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.training.datasets.augment import (
+    Augmentation,
+    Rectangles,
+    erased_parts,
+    padded_crop,
+    resized_crops,
+)
+from hpc_train.training.datasets.random_numbers import Keys
 from tests.datasets.samples import random_images
 
 ALL: list[dict[str, Any]] = [

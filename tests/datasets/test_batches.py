@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
-from hpc_train.datasets.random_numbers import restored_generators, seed_generators
-from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
+from hpc_train.training.datasets.random_numbers import restored_generators, seed_generators
+from hpc_train.training.datasets.workers import WorkerLostError
 from tests.datasets.samples import (
     AUGMENT,
     CPU,

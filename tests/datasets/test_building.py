@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.building import build_source
 from tests.datasets import samples
 
 HERE = "tests.datasets.test_building"

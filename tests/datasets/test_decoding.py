@@ -12,15 +12,15 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from hpc_train.datasets.decoding import (
+from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.decoding import (
     EncodedImage,
     UndecodableError,
     decode,
     has_sixteen_bit_colors,
     read_image,
 )
-from hpc_train.datasets.images import PixelRules, as_tensor, resize
-from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.images import PixelRules, as_tensor, resize
 from tests.datasets.sources.masks import png
 
 #: Smooth and odd-sized, so that upsampled chroma and incomplete blocks count.

@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.decoding import EncodedImage, read_image
-from hpc_train.datasets.images import resize
-from hpc_train.datasets.joint import Geometry, Rectangle, fitted, fitted_back, random_geometries
-from hpc_train.datasets.random_numbers import Keys
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.training.datasets.decoding import EncodedImage, read_image
+from hpc_train.training.datasets.images import resize
+from hpc_train.training.datasets.joint import Geometry, Rectangle, fitted, fitted_back, random_geometries
+from hpc_train.training.datasets.random_numbers import Keys
 
 SIDES = (40, 60)
 

@@ -10,8 +10,8 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
-from hpc_train.datasets.images import as_tensor, centre_square, resize, stack
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.images import as_tensor, centre_square, resize, stack
 from tests.datasets.samples import random_images
 
 PIXELS = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.sources.image_files import ImageFiles
-from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.sources.image_files import ImageFiles
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
 from tests.datasets.samples import CPU, experiment
 
 INFO = DataInfo(10, 3, (0.5,) * 3, (0.25,) * 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import data_scale
-from hpc_train.config.training_sections import DataConfig
+from hpc_train.experiment.config.training_sections import DataConfig
 
 #: Megabytes that opening large data may cost each rank.
 LIMIT_MB = 200

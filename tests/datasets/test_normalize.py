@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.types import DataInfo
 from tests.datasets.samples import random_images
 
 INFO = DataInfo(10, 3, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))

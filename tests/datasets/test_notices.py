@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 import hpc_train
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.notices import data_notices
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.notices import data_notices
 from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
@@ -202,4 +202,4 @@ def test_pillow_opens_files_in_one_function_only() -> None:
                 openers.add(path.relative_to(package).as_posix())
             if isinstance(node, ast.ImportFrom) and node.module == "PIL.Image":
                 assert "open" not in {name.name for name in node.names}, f"{path}:{node.lineno}"
-    assert openers == {"datasets/images.py"}
+    assert openers == {"training/datasets/images.py"}

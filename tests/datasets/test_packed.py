@@ -17,18 +17,18 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import file_content
-from hpc_train.datasets import packing
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.decoding import read_image
-from hpc_train.datasets.packed import FOOTER, DamagedPackError, PackedFiles, PackedPixels, hash_of
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.skipping import BadSamples
 from hpc_train.errors import BadFileError, TransientStorageError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import file_content
 from hpc_train.paths import RunPaths
+from hpc_train.training.datasets import packing
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.decoding import read_image
+from hpc_train.training.datasets.packed import FOOTER, DamagedPackError, PackedFiles, PackedPixels, hash_of
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples
 from tests.datasets.samples import CPU, experiment
 from tests.waiting import HANG_LIMIT_S
 
@@ -457,7 +457,7 @@ def test_a_temporary_error_of_the_disk_is_tried_again(
 ) -> None:
     root = make_folder(tmp_path / "images", kind)
     source, good = packed(root, image_size=8), batches(folder_of(root), image_size=8)
-    monkeypatch.setattr("hpc_train.datasets.reading.time.sleep", lambda pause_s: None)
+    monkeypatch.setattr("hpc_train.training.datasets.reading.time.sleep", lambda pause_s: None)
     failures = [OSError(5, "Input/output error")] * 2
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -469,7 +469,7 @@ def test_a_temporary_error_of_the_disk_is_tried_again(
         return read
 
     for name in ("pread", "preadv"):
-        monkeypatch.setattr(f"hpc_train.datasets.packed.os.{name}", failing(getattr(os, name)))
+        monkeypatch.setattr(f"hpc_train.training.datasets.packed.os.{name}", failing(getattr(os, name)))
     assert_same(batches(source, image_size=8), good)
     failures += [OSError(5, "Input/output error")] * 20
     with pytest.raises(TransientStorageError, match=r"can't be read at the moment"):

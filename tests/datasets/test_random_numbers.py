@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.datasets.random_numbers import Keys, hash_words
+from hpc_train.training.datasets.random_numbers import Keys, hash_words
 
 WORDS = st.integers(min_value=0, max_value=2**63 - 1)
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.batches import TrainingBatches, evaluation_batches
-from hpc_train.datasets.reading import Failure, Read, SlotReader
-from hpc_train.datasets.sampler import Slot
-from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.batches import TrainingBatches, evaluation_batches
+from hpc_train.training.datasets.reading import Failure, Read, SlotReader
+from hpc_train.training.datasets.sampler import Slot
+from hpc_train.training.datasets.workers import WorkerLostError
 from tests.datasets.samples import (
     AUGMENT,
     CPU,
@@ -141,7 +141,7 @@ def test_small_batches_in_memory_are_read_several_at_a_time(
 
 
 def test_where_the_loader_cannot_be_asked_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.datasets.workers._LOADER_PARTS", ("_of_another_torch",))
+    monkeypatch.setattr("hpc_train.training.datasets.workers._LOADER_PARTS", ("_of_another_torch",))
     with training(random_split(20), workers=1, augment=AUGMENT) as batches:
         assert batches.is_ready()
         assert_equal(list(batches), steps(random_split(20)))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 
 N, G, SIZE, STEPS = 50, 12, 2, 11  # M = 6, E = 4
 

@@ -15,18 +15,18 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.augment import Augmentation
-from hpc_train.datasets.base import DataSource, Split
-from hpc_train.datasets.batches import TrainingBatches, evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.images import as_tensor
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.skipping import BadSamples, stand_ins, too_many
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, TransientStorageError
+from hpc_train.experiment.config.training_sections import AugmentConfig
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample, all_known
+from hpc_train.training.datasets.augment import Augmentation
+from hpc_train.training.datasets.base import DataSource, Split
+from hpc_train.training.datasets.batches import TrainingBatches, evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.images import as_tensor
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples, stand_ins, too_many
+from hpc_train.training.datasets.types import Batch
 from tests.datasets.samples import CPU, OneByOne, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
@@ -268,7 +268,7 @@ def test_a_disk_that_fails_for_a_moment_makes_no_sample_bad(
                 raise OSError(code, "try again")
             return super().__getitem__(index)
 
-    monkeypatch.setattr("hpc_train.datasets.reading._PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("hpc_train.training.datasets.reading._PAUSES_S", (0.0, 0.0))
     slots(training(source(Flaky(set())), paths))
     failures[6] = 3
     with pytest.raises(

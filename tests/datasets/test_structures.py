@@ -11,14 +11,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.datasets.batches import evaluation_batches, training_batches, try_samples
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.skipping import BadSamples
-from hpc_train.datasets.structures import map_tensors
-from hpc_train.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches, try_samples
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.structures import map_tensors
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
 from tests.datasets.samples import CPU, experiment, random_images, source
 
 SAMPLES = 8

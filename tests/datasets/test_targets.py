@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.sources.torchvision import in_memory
-from hpc_train.datasets.types import TargetSpec
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.sources.torchvision import in_memory
+from hpc_train.training.datasets.types import TargetSpec
 from tests.datasets.samples import CPU, experiment, random_images, source
 
 CLASS = TargetSpec("a class number", kind="integer", shape=(), minimum=0, maximum=9)

@@ -15,15 +15,15 @@ from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, v2
 
-from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.datasets.augment import Photometric
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.batches import evaluation_batches
-from hpc_train.datasets.random_numbers import Keys, seed_generators
-from hpc_train.datasets.sources.image_files import ImageFiles
-from hpc_train.datasets.transforms import seeded
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.training.datasets.augment import Photometric
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.batches import evaluation_batches
+from hpc_train.training.datasets.random_numbers import Keys, seed_generators
+from hpc_train.training.datasets.sources.image_files import ImageFiles
+from hpc_train.training.datasets.transforms import seeded
+from hpc_train.training.datasets.types import Batch
 from tests.datasets.samples import CPU, OneByOne, assert_equal, experiment, random_images, random_split, steps
 from tests.datasets.test_joint import DETECTION, MASK, Boxed, Masked
 from tests.datasets.test_joint import train as train_with_targets

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets import transport
-from hpc_train.datasets.reading import LoaderError
-from hpc_train.distributed import shared_memory
 from hpc_train.errors import StorageError
+from hpc_train.training.datasets import transport
+from hpc_train.training.datasets.reading import LoaderError
+from hpc_train.training.distributed import shared_memory
 from tests.datasets.samples import assert_equal, random_split, steps
 from tests.waiting import HANG_LIMIT_S
 

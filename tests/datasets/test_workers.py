@@ -17,11 +17,11 @@ import psutil
 import pytest
 import torch
 
-from hpc_train.datasets import workers
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets import workers
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.workers import WorkerLostError
 from tests.datasets.samples import CPU, experiment, random_split, source
 from tests.waiting import HANG_LIMIT_S
 
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.slow
 
 RANK = """
 import os, sys, time, torch
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.distributed import parent_process
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.rank import parent_process
 from tests.datasets.samples import CPU, experiment, source
 
 class Blocked:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hpc_train.distributed import affinity
-from hpc_train.distributed.affinity import (
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.distributed import affinity
+from hpc_train.training.distributed.affinity import (
     loader_processes,
     num_sharing,
     parse_cpu_list,
     physical_cores,
     slice_of,
 )
-from hpc_train.distributed.env import RankFacts
 
 CPU = torch.device("cpu")
 #: 8 physical cores of two threads each, numbered as Linux does: core c is CPUs c and c + 8.

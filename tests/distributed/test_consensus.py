@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.distributed.consensus import (
+from hpc_train.rank.signals import StopFlag
+from hpc_train.training.distributed.consensus import (
     _MOST_BAD_SAMPLES,
     Agreement,
     Consensus,
@@ -17,10 +18,9 @@ from hpc_train.distributed.consensus import (
     _packed,
     _total,
 )
-from hpc_train.distributed.process_group import Group
-from hpc_train.distributed.rendezvous import Timeouts
-from hpc_train.distributed.shared_flags import NUM_BITS
-from hpc_train.distributed.signals import StopFlag
+from hpc_train.training.distributed.process_group import Group
+from hpc_train.training.distributed.rendezvous import Timeouts
+from hpc_train.training.distributed.shared_flags import NUM_BITS
 from tests.distributed.scripts import run_script
 
 
@@ -55,11 +55,12 @@ def test_ranks_agree_whoever_was_asked(memory: str, tmp_path: Path) -> None:
 import dataclasses, json, os, signal, sys
 from pathlib import Path
 import torch
-from hpc_train.distributed import shared_flags, signals
-from hpc_train.distributed.consensus import Agreement, StepFlags
-from hpc_train.distributed.lost_peers import peer_lost
-from hpc_train.distributed.process_group import join
-from hpc_train.distributed.env import RankFacts
+from hpc_train.rank import signals
+from hpc_train.training.distributed import shared_flags
+from hpc_train.training.distributed.consensus import Agreement, StepFlags
+from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.process_group import join
+from hpc_train.rank.env import RankFacts
 from hpc_train.errors import PeerLostError
 if sys.argv[2] == "none":
     shared_flags.shared_memory.FOLDER = "/nowhere"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.by_name import has_one_shape
-from hpc_train.distributed.device import choose_device, set_determinism, set_threads
 from hpc_train.errors import BadFileError, BadNodeError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import has_one_shape
 from hpc_train.run.resource_limits import usable_cpus
+from hpc_train.training.distributed.device import choose_device, set_determinism, set_threads
 from tests.distributed.scripts import run_script
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -243,7 +243,7 @@ def test_cudnn_times_its_kernels_only_where_all_batches_have_one_shape(
 def test_exactness_reaches_the_compiler_without_importing_it() -> None:
     script = """
 import sys, torch
-from hpc_train.distributed.device import set_determinism
+from hpc_train.training.distributed.device import set_determinism
 set_determinism(None, torch.device("cpu"), has_one_shape=True)
 assert "torch._inductor" not in sys.modules
 import torch._inductor.config

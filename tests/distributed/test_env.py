@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.distributed.env import RankFacts, parse_tasks_per_node
 from hpc_train.errors import UsageError
+from hpc_train.rank.env import RankFacts, parse_tasks_per_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {

@@ -12,8 +12,8 @@ from tests.waiting import HANG_LIMIT_S
 #: The first ``argv[1]`` children stop, or die, where Python 3.11 may block: before a line of their own.
 CHILDREN = """
 import multiprocessing, os, sys, time
-from hpc_train.distributed import forking
-from hpc_train.distributed.forking import RunningContext
+from hpc_train.training.distributed import forking
+from hpc_train.training.distributed.forking import RunningContext
 
 if not sys.argv[2:]:  # long for a child that is not blocked, on a busy machine
     forking.START_LIMITS_S = [0.5 if number < int(sys.argv[1]) else 30.0 for number in range(3)]

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from hpc_train.distributed import nccl, network
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.lost_peers import nccl_words, peer_lost
-from hpc_train.distributed.nccl import Fault, fault_in
-from hpc_train.distributed.process_group import join
-from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.errors import ExitCode, NetworkFaultError, PeerLostError
-from hpc_train.health.watchdog import collectives_begun
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.distributed import nccl, network
+from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.training.distributed.nccl import Fault, fault_in
+from hpc_train.training.distributed.process_group import join
+from hpc_train.training.distributed.rendezvous import Timeouts
+from hpc_train.training.health.watchdog import collectives_begun
 from tests.distributed.test_env import SLURM
 
 HAS_NCCL2 = hasattr(distributed_c10d, "ProcessGroupNCCL2")
@@ -128,7 +128,7 @@ class Made:
         monkeypatch.setattr(dist, "init_process_group", self.init)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(
-            "hpc_train.distributed.process_group._set_timeout",
+            "hpc_train.training.distributed.process_group._set_timeout",
             lambda timeout, group: self.timeouts.append(timeout),
         )
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from hpc_train.distributed import network
 from hpc_train.errors import UsageError
+from hpc_train.training.distributed import network
 
 
 @pytest.fixture

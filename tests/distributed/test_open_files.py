@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from hpc_train.distributed import open_files
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.open_files import TooFewFilesError, needed
 from hpc_train.errors import ExitCode
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.distributed import open_files
+from hpc_train.training.distributed.open_files import TooFewFilesError, needed
 from tests.waiting import HANG_LIMIT_S
 
 LIMITED = """
 import resource, sys
 soft, hard = map(int, sys.argv[1:3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from hpc_train.distributed.open_files import check
-from hpc_train.distributed.env import RankFacts
+from hpc_train.training.distributed.open_files import check
+from hpc_train.rank.env import RankFacts
 from hpc_train.errors import UserError
 try:
     check(RankFacts(1, 400, 1, 8, 0, 50), (1, 1, 400, 1), 0, "n7")

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpc_train.distributed import process_group
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.lost_peers import nccl_words, peer_lost
-from hpc_train.distributed.process_group import join
-from hpc_train.distributed.rendezvous import Timeouts
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
+from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import write_json
-from hpc_train.strategies.mesh import new_mesh
+from hpc_train.training.distributed import process_group
+from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.training.distributed.process_group import join
+from hpc_train.training.distributed.rendezvous import Timeouts
+from hpc_train.training.strategies.mesh import new_mesh
 from tests.distributed.scripts import run_script
 from tests.waiting import HANG_LIMIT_S
 
@@ -33,11 +33,11 @@ PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from hpc_train.distributed.lost_peers import peer_lost
-from hpc_train.distributed.process_group import join
-from hpc_train.distributed.rendezvous import Timeouts
-from hpc_train.strategies.mesh import new_mesh
-from hpc_train.distributed.env import RankFacts
+from hpc_train.training.distributed.lost_peers import peer_lost
+from hpc_train.training.distributed.process_group import join
+from hpc_train.training.distributed.rendezvous import Timeouts
+from hpc_train.training.strategies.mesh import new_mesh
+from hpc_train.rank.env import RankFacts
 facts = RankFacts.from_environment(os.environ)
 rendezvous = Path(sys.argv[1])
 def joined(**limits):
@@ -218,8 +218,8 @@ def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_pa
     script = """
 import signal
 from hpc_train.errors import PeerLostError
-from hpc_train.distributed.consensus import Agreement
-from hpc_train.distributed.signals import StopFlag
+from hpc_train.training.distributed.consensus import Agreement
+from hpc_train.rank.signals import StopFlag
 group = joined(silence_s=1800)  # no time-out: the test's own limit comes before it
 agreement = Agreement(group, StopFlag())
 agreement.begin()
@@ -324,7 +324,7 @@ def test_an_unusable_interface_is_no_lost_peer(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_silent_address_is_given_up_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.distributed.rendezvous._ANSWER_LIMIT_S", 0.05)
+    monkeypatch.setattr("hpc_train.training.distributed.rendezvous._ANSWER_LIMIT_S", 0.05)
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "token"})
     with pytest.raises(
@@ -368,7 +368,7 @@ def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path)
     """Nobody is left waiting inside of torch for a rank that has left."""
     script = """
 from hpc_train.errors import TryAgainError
-from hpc_train.distributed import rendezvous as store
+from hpc_train.training.distributed import rendezvous as store
 here = [rendezvous.with_name(f"here-{rank}") for rank in range(2)]
 start_together = store._start_together
 def start(*arguments):
@@ -395,7 +395,7 @@ os._exit(0)
 def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: Path) -> None:
     """Rank 0 takes the store with it: a rank that is about to connect would try on for minutes."""
     script = """
-from hpc_train.health.alarm import Board
+from hpc_train.training.health.alarm import Board
 clone = dist.TCPStore.clone
 def slow_clone(store):
     time.sleep(2)
@@ -421,7 +421,7 @@ os._exit(0)
 def test_one_that_is_stopped_waits_only_so_long_for_another_to_connect(tmp_path: Path) -> None:
     script = """
 from hpc_train.errors import TryAgainError
-from hpc_train.distributed import process_group
+from hpc_train.training.distributed import process_group
 left, connecting = rendezvous.with_name("left"), []
 def clone(store):
     connecting.append(store)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.distributed.shared_flags import NUM_BITS, SharedFlags
 from hpc_train.errors import PeerLostError
+from hpc_train.training.distributed.shared_flags import NUM_BITS, SharedFlags
 from tests.waiting import HANG_LIMIT_S
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.distributed import shared_sum
-from hpc_train.distributed.shared_sum import SharedSum
+from hpc_train.training.distributed import shared_sum
+from hpc_train.training.distributed.shared_sum import SharedSum
 from tests.distributed.test_shared_flags import all_alive as all_alive
 from tests.distributed.test_shared_flags import of_ranks
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -53,7 +53,7 @@ def test_installing_again_returns_the_same_flag() -> None:
 def test_a_blocked_signal_is_delivered_once_the_handler_stands() -> None:
     script = """
 import os, signal
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 signals.block()
 os.kill(os.getpid(), signal.SIGTERM)
 assert signal.SIGTERM in signal.sigpending()
@@ -66,7 +66,7 @@ print(signals.install().first.name)
 def test_a_pool_of_processes_ends(method: str) -> None:
     script = f"""
 import multiprocessing
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 signals.block()
 signals.install()
 for _ in range({10 if method == "fork" else 1}):
@@ -80,7 +80,7 @@ print(sum(squares))
 def test_a_forked_child_leaves_the_flag_alone() -> None:
     script = """
 import os, signal
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 flag = signals.install()
 child = os.fork()
 if child == 0:
@@ -127,7 +127,7 @@ def test_preemption_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Waits in C for a lock that is never released: a handler has no turn in the main thread.
 _BLOCKED_IN_C = """
 import ctypes, os, signal, sys
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 signals._MAIN_THREAD_S = 0.1
 flag = signals.install()
 def act():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.distributed import timm_imports
 from hpc_train.launchers.entry import Entry
+from hpc_train.training.distributed import timm_imports
 from tests.cli.commands import REPOSITORY
 from tests.waiting import HANG_LIMIT_S
 
@@ -29,7 +29,7 @@ def run_python(script: str, folder: Path) -> str:
 
 def test_timm_does_without_wandb_and_the_users_own_code_has_it(tmp_path: Path) -> None:
     script = """
-from hpc_train.distributed.timm_imports import keep_wandb_out
+from hpc_train.training.distributed.timm_imports import keep_wandb_out
 keep_wandb_out()
 keep_wandb_out()
 import timm
@@ -50,7 +50,7 @@ def test_nobody_who_looks_for_models_imports_wandb(tmp_path: Path) -> None:
     """The children of commands too: they may be killed, and wandb's folders in $TMPDIR would stay."""
     script = """
 import sys
-from hpc_train.models import names, timm
+from hpc_train.training.models import names, timm
 names.list_names()
 import timm.utils.summary
 print("wandb" in sys.modules)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.keys import all_keys
+from hpc_train.experiment.config.keys import all_keys
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "hpc_train"
+#: Packages that group others; the page calls a module ``validate.loading``, without the wing.
+WINGS = (PACKAGE / "experiment", PACKAGE / "training")
 TEXT = (REPOSITORY / "docs/architecture.md").read_text()
 
 
@@ -22,13 +24,14 @@ def _exists(name: str) -> bool:
     """Tell whether ``name``, ``package.module`` or ``package/module.py``, leads to a module or into one."""
     parts = name.removeprefix("hpc_train.").removesuffix(".py").replace("/", ".").strip(".").split(".")
     return any(
-        (place := PACKAGE.joinpath(*parts[:length])).is_dir() or place.with_suffix(".py").exists()
+        (place := root.joinpath(*parts[:length])).is_dir() or place.with_suffix(".py").exists()
+        for root in (PACKAGE, *WINGS)
         for length in range(2, len(parts) + 1)
     )
 
 
 def test_every_module_that_the_page_names_exists() -> None:
-    packages = "|".join(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+    packages = "|".join(path.parent.name for root in (PACKAGE, *WINGS) for path in root.glob("*/__init__.py"))
     named = set(re.findall(rf"(?<![\w./])((?:{packages})[./][a-z_][\w./]*)", TEXT))
     assert len(named) > 40
     keys = {".".join(map(str, path)) for path in all_keys()}
@@ -42,14 +45,32 @@ def test_every_package_has_a_row_and_a_layer() -> None:
     rows = {name for cell in cells for name in re.findall(r"`(\w+)`", cell[1])}
     starts = [re.findall(r"`([\w/]+\.py)`", cell[3]) for cell in cells]
     assert [start for start in starts if len(start) != 1 or not (PACKAGE / start[0]).is_file()] == []
-    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    modules = packages | {path.stem for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
-    assert rows == modules
+    packages = {path.parent.name for root in (PACKAGE, *WINGS) for path in root.glob("*/__init__.py")}
+    modules = {path.stem for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
+    assert rows == packages - {wing.name for wing in WINGS} | modules
     contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
-    layers = {name.strip() for layer in contracts[0]["layers"] for name in layer.split("|")}
-    assert layers - {"__main__"} == modules
+    named = [
+        name.strip()
+        for contract in contracts[:3]
+        for layer in contract["layers"]
+        for name in layer.split("|")
+    ]
+    assert set(named) - {"__main__", "main"} == packages | modules
+
+
+def test_the_packages_of_training_import_none_of_its_own_modules() -> None:
+    """Its modules, the loop and its surroundings, are the layer above its packages."""
+    loop = {f"hpc_train.training.{path.stem}" for path in PACKAGE.glob("training/*.py")}
+    wrong = {
+        (module, by)
+        for module, importers in _importers().items()
+        if module in loop
+        for by in importers
+        if re.match(r"hpc_train\.training\.\w+\.", by)
+    }
+    assert not wrong
 
 
 def _contributions() -> Iterator[tuple[str, str, list[str]]]:
@@ -107,7 +128,7 @@ def test_commands_name_no_scheduler() -> None:
     """A launcher plug-in for another scheduler gets the same commands and the same messages."""
     named = [
         f"{file.name}:{number}: {line.strip()}"
-        for package in ("cli", "report", "plan")
+        for package in ("cli", "report", "experiment/plan")
         for file in sorted(PACKAGE.joinpath(package).glob("*.py"))
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
         if _SCHEDULER.search(line)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_train.config.marked_yaml import read_document
+from hpc_train.experiment.config.marked_yaml import read_document
+from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.slurm import profiles
-from hpc_train.validate.loading import load
 from tests.docs.pages import (
     NOTEBOOKS,
     PAGES,

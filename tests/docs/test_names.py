@@ -7,9 +7,9 @@ import tomllib
 
 import pytest
 
-from hpc_train.config.keys import NOT_IDENTITY
+from hpc_train.experiment.config.keys import NOT_IDENTITY
+from hpc_train.experiment.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.registry import parts
-from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from tests.docs.pages import REPOSITORY
 
 #: Key of the file, in a heading → the names that the table must list.

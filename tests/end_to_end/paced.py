@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 from tests.end_to_end.parts import Net
 
 #: Seconds that each forward of a micro-batch takes longer, in training and in evaluation, until the rank is

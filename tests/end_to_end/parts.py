@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sources import digits
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sources import digits
 
 #: The digit that ``Poisoned`` can't bear.
 POISON = 1000

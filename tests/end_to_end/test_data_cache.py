@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.packed import PackedPixels, find_pack
+from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import RunPaths
 from hpc_train.training.data_staging import PackCopy, copy_of
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.packed import PackedPixels, find_pack
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.paths import RunPaths
+from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,

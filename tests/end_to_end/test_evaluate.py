@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import ArraySplit
-from hpc_train.datasets.building import build_source
+from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.training.datasets.base import ArraySplit
+from hpc_train.training.datasets.building import build_source
 from tests.end_to_end.runs import hpc_train, rows
 from tests.end_to_end.test_best import SELECTION
 from tests.quiet import QuietRuns

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.building import build_source
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.building import build_source
 from tests.cli.commands import hpc_train as in_process
 from tests.end_to_end.runs import REPOSITORY, rows, submit
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.building import build_source
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.building import build_source
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.building import build_source
+from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import RunPaths
+from hpc_train.training.datasets.building import build_source
 from tests.end_to_end.runs import hpc_train, rows
 from tests.end_to_end.test_evaluate import EVALUATED
 from tests.quiet import QuietRuns

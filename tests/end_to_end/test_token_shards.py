@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.batches import evaluation_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.seeds import seed_build
-from hpc_train.models.building import build_model
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
-from hpc_train.tasks.base import make_task
-from hpc_train.validate.loading import load
+from hpc_train.training.datasets.batches import evaluation_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.seeds import seed_build
+from hpc_train.training.models.building import build_model
+from hpc_train.training.tasks.base import make_task
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,

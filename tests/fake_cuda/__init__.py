@@ -23,7 +23,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-#: Read by hpc_train.distributed.process_group and hpc_train.launchers.local: ranks may share a GPU over gloo.
+#: Read by ``distributed.process_group`` and ``launchers.local``: ranks may share a GPU over gloo.
 BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
 _FOLDER = Path(__file__).parent
 _SOURCES = (_FOLDER / "runtime.cpp", _FOLDER / "operators.cpp")

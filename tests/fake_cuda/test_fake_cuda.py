@@ -62,7 +62,7 @@ print(json.dumps(facts))
 
 _CHOOSES_FP8 = """
 import torch
-from hpc_train.distributed.precision import choose_precision
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.errors import UserError
 try:
     choose_precision("fp8", torch.device("cuda", 0))
@@ -74,8 +74,8 @@ except UserError as error:
 _BINDS = """
 import os
 import torch
-from hpc_train.distributed.affinity import bind
-from hpc_train.distributed.env import RankFacts
+from hpc_train.training.distributed.affinity import bind
+from hpc_train.rank.env import RankFacts
 mask = os.sched_getaffinity(0)
 sharing = bind(RankFacts(1, 2, 1, 2, 0, 1), torch.device("cuda", 1), {"SLURM_CPUS_ON_NODE": str(len(mask))})
 print(sharing, os.sched_getaffinity(0) < mask)

@@ -20,33 +20,33 @@ from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.gpu import merged
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.checkpoint.state import TrainingState
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.distributed.process_group import join
 from hpc_train.errors import BadFileError
-from hpc_train.health import node_check
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.rank.env import RankFacts
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.found_micro_batch import kept
 from hpc_train.run.metric_rows import iter_rows
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.tasks.base import make_task
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.checkpoint.state import TrainingState
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.health import node_check
 from hpc_train.training.meters import Meters, MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import FiniteWatch, Guard
 from hpc_train.training.step import StepResult, train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.ddp import DDPStrategy
+from hpc_train.training.tasks.base import make_task
 from hpc_train.training.train_state import build, use_float8
-from hpc_train.validate.loading import load
 from tests import fake_cuda
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
@@ -534,7 +534,7 @@ def test_an_asynchronous_save_waits_for_nothing_and_has_the_step_it_began_at(
 SAVES_ON_ITS_OWN_GPU = """
 import threading
 import torch
-from hpc_train.checkpoint.staging import Staging
+from hpc_train.training.checkpoint.staging import Staging
 torch.cuda.set_device(1)
 sources = {"weight": torch.ones(3, device="cuda")}
 staging = Staging(sources)

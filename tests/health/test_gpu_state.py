@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpc_train.errors import HpcTrainError
-from hpc_train.health import node_check
-from hpc_train.health.node_check import GpuState, read_state, xid_lines
+from hpc_train.training.health import node_check
+from hpc_train.training.health.node_check import GpuState, read_state, xid_lines
 from tests.programs import answering, put_program
 
 UP, DOWN = "Link 0: 26.562 GB/s", "Link 1: <inactive>"

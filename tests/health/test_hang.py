@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
 from hpc_train.run.processes import Process
+from hpc_train.training.health.hang import Report, Verdict, judge, store_is_silent
 
 STACKS = "attempts/3/rank-*.stacks"
 WORDS = "NCCL can't connect over its interface eth0; profile: network_interface (NCCL_SOCKET_IFNAME)"

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.config.schema import Experiment
-from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
-from hpc_train.health import node_check
-from hpc_train.health.node_check import check
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import AttemptPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.health import node_check
+from hpc_train.training.health.node_check import check
 from tests.programs import answering, put_program
 from tests.ranks import run_ranks
 from tests.run.runs import small_experiment

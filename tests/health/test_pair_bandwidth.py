@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.health import pair_bandwidth
+from hpc_train.training.health import pair_bandwidth
 from tests import fake_cuda
 from tests.waiting import HANG_LIMIT_S
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.health.progress import Progress, Standing
+from hpc_train.training.health.progress import Progress, Standing
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("hpc_train.health.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hpc_train.training.health.progress.time.monotonic", lambda: now[0])
     return now
 
 

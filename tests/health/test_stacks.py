@@ -16,9 +16,16 @@ from pathlib import Path
 import pytest
 from torch._C import _distributed_c10d as c10d
 
-from hpc_train.health.stacks import GONE, describe, in_words, save_flight_record, save_stacks, state_of
 from hpc_train.run.files import UnreadableFileError
 from hpc_train.run.processes import Process
+from hpc_train.training.health.stacks import (
+    GONE,
+    describe,
+    in_words,
+    save_flight_record,
+    save_stacks,
+    state_of,
+)
 from tests.waiting import HANG_LIMIT_S
 
 LIMIT_S = HANG_LIMIT_S

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.distributed import nccl
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.errors import ExitCode
-from hpc_train.health import alarm
-from hpc_train.health.hang import Report
-from hpc_train.health.progress import Progress
-from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import STOP_SIGNALS
 from hpc_train.run.files import read_json
 from hpc_train.run.rank_ends import rank_ends, tell_end
+from hpc_train.training.distributed import nccl
+from hpc_train.training.health import alarm
+from hpc_train.training.health.hang import Report
+from hpc_train.training.health.progress import Progress
+from hpc_train.training.health.watchdog import Watchdog
 from tests import warm
 from tests.distributed.scripts import REPOSITORY
 from tests.waiting import HANG_LIMIT_S
@@ -42,13 +42,13 @@ import torch, torch.distributed as dist
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.rank_ends import tell_end
-from hpc_train.health import alarm
-from hpc_train.health.hang import Report
-from hpc_train.distributed.process_group import join
-from hpc_train.health.progress import Progress
-from hpc_train.distributed.env import RankFacts
-from hpc_train.health.alarm import Board
-from hpc_train.health.watchdog import Watchdog
+from hpc_train.training.health import alarm
+from hpc_train.training.health.hang import Report
+from hpc_train.training.distributed.process_group import join
+from hpc_train.training.health.progress import Progress
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.health.alarm import Board
+from hpc_train.training.health.watchdog import Watchdog
 rank, world_size, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[3])
 # Dealt to nodes in turn: a node's ranks need not be in a row.
 facts = RankFacts(rank, world_size, rank // num_nodes, world_size // num_nodes, rank % num_nodes, num_nodes)

@@ -25,7 +25,7 @@ import os, signal, sys, time
 from pathlib import Path
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 rank = int(os.environ["RANK"])
 run = RunPaths(Path(sys.argv[1]))
 attempt = run.attempt(int(os.environ["HPC_TRAIN_ATTEMPT"]))
@@ -76,7 +76,7 @@ def start_launcher(request: LaunchRequest, script: str) -> subprocess.Popen[str]
     driver = f"""
 import sys
 from pathlib import Path
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.paths import RunPaths
 from tests.launchers.fake_ranks import launcher

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import MlflowConfig
+from hpc_train.experiment.config.schema import MlflowConfig
 from hpc_train.loggers import mlflow, process_logger
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.mlflow import TAG, MlflowMirror, _Run, flattened, metrics_of, named

@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
+from hpc_train.training.models.blocks import find_blocks
 from tests.models.factories import OwnBlocks, mlp
 
 

@@ -11,13 +11,13 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models import torchvision as torchvision_models
-from hpc_train.models.building import build_by_factory, build_model
-from hpc_train.models.torchvision import convert_weights
-from hpc_train.models.weights import LoadReport, keep_report, report_of
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models import torchvision as torchvision_models
+from hpc_train.training.models.building import build_by_factory, build_model
+from hpc_train.training.models.torchvision import convert_weights
+from hpc_train.training.models.weights import LoadReport, keep_report, report_of
 
 
 def info(num_classes: int = 10, channels: int = 3) -> DataInfo:

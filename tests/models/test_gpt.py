@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.checkpoint.state import NamedTensors
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.building import build_model
-from hpc_train.models.gpt import GPT, Attention, Block, rotary_table
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.checkpoint.state import NamedTensors
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.gpt import GPT, Attention, Block, rotary_table
 
 TEXT = DataInfo(11, 0, (), (), sequence_length=8)
 SMALL = {"num_layers": 2, "num_heads": 2, "dim": 12}

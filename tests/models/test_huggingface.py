@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.weights import report_of
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.weights import report_of
 from tests.parallelism.batches import INFO
 
 TOKENS = DataInfo(32, 0, (), (), sequence_length=8)

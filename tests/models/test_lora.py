@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from hpc_train.config.training_sections import LoraConfig, ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.fine_tuning import freeze, prepare_for_training
-from hpc_train.models.lora import LoraLinear, add_lora, merged
+from hpc_train.experiment.config.training_sections import LoraConfig, ModelConfig
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.fine_tuning import freeze, prepare_for_training
+from hpc_train.training.models.lora import LoraLinear, add_lora, merged
 from tests.models.test_freezing import frozen
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 from torch import nn
 
-from hpc_train.models.names import list_names
-from hpc_train.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.models.names import list_names
+from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
 
 
 def test_names_hold_models_and_data_sets_that_tasks_take() -> None:
@@ -27,7 +27,7 @@ def test_synchronised_batchnorm_counts_and_instance_norm_does_not() -> None:
 
 @pytest.mark.slow
 def test_the_module_prints_one_json_object() -> None:
-    command = [sys.executable, "-m", "hpc_train.models.names"]
+    command = [sys.executable, "-m", "hpc_train.training.models.names"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     keys = {"timm", "torchvision", "smp", "smp_encoders", "datasets", "timm_optimizers"}
     assert json.loads(done.stdout).keys() == keys

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.images import centre_square
 from hpc_train.errors import BadFileError
-from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.images import centre_square
+from hpc_train.training.models.preprocessing import with_preprocessing
 from tests.datasets.samples import experiment, random_images
 
 

@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.seeds import seed_build, seed_forward
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.preprocessing import with_preprocessing
-from hpc_train.models.weights import report_of
-from hpc_train.strategies.model_facts import facts
-from hpc_train.tasks.segmentation import Segmentation
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.seeds import seed_build, seed_forward
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.models.weights import report_of
+from hpc_train.training.strategies.model_facts import facts
+from hpc_train.training.tasks.segmentation import Segmentation
 from tests.datasets.samples import experiment
 from tests.parallelism.batches import INFO, NUM_CLASSES, micro_batch
 from tests.parallelism.cases import SGD, STEPS, Case, Choice, Shape

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.splitting import Stage, split_model
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.splitting import Stage, split_model
 
 
 class _Block(nn.Module):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.errors import BadFileError
-from hpc_train.models import torchvision as torchvision_plugin
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT
-from hpc_train.models.splitting import Stage, most_stages, split_model
-from hpc_train.validate.model_rules import GPTArgs
+from hpc_train.experiment.validate.model_rules import GPTArgs
+from hpc_train.training.models import torchvision as torchvision_plugin
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.gpt import GPT
+from hpc_train.training.models.splitting import Stage, most_stages, split_model
 
 Make = Callable[[], nn.Module]
 

@@ -9,13 +9,13 @@ import torch
 import torchvision
 from torchvision.ops import box_iou
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.data_facts.image_facts import is_detector
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.torchvision import model_names
-from hpc_train.models.torchvision_detection import as_given, create, detector_names, swap_head
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.data_facts.image_facts import is_detector
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.torchvision import model_names
+from hpc_train.training.models.torchvision_detection import as_given, create, detector_names, swap_head
 
 INFO = DataInfo(num_classes=3, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 SSDLITE = "torchvision/ssdlite320_mobilenet_v3_large"

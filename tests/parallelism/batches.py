@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.training.datasets.types import Batch, DataInfo
 from tests.parallelism.cases import MICRO_BATCH_SIZE
 
 NUM_CLASSES = 4

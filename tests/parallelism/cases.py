@@ -14,14 +14,14 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from hpc_train.config.keys import replaced, split_key
-from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.problems import KeyPath, Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.topology.strategy_traits import BUILT_IN
-from hpc_train.validate import compatibility, rules
-from hpc_train.validate.compatibility import FEATURES
+from hpc_train.experiment.config.keys import replaced, split_key
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.problems import KeyPath, Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.topology.strategy_traits import BUILT_IN
+from hpc_train.experiment.validate import compatibility, rules
+from hpc_train.experiment.validate.compatibility import FEATURES
 
 STRATEGIES = tuple(BUILT_IN)
 MODEL_PARALLEL = tuple(name for name, traits in BUILT_IN.items() if traits.is_model_parallel)

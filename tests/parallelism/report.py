@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.problems import Problem
-from hpc_train.validate.compatibility import FEATURES
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.validate.compatibility import FEATURES
 from tests.commits import commit
 from tests.parallelism.cases import STRATEGIES, all_cases, batchnorm_cases, refusals, refused_with_batchnorm
 

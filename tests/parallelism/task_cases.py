@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.problems import Problem
-from hpc_train.config.schema import Experiment
-from hpc_train.validate import rules
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate import rules
 from tests.parallelism.cases import STEPS, STRATEGIES, VIT
 
 MICRO_BATCH_SIZE = 2

@@ -16,10 +16,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.types import DataInfo
-from hpc_train.models.building import build_model
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.building import build_model
 from tests.datasets.coco import read as read_coco
 from tests.datasets.coco import write_coco
 from tests.datasets.sources import stand_in_datasets

@@ -15,24 +15,24 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.checkpoint.state import NamedTensors
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.distributed.seeds import seed_build, seed_forward
-from hpc_train.models.building import build_model
-from hpc_train.models.torchvision_detection import as_given
-from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.training.checkpoint.state import NamedTensors
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.torchvision_detection import as_given
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
+from hpc_train.training.tasks.base import make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 from tests.datasets.sources import stand_in_datasets
 from tests.parallelism import task_data

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.paths import RunPaths
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.checkpoint_runs import begin_attempt, differences
 from tests.parallelism.cases import ADAMW, RESNET, STRATEGIES, VIT, Case, Choice, Shape
 from tests.parallelism.groups import Groups

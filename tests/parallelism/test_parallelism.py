@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_train.experiment.validate.compatibility import FEATURES
 from hpc_train.training.optimization import Optimization
-from hpc_train.validate.compatibility import FEATURES
 from tests.parallelism import cases as cases_module
 from tests.parallelism import training
 from tests.parallelism.cases import (

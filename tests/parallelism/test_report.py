@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_train.config.problems import Problem
-from hpc_train.validate.compatibility import FEATURES
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.validate.compatibility import FEATURES
 from tests.parallelism import report
 from tests.parallelism.cases import SHARDED, STRATEGIES, refusals
 from tests.parallelism.report import Result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_train.data_facts.built_in import DATA_SETS, TASKS
+from hpc_train.experiment.data_facts.built_in import DATA_SETS, TASKS
 from tests.parallelism import task_report
 from tests.parallelism.task_cases import CASES, cells
 from tests.parallelism.task_report import Result

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.checkpoint.state import NamedTensors
-from hpc_train.config.schema import Experiment
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.strategies.base import Strategy
-from hpc_train.tasks.classification import Classification
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.training.checkpoint.state import NamedTensors
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
+from hpc_train.training.strategies.base import Strategy
+from hpc_train.training.tasks.classification import Classification
 from hpc_train.training.train_state import TrainState, build, context
 from tests.parallelism.batches import INFO, slots
 from tests.parallelism.cases import STEPS, Case

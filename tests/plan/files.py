@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.planning import Plan, make_plan
+from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
-from hpc_train.plan.planning import Plan, make_plan
-from hpc_train.topology.degrees import Ranks
-from hpc_train.validate.loading import Loaded, load
 
 EXPERIMENT = """\
 name: tiny

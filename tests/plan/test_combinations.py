@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.plan.planning import make_plan
-from hpc_train.plan.sweep import Variant, expand
+from hpc_train.experiment.plan.planning import make_plan
+from hpc_train.experiment.plan.sweep import Variant, expand
 from tests.plan.files import loaded, plan_here, plan_on_slurm
 
 _LR, _MOMENTUM = "optimization.optimizer.lr", "optimization.optimizer.momentum"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.prediction import communication
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.plan.prediction import communication
+from hpc_train.experiment.topology.degrees import Degrees
 
 GB = 10**9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.devices import Device, device_here
+from hpc_train.experiment.plan.devices import Device, device_here
 
 GIB = 2**30
 

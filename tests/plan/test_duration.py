@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.config.schema import CheckpointConfig
-from hpc_train.plan.duration import (
+from hpc_train.experiment.config.schema import CheckpointConfig
+from hpc_train.experiment.plan.duration import (
     MeasuredRun,
     Steps,
     StepWork,
@@ -15,7 +15,7 @@ from hpc_train.plan.duration import (
     given,
     predicted,
 )
-from hpc_train.topology.degrees import Ranks
+from hpc_train.experiment.topology.degrees import Ranks
 
 _ONCE = Steps(100, 1, CheckpointConfig(every_steps=1000))
 

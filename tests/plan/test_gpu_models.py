@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.plan.devices import GPU_MODELS, described, gpu_memory_gib, peak_tflops
+from hpc_train.experiment.plan.devices import GPU_MODELS, described, gpu_memory_gib, peak_tflops
 
 #: Memory in GiB of the names that Slurm, torch and sites use.
 MEMORY: dict[float | None, tuple[str, ...]] = {

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.plan import input_files
-from hpc_train.plan.input_files import DATA, WEIGHTS, fingerprints, other_inputs
-from hpc_train.validate.loading import load
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.plan import input_files
+from hpc_train.experiment.plan.input_files import DATA, WEIGHTS, fingerprints, other_inputs
+from hpc_train.experiment.validate.loading import load
 from tests.plan.files import EXPERIMENT
 
 LONG_AGO = 1_600_000_000

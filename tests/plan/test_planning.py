@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.plan.planning import make_plan
+from hpc_train.experiment.plan.planning import make_plan
 from tests.plan.files import loaded, plan_here, plan_on_slurm
 
 _SLURM = "slurm: {nodes: 2, gpus_per_node: 4, time_limit: 90min}\n"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import Experiment
-from hpc_train.plan import prediction
-from hpc_train.plan.devices import Device
-from hpc_train.plan.prediction import StepPrediction, predict
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan import prediction
+from hpc_train.experiment.plan.devices import Device
+from hpc_train.experiment.plan.prediction import StepPrediction, predict
 from tests.plan.files import loaded, plan_here
 
 _DEVICE = Device("GPU", is_gpu=True, memory_bytes=10**11)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_train.config.schema import RecoveryConfig
+from hpc_train.experiment.config.schema import RecoveryConfig
 from hpc_train.recovery.budgets import (
     COMES_BACK,
     CRASHES,

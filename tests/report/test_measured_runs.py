@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.report import measured_runs as measured_module
 from hpc_train.report.measured_runs import measured, measured_runs, same_work

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.base import JobUsage
 from hpc_train.report.metrics_reader import rows_in
 from hpc_train.report.run_files import RunFiles
@@ -13,7 +14,6 @@ from hpc_train.report.usage import Usage, counts_by_state, usage_of
 from hpc_train.run.attempts import AttemptRecord, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import read_status
-from hpc_train.topology.degrees import Ranks
 from tests.report.made_runs import made_sweep
 from tests.run.runs import small_run
 

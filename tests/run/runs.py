@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.create import create_run

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import StorageError
+from hpc_train.experiment.plan.identity import content_hash
 from hpc_train.paths import RunPaths
-from hpc_train.plan.identity import content_hash
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import EventLog, claim_attempt
 from hpc_train.run.create import (

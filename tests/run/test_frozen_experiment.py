@@ -8,11 +8,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.schema import CheckpointConfig, Experiment
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths
 from hpc_train.run.frozen_experiment import dump, load_changed, read, write
-from hpc_train.validate.loading import load
 from tests.config.files import GOOD
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(

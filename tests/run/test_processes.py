@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import app
-from hpc_train.distributed import signals
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.entry import Entry
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses
+from hpc_train.rank import signals
 from hpc_train.run.processes import exit_code
 
 _IGNORING = """if True:

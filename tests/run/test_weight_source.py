@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.create import create_run, inputs_differ, note_inputs
 from hpc_train.run.weight_source import described, find_source, pinned

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.sweep_sections import SearchConfig
+from hpc_train.experiment.config.sweep_sections import SearchConfig
 from hpc_train.search.base import Trial
 from hpc_train.search.optuna_tpe import MissingOptunaError
 from hpc_train.search.proposals import next_round

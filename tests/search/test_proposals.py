@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.sweep_sections import SearchConfig
 from hpc_train.search.base import Trial
 from hpc_train.search.proposals import next_round
 from tests.search import methods

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.slurm import script
 from hpc_train.launchers.slurm.submission import Batch
-from hpc_train.validate.loading import load
 from tests.launchers.slurm.scripts import MINIMAL, fake_batch
 from tests.slurm.cluster import Cluster
 from tests.waiting import HANG_LIMIT_S

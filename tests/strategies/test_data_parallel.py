@@ -14,16 +14,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.buffers import Buffers, buffers_kept
-from hpc_train.strategies.fully_sharded import refuse_unshardable
-from hpc_train.strategies.mesh import made_once, part_of
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.training_sections import ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.training.ema import Ema
+from hpc_train.training.strategies.buffers import Buffers, buffers_kept
+from hpc_train.training.strategies.fully_sharded import refuse_unshardable
+from hpc_train.training.strategies.mesh import made_once, part_of
 from tests.distributed.scripts import run_script
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
@@ -413,10 +413,10 @@ def test_a_rank_that_is_killed_ends_the_backward_of_the_others(tmp_path: Path) -
 import gc, os, signal, sys
 from pathlib import Path
 import torch
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.process_group import join
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.distributed.process_group import join
 from hpc_train.errors import PeerLostError
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.topology.degrees import Degrees
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
 from tests.strategies.test_data_parallel import loss_of, make_model, slots

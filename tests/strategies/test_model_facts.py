@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.building import build_model
-from hpc_train.models.splitting import split_model
-from hpc_train.strategies.model_facts import _facts_of_size, facts
-from hpc_train.strategies.tensor import refuse_unshared
-from hpc_train.validate.child_process import ChildError, one_child
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.validate.child_process import ChildError, one_child
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.splitting import split_model
+from hpc_train.training.strategies.model_facts import _facts_of_size, facts
+from hpc_train.training.strategies.tensor import refuse_unshared
 from tests.waiting import HANG_LIMIT_S
 
 VIT = "timm/vit_tiny_patch16_224"
@@ -96,7 +96,7 @@ def test_batchnorm_is_told_of_a_named_model_and_its_arguments(
 
 @pytest.mark.slow
 def test_a_child_returns_results_and_passes_errors_on() -> None:
-    function = "hpc_train.strategies.model_facts:answer"
+    function = "hpc_train.training.strategies.model_facts:answer"
     with one_child() as child:
         for name, args in (("timm/test_resnet", {}), ("timm/test_vit", {"depth": 2})):
             assert child.call(function, name, args, limit_s=HANG_LIMIT_S) == facts(name, args)

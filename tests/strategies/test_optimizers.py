@@ -12,14 +12,14 @@ import torch
 from timm import optim
 from torch import Tensor, nn
 
-from hpc_train.checkpoint.state import optimizer_tensors
-from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.training_sections import OptimizerConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate.compatibility import NEED_WHOLE_PARAMETERS
+from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.training.checkpoint.state import optimizer_tensors
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer
-from hpc_train.validate.compatibility import NEED_WHOLE_PARAMETERS
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_train.checkpoint.state import NamedTensors
-from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT
-from hpc_train.models.splitting import split_model
-from hpc_train.strategies.buffers import buffers_kept
-from hpc_train.strategies.stages import OutputSpecs, make_contiguous
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.training_sections import ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate.model_rules import GPTArgs
+from hpc_train.training.checkpoint.state import NamedTensors
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.ema import Ema
-from hpc_train.validate.model_rules import GPTArgs
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.gpt import GPT
+from hpc_train.training.models.splitting import split_model
+from hpc_train.training.strategies.buffers import buffers_kept
+from hpc_train.training.strategies.stages import OutputSpecs, make_contiguous
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
 from tests.rank_context import make_strategy

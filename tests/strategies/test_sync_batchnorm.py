@@ -11,11 +11,11 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 from torch import Tensor, nn
 
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

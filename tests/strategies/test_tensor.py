@@ -15,20 +15,20 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import OptimizerConfig, ScheduleConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT
-from hpc_train.strategies.pieces import dealt_out
-from hpc_train.strategies.tensor import _SharedDropout, refuse_unshared
-from hpc_train.strategies.tensor_layers import find_shareable
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate.model_rules import GPTArgs
 from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.ema import Ema
+from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.gpt import GPT
 from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer, make_schedule
-from hpc_train.validate.model_rules import GPTArgs
+from hpc_train.training.strategies.pieces import dealt_out
+from hpc_train.training.strategies.tensor import _SharedDropout, refuse_unshared
+from hpc_train.training.strategies.tensor_layers import find_shareable
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks
@@ -445,7 +445,7 @@ def test_layers_that_need_all_columns_or_are_tied_stay_whole(model: nn.Module) -
 
 
 def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.strategies.tensor.mesh_of", lambda context: None)
+    monkeypatch.setattr("hpc_train.training.strategies.tensor.mesh_of", lambda context: None)
     with pytest.raises(BadFileError, match=r"Linear has no layers .*; write strategy: fsdp, or give"):
         place(0, Training(lambda: nn.Linear(4, 4), SGD, TWO))
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import choose_precision
+from hpc_train.experiment.config.training_sections import OptimizerConfig
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.zero1 import _buckets, gather_slices, own_slice
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.zero1 import _buckets, gather_slices, own_slice
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

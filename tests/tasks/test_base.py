@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train import registry
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.base import Task, class_table, make_task
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.forward import TrainingForward
+from hpc_train.training.tasks.base import Task, class_table, make_task
 
 INFO = DataInfo(3, 1, (0.5,), (0.25,))
 CPU = torch.device("cpu")

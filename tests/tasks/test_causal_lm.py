@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.base import make_task
-from hpc_train.tasks.causal_lm import CausalLM
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.base import make_task
+from hpc_train.training.tasks.causal_lm import CausalLM
 from tests.experiments import tiny_experiment
 from tests.tasks.test_classification import batch
 

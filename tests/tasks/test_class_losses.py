@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.ops import sigmoid_focal_loss
 
-from hpc_train.config.training_sections import LossConfig
-from hpc_train.data_facts.facts import CLASSIFICATION_LOSSES
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.class_losses import ClassLoss, make_class_loss
+from hpc_train.experiment.config.training_sections import LossConfig
+from hpc_train.experiment.data_facts.facts import CLASSIFICATION_LOSSES
+from hpc_train.training.tasks.class_losses import ClassLoss, make_class_loss
 
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS = 3 * torch.randn(6, 4, generator=GENERATOR, dtype=torch.float64)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.classification import Classification
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.classification import Classification
 from tests.experiments import tiny_experiment
 
 

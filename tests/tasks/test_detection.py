@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.tasks.detection import Detection, average_precision
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.base import make_task, target_spec
+from hpc_train.training.tasks.detection import Detection, average_precision
 from tests.datasets.coco import read, write_coco
 from tests.experiments import tiny_experiment
 
@@ -169,7 +169,7 @@ def test_predictions_are_boxes_of_the_stored_image(tmp_path: Path) -> None:
 
 
 def test_without_pycocotools_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.tasks.detection.find_spec", lambda name: None)
+    monkeypatch.setattr("hpc_train.training.tasks.detection.find_spec", lambda name: None)
     with pytest.raises(BadFileError, match=r"pycocotools, which is not .* 'hpc-train\[detection\]'"):
         Detection(experiment(Path("x")), info())
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.causal_lm import CausalLM
-from hpc_train.tasks.classification import Classification
-from hpc_train.tasks.regression import Regression
-from hpc_train.tasks.segmentation import Segmentation
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.causal_lm import CausalLM
+from hpc_train.training.tasks.classification import Classification
+from hpc_train.training.tasks.regression import Regression
+from hpc_train.training.tasks.segmentation import Segmentation
 from tests.tasks.test_classification import experiment
 
 VALUES = (0.5,) * 3

@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.tasks import drawing
-from hpc_train.tasks.base import DrawsPictures, make_task
-from hpc_train.tasks.classification import Classification
-from hpc_train.tasks.detection import Detection
-from hpc_train.tasks.drawing import Box, color_of
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks import drawing
+from hpc_train.training.tasks.base import DrawsPictures, make_task
+from hpc_train.training.tasks.classification import Classification
+from hpc_train.training.tasks.detection import Detection
+from hpc_train.training.tasks.drawing import Box, color_of
 from tests.tasks import test_classification, test_segmentation
 from tests.tasks.test_classification import experiment
 

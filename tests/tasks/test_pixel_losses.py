@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.training_sections import LossConfig
 from hpc_train.errors import BadFileError
-from hpc_train.tasks import segmentation
-from hpc_train.tasks.segmentation import make_pixel_loss
+from hpc_train.experiment.config.training_sections import LossConfig
+from hpc_train.training.tasks import segmentation
+from hpc_train.training.tasks.segmentation import make_pixel_loss
 
 CLASSES = 4
 

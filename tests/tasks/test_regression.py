@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.datasets.targets import MisfitError, TargetCheck
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.regression import Regression
+from hpc_train.training.datasets.targets import MisfitError, TargetCheck
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.regression import Regression
 from tests.tasks.test_classification import experiment
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.tasks.segmentation import Segmentation
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.segmentation import Segmentation
 from tests.tasks.test_classification import experiment
 
 IGNORED = 11

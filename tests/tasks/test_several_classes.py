@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.datasets.targets import MisfitError, TargetCheck
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.tasks.classification import Classification
+from hpc_train.training.datasets.targets import MisfitError, TargetCheck
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.tasks.classification import Classification
 from tests.tasks.test_classification import experiment
 
 NUM_CLASSES = 5

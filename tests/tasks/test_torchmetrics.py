@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.tasks.base import make_task
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.tasks.base import make_task
 
 pytestmark = [
     pytest.mark.slow,  # the import takes seconds

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import CompileConfig, ParallelConfig
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import choose_precision
-from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig, ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.mixing import Mixing
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step
+from hpc_train.training.tasks.base import make_task, target_spec
 from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
 from tests.parallelism.training import whole

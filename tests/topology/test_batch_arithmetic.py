@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from tests.plan.files import loaded
 
 

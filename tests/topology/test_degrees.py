@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config.problems import Problem, dotted
-from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.config.problems import Problem, dotted
+from hpc_train.experiment.config.training_sections import ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
 from tests.parallelism.cases import MODEL_PARALLEL
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train import registry
-from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.errors import BadFileError
-from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.topology.strategy_traits import BUILT_IN, StrategyTraits, taking, traits_of
+from hpc_train.experiment.config.training_sections import ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.topology.strategy_traits import BUILT_IN, StrategyTraits, taking, traits_of
 from tests.config.files import GOOD, problems_of
 
 OWN = StrategyTraits(
@@ -28,7 +28,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     known = registry.parts("strategies") | {"own": f"{__name__}:OWN"}
     parts = registry.parts
     monkeypatch.setattr(registry, "parts", lambda kind: known if kind == "strategies" else parts(kind))
-    monkeypatch.setattr("hpc_train.validate.part_rules.parts", registry.parts)
+    monkeypatch.setattr("hpc_train.experiment.validate.part_rules.parts", registry.parts)
 
 
 def test_a_row_names_a_new_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.rank import Rank
 from hpc_train.training.resuming import Resumed, resumed
 from hpc_train.training.train_state import TrainState

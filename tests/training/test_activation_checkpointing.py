@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
-from hpc_train.models.blocks import find_blocks
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.models.blocks import find_blocks
 from tests.forwards import PlainForward
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hpc_train.errors import BadFileError, ExitCode, PeerLostError, StorageError
+from hpc_train.experiment.topology.pipeline_schedules import candidates
+from hpc_train.experiment.validate import model_facts
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.rules import check_start
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.found_micro_batch import Found, keep, kept, kept_size
 from hpc_train.run.run_status import RunStatus, write_status
-from hpc_train.topology.pipeline_schedules import candidates
 from hpc_train.training.batch_size_search import FAILED, OUT_OF_MEMORY, PEER, doubling, last_words
-from hpc_train.validate import model_facts
-from hpc_train.validate.loading import load
-from hpc_train.validate.rules import check_start
 from tests.cli.commands import hpc_train
 from tests.config.files import GOOD, problems_of
 from tests.refused_calls import IS_POSSIBLE, prefix

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.training_sections import CompileConfig
 from hpc_train.errors import ExitCode
-from hpc_train.models.blocks import find_blocks
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.run.processes import FOLDER_VARIABLE
 from hpc_train.run.trust import UntrustedError
 from hpc_train.training.compiling import begin_forward, compile_error, compile_model, first_step, watched
+from hpc_train.training.models.blocks import find_blocks
 from tests import warm
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
@@ -345,7 +345,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
-from hpc_train.config.training_sections import CompileConfig
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.compiling import compile_model
 

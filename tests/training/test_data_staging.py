@@ -15,17 +15,17 @@ from typing import Any, cast
 import pytest
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets import packing
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.packed import find_pack
-from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadFileError
-from hpc_train.health.progress import Progress
+from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import RankFacts
 from hpc_train.training import data_staging
 from hpc_train.training.data_staging import PackCopy, copy_of, staged, verified
+from hpc_train.training.datasets import packing
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.packed import find_pack
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.rank import Rank
 from tests.disks import SyncedFiles, small_disk
 from tests.waiting import HANG_LIMIT_S, came_true

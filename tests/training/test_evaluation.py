@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.datasets.sampler import EvaluationSampler
-from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.sampler import EvaluationSampler
+from hpc_train.training.datasets.types import Batch
 from hpc_train.training.evaluation import evaluate
 from tests.ranks import run_ranks
 

@@ -14,20 +14,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import EvaluationSampler
-from hpc_train.datasets.tokenization import decoder_of
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import StorageError
-from hpc_train.models.building import build_model
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.tasks import drawing
-from hpc_train.tasks.base import Task, make_task
-from hpc_train.tasks.classification import Classification
 from hpc_train.training import evaluation_outputs
+from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sampler import EvaluationSampler
+from hpc_train.training.datasets.tokenization import decoder_of
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.evaluation_outputs import (
     EvaluationFiles,
     Pictures,
@@ -39,6 +35,10 @@ from hpc_train.training.evaluation_outputs import (
     on_rank_0,
     rgb,
 )
+from hpc_train.training.models.building import build_model
+from hpc_train.training.tasks import drawing
+from hpc_train.training.tasks.base import Task, make_task
+from hpc_train.training.tasks.classification import Classification
 from tests.experiments import tiny_experiment
 from tests.ranks import run_ranks
 

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.precision import Precision, choose_precision
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate import model_facts
 from hpc_train.paths import RunPaths
-from hpc_train.strategies.base import RankContext
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.train_state import TrainState, build, use_float8
-from hpc_train.validate import model_facts
 from tests.checkpoint.checkpoint_runs import make_run, saving_group
 from tests.config.files import GOOD, problems_of
 from tests.forwards import PlainForward, optimizer_step

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hpc_train.checkpoint.export import export
-from hpc_train.config.training_sections import ModelConfig
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.weights import report_of
+from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.training.checkpoint.export import export
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.weights import report_of
 from hpc_train.training.train_state import load_initial_weights
 from tests.checkpoint.checkpoint_runs import OddModel, Trainee, make_run
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpc_train import registry
-from hpc_train.config.fields import Section
-from hpc_train.config.schema import LoggingConfig
+from hpc_train.experiment.config.fields import Section
+from hpc_train.experiment.config.schema import LoggingConfig
 from hpc_train.loggers.base import Logger
 from hpc_train.training import logger_threads
 from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger

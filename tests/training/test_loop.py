@@ -13,24 +13,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.checkpoint import writing
-from hpc_train.checkpoint.checkpointer import Checkpointer
-from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.consensus import Agreement, StepFlags
-from hpc_train.distributed.precision import Precision
-from hpc_train.distributed.process_group import Group
-from hpc_train.distributed.rendezvous import Timeouts
-from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import NonFiniteError, StorageError
-from hpc_train.health.progress import Progress
+from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig
+from hpc_train.experiment.config.training_sections import CompileConfig
+from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.paths import RunPaths
-from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
+from hpc_train.rank.signals import StopFlag
+from hpc_train.training.checkpoint import writing
+from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.compiling import Compilation
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.consensus import Agreement, StepFlags
+from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.process_group import Group
+from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
 from hpc_train.training.forward import TrainingForward
+from hpc_train.training.health.progress import Progress
 from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
 from hpc_train.training.meters import Meters
 from hpc_train.training.model_selection import ModelSelection

@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import memory_prediction as measurement
 from benchmarks.memory_prediction import Model, error, measure, predicted
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.plan.prediction import PARTS
-from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.prediction import PARTS
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees
 from hpc_train.training import memory_prediction, predicted_runs
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.live_memory import LiveMemory
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
 from hpc_train.training.predicted_runs import PlannedData, RunQuestion, largest_fitting, planned_data

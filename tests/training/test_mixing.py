@@ -11,12 +11,12 @@ import torch
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.class_losses import smoothed
-from hpc_train.tasks.classification import Classification
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.mixing import Mix, Mixing
+from hpc_train.training.tasks.class_losses import smoothed
+from hpc_train.training.tasks.classification import Classification
 from tests.tasks.test_classification import experiment
 
 TASK = Classification(experiment(), DataInfo(7, 3, (0.5,) * 3, (0.5,) * 3))

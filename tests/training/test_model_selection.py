@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import BestConfig, EarlyStoppingConfig, Experiment
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import BestConfig, EarlyStoppingConfig, Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.loop import Trainer
 from hpc_train.training.model_selection import (
     MedianRule,

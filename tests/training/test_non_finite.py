@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.config.training_sections import OptimizationConfig
 from hpc_train.errors import ExitCode, NonFiniteError
+from hpc_train.experiment.config.training_sections import OptimizationConfig
 from hpc_train.training.non_finite import Guard, check_evaluation, check_rollbacks
 from tests.experiments import tiny_experiment
 from tests.ranks import run_ranks

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import OptimizerConfig
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer, matched_groups
 from tests.forwards import optimizer_step
 from tests.ranks import run_ranks

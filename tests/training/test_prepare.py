@@ -15,16 +15,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from hpc_train.config.schema import DataConfig, EarlyStoppingConfig, Experiment
-from hpc_train.data_facts.built_in import DATA_SETS
-from hpc_train.data_facts.facts import DataFacts
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.config.schema import DataConfig, EarlyStoppingConfig, Experiment
+from hpc_train.experiment.data_facts.built_in import DATA_SETS
+from hpc_train.experiment.data_facts.facts import DataFacts
 from hpc_train.run import resource_limits
-from hpc_train.tasks.classification import Classification
 from hpc_train.training import prepare as preparing
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.prepare import main, prepare
+from hpc_train.training.tasks.classification import Classification
 from tests.experiments import tiny_experiment
 
 HERE = "tests.training.test_prepare"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from hpc_train.config.training_sections import ProfileConfig
+from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.paths import AttemptPaths
 from hpc_train.training import profiling
 from hpc_train.training.profiling import Shares, StepProfiler, shares_of, union_length

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import ExitCode
-from hpc_train.health.stacks import limit_core_files
 from hpc_train.paths import RunPaths
+from hpc_train.training.health.stacks import limit_core_files
 from tests import warm
 from tests.distributed.scripts import REPOSITORY
 from tests.run.runs import small_run
@@ -26,7 +26,8 @@ RANK = """
 import os, sys, threading
 from pathlib import Path
 import torch.distributed as dist
-from hpc_train.distributed import process_group, signals
+from hpc_train.rank import signals
+from hpc_train.training.distributed import process_group
 from hpc_train.paths import RunPaths
 from hpc_train.training import main, rank
 signals.block()

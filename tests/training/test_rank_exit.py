@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.signals import StopFlag
 from hpc_train.errors import BadFileError, BadNodeError, ExitCode, TransientStorageError
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import StopFlag
 from hpc_train.run import resource_limits
 from hpc_train.run.found_micro_batch import Found, keep
 from hpc_train.training import rank_exit

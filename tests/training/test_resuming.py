@@ -13,14 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hpc_train.checkpoint.checkpointer import Loaded
-from hpc_train.checkpoint.control_group import ControlGroup
-from hpc_train.datasets.sampler import Position
-from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.launchers.rank_processes import common_environment
+from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run.versions import versions
-from hpc_train.topology.degrees import Degrees
+from hpc_train.training.checkpoint.checkpointer import Loaded
+from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.resuming import (
     Hardware,
     OtherVersionsError,

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from timm.scheduler import CosineLRScheduler
 from torch.optim import lr_scheduler
 
-from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.errors import BadFileError
-from hpc_train.topology import learning_rate
+from hpc_train.experiment.config.training_sections import ScheduleConfig
+from hpc_train.experiment.topology import learning_rate
+from hpc_train.experiment.validate.part_rules import schedule_is_known
 from hpc_train.training.optimization import make_schedule
-from hpc_train.validate.part_rules import schedule_is_known
 from tests.run.runs import small_experiment
 
 TOTAL, PER_EPOCH = 60, 10

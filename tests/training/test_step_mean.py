@@ -12,23 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.tasks.base import Task
-from hpc_train.tasks.causal_lm import CausalLM
-from hpc_train.tasks.classification import Classification
-from hpc_train.tasks.regression import Regression
-from hpc_train.tasks.segmentation import Segmentation
-from hpc_train.topology.degrees import Degrees
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import StepResult, train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.ddp import DDPStrategy
+from hpc_train.training.tasks.base import Task
+from hpc_train.training.tasks.causal_lm import CausalLM
+from hpc_train.training.tasks.classification import Classification
+from hpc_train.training.tasks.regression import Regression
+from hpc_train.training.tasks.segmentation import Segmentation
 from hpc_train.training.train_state import TrainState
 from tests.experiments import tiny_experiment
 from tests.parallelism.batches import micro_batch

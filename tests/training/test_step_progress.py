@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.datasets.types import Batch
-from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.shared_flags import SharedFlags
 from hpc_train.errors import ExitCode, PeerLostError
-from hpc_train.health.progress import Progress
-from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.shared_flags import SharedFlags
+from hpc_train.training.health.progress import Progress
+from hpc_train.training.health.watchdog import Watchdog
 from hpc_train.training.loop import Trainer
 from hpc_train.training.step_progress import Event, RunAhead
 from tests.checkpoint.checkpoint_runs import make_run

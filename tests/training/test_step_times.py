@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hpc_train.config.training_sections import CompileConfig
+from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.run_status import read_status

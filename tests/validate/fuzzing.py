@@ -26,13 +26,13 @@ from hypothesis.strategies import SearchStrategy
 from hpc_train.cli import command_line
 from hpc_train.cli.command_options import ValidateOptions
 from hpc_train.cli.validate import validate
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.identity import content_hash
+from hpc_train.experiment.validate import model_facts
+from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths
-from hpc_train.plan.identity import content_hash
 from hpc_train.run import frozen_experiment
-from hpc_train.validate import model_facts
-from hpc_train.validate.loading import load
 from tests.validate import hostile
 
 MEMORY_BYTES = 2**30

@@ -8,7 +8,7 @@ import re
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from hpc_train.config.keys import all_keys
+from hpc_train.experiment.config.keys import all_keys
 
 #: Says something of every section. ``canary`` is a module that must not be imported.
 FULL: dict[str, object] = {

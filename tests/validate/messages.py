@@ -27,13 +27,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.problems import ProblemLine
 from hpc_train.errors import BadFileError
-from hpc_train.validate import logging_rules, model_facts
-from hpc_train.validate.loading import Loaded, load
-from hpc_train.validate.own_parts import missing_parts
-from hpc_train.validate.rules import check_start
-from hpc_train.validate.task_rules import remarks
+from hpc_train.experiment.config.problems import ProblemLine
+from hpc_train.experiment.validate import logging_rules, model_facts
+from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.validate.own_parts import missing_parts
+from hpc_train.experiment.validate.rules import check_start
+from hpc_train.experiment.validate.task_rules import remarks
 from tests.config.files import GOOD
 
 GOLDEN = Path(__file__).with_name("messages.golden")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.fields import PositiveInt, Section
-from hpc_train.config.problems import Problem
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import misplaced
-from hpc_train.data_facts.facts import DataFacts
-from hpc_train.strategies import model_facts as facts_of_models
-from hpc_train.validate import model_facts
+from hpc_train.experiment.config.fields import PositiveInt, Section
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import misplaced
+from hpc_train.experiment.data_facts.facts import DataFacts
+from hpc_train.experiment.validate import model_facts
+from hpc_train.training.strategies import model_facts as facts_of_models
 from tests.config.files import GOOD, code_and_key, problems_of
 
 LACKING = Problem(("data", "root"), "has no stripes", "paint some")
@@ -27,7 +27,7 @@ class StripesArgs(Section):
 
 def test_the_facts_of_a_plug_in_say_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = DataFacts("images", "class", args=StripesArgs, layout=lambda root: LACKING)
-    monkeypatch.setattr("hpc_train.data_facts.by_name.load_traits", lambda kind, name: facts)
+    monkeypatch.setattr("hpc_train.experiment.data_facts.by_name.load_traits", lambda kind, name: facts)
     monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: {"stripes": "acme.stripes:build"})
     (said,) = problems_of(tmp_path, GOOD, "data={name: stripes, args: {widht: 2}}")
     assert code_and_key(said) == ("data.arguments", "data.args.widht") and "'width'?" in said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_train.validate.budget_rules import over_budget, over_share
+from hpc_train.experiment.validate.budget_rules import over_budget, over_share
 from tests.run.runs import small_experiment
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.training_sections import DataConfig, NormalizeConfig
-from hpc_train.data_facts.image_facts import model_problem
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig, NormalizeConfig
+from hpc_train.experiment.data_facts.image_facts import model_problem
+from hpc_train.experiment.validate import model_facts
 from hpc_train.registry import parts
-from hpc_train.validate import model_facts
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.types import DataInfo
 from tests.config.files import GOOD, code_and_key, problems_of
 
 VIT = "model={name: timm/vit}"
@@ -50,7 +50,9 @@ def test_nothing_is_asked_without_need(
     overrides: tuple[str, ...], tmp_path: Path, questions: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"tasks": {"resizes": "x:y"}}
-    monkeypatch.setattr("hpc_train.validate.part_rules.parts", lambda kind: parts(kind) | own.get(kind, {}))
+    monkeypatch.setattr(
+        "hpc_train.experiment.validate.part_rules.parts", lambda kind: parts(kind) | own.get(kind, {})
+    )
     assert problems_of(tmp_path, GOOD, *overrides) == []
     assert questions == []
 

@@ -22,37 +22,37 @@ import torchvision
 import yaml
 from torch import nn
 
-from hpc_train.config.keys import replaced, split_key
-from hpc_train.config.schema import Experiment
-from hpc_train.datasets import batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.joint import JointTransform
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.sampler import MicroBatchSampler, Position
-from hpc_train.datasets.types import DataInfo
-from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
-from hpc_train.models import segmentation_models
-from hpc_train.models.building import build_model
-from hpc_train.models.torchvision import model_names
-from hpc_train.plan.planning import make_plan
+from hpc_train.experiment.config.keys import replaced, split_key
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.planning import make_plan
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.validate import model_facts
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.rules import check_start
 from hpc_train.registry import load as load_part
-from hpc_train.strategies import model_facts as facts_of_models
-from hpc_train.strategies import sync_batchnorm
-from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.fully_sharded import refuse_unshardable
-from hpc_train.strategies.pipeline import PipelineStrategy
-from hpc_train.strategies.tensor import refuse_unshared
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.topology.degrees import Degrees
 from hpc_train.training import batch_size_search, optimization, prepare, rank
+from hpc_train.training.datasets import batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.joint import JointTransform
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.models import segmentation_models
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.torchvision import model_names
 from hpc_train.training.optimization import make_schedule
-from hpc_train.validate import model_facts
-from hpc_train.validate.loading import load
-from hpc_train.validate.rules import check_start
+from hpc_train.training.strategies import model_facts as facts_of_models
+from hpc_train.training.strategies import sync_batchnorm
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.fully_sharded import refuse_unshardable
+from hpc_train.training.strategies.pipeline import PipelineStrategy
+from hpc_train.training.strategies.tensor import refuse_unshared
 from tests.config.files import GOOD
 
-PACKAGE = Path(model_facts.__file__).parents[1]
+PACKAGE = Path(model_facts.__file__).parents[2]
 CPU = torch.device("cpu")
 IMAGES = DataInfo(num_classes=10, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 BATCHNORM = "acme.models:normalized"
@@ -164,86 +164,90 @@ def start_on(ranks: int) -> Callable[[Experiment], object]:
 
 #: ``module.function: rule``, where a rank raises what the rule returns. A function may have several rules.
 SHARED = {
-    "datasets.arguments.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
-    "datasets.batches._square: only_for_masks": Shared(
+    "training.datasets.arguments.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
+    "training.datasets.batches._square: only_for_masks": Shared(
         {"data.image_size": [32, 64]}, lambda experiment: batches._square(experiment.data, None)
     ),
-    "datasets.building.build_source: missing_root": Shared({"data": {"name": "imagefolder"}}, read),
-    "datasets.joint.__init__: not_for_masks": Shared(
+    "training.datasets.building.build_source: missing_root": Shared({"data": {"name": "imagefolder"}}, read),
+    "training.datasets.joint.__init__: not_for_masks": Shared(
         {"task": "segmentation", "data": MASKS | {"augment": {"crop_padding": 4}}},
         lambda experiment: JointTransform(experiment.data, 0, None, is_training=True),
     ),
-    "datasets.normalize._check_length: normalize_problem": Shared(
+    "training.datasets.normalize._check_length: normalize_problem": Shared(
         {"data.normalize": {"mean": [0.5], "std": [0.5]}, "data.args": {"channels": 3}},
         lambda experiment: Normalize(IMAGES, experiment.data),
     ),
-    "datasets.sampler._check_sizes: too_few_micro_batches": Shared({}, sample(10**6, ranks=5), ranks=5),
-    "datasets.sampler._check_sizes: too_few_samples": Shared(
+    "training.datasets.sampler._check_sizes: too_few_micro_batches": Shared(
+        {}, sample(10**6, ranks=5), ranks=5
+    ),
+    "training.datasets.sampler._check_sizes: too_few_samples": Shared(
         {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, sample(40)
     ),
-    "datasets.sampler._check_sizes: undivided_batch": Shared(
+    "training.datasets.sampler._check_sizes: undivided_batch": Shared(
         {"optimization.micro_batch_size": 24}, sample(10**6)
     ),
-    "datasets.sampler._check_sizes: undivided_repeats": Shared(
+    "training.datasets.sampler._check_sizes: undivided_repeats": Shared(
         {"data": {"name": "digits", "augment": {"repeats": 3}}}, sample(10**6)
     ),
-    "datasets.sources.torchvision._class: unlisted": Shared(
+    "training.datasets.sources.torchvision._class: unlisted": Shared(
         {"data": {"name": "torchvision/CIFAR11", "root": "/data"}}, read
     ),
-    "distributed.precision._refuse_without_float8: no_float8": Shared(
+    "training.distributed.precision._refuse_without_float8: no_float8": Shared(
         {"precision": "fp8", "device": "cpu"}, lambda experiment: choose_precision("fp8", CPU)
     ),
-    "models.gpt.build: gpt_args_problems": Shared(
+    "training.models.gpt.build: gpt_args_problems": Shared(
         {"model": {"name": "gpt", "args": {"num_heads": 3}}, "data": TEXT, "task": "causal_lm"},
         lambda experiment: build_model(experiment.model, replace(IMAGES, sequence_length=8)),
     ),
-    "models.gpt.build: needs_tokens": Shared(
+    "training.models.gpt.build: needs_tokens": Shared(
         {"model.name": "gpt"}, build, unnamed=("this data set", "digits")
     ),
-    "models.gpt.build: rest_not_taken": Shared(
+    "training.models.gpt.build: rest_not_taken": Shared(
         {"model.name": "gpt/small", "data": TEXT, "task": "causal_lm"}, build
     ),
-    "models.segmentation_models._class_and_encoder: encoder_problem": Shared(
+    "training.models.segmentation_models._class_and_encoder: encoder_problem": Shared(
         SEGMENTER | {"model": {"name": "smp/unet", "args": {"encoder_name": "resnet19"}}}, build
     ),
-    "models.segmentation_models._class_and_encoder: owned_arguments": Shared(
+    "training.models.segmentation_models._class_and_encoder: owned_arguments": Shared(
         SEGMENTER | {"model": {"name": "smp/unet", "args": {"encoder_weights": "imagenet"}}}, build
     ),
-    "models.segmentation_models._class_and_encoder: unlisted": Shared(
+    "training.models.segmentation_models._class_and_encoder: unlisted": Shared(
         SEGMENTER | {"model.name": "smp/unit"}, build
     ),
-    "models.timm.build: not_an_argument": Shared(
+    "training.models.timm.build: not_an_argument": Shared(
         {"model": {"name": VIT, "args": {"pretrained": True}}}, build
     ),
-    "models.timm._refuse_unknown: unlisted": Shared({"model.name": "timm/resnet19"}, build),
-    "models.torchvision._arguments: not_an_argument": Shared(
+    "training.models.timm._refuse_unknown: unlisted": Shared({"model.name": "timm/resnet19"}, build),
+    "training.models.torchvision._arguments: not_an_argument": Shared(
         {"model": {"name": "torchvision/resnet18", "args": {"weights": "DEFAULT"}}}, build
     ),
-    "models.torchvision._refuse_unknown: unlisted": Shared({"model.name": "torchvision/resnet19"}, build),
-    "models.torchvision.build: model_problem": Shared(
+    "training.models.torchvision._refuse_unknown: unlisted": Shared(
+        {"model.name": "torchvision/resnet19"}, build
+    ),
+    "training.models.torchvision.build: model_problem": Shared(
         {
             "model.name": "torchvision/resnet18",
             "data": {"name": "synthetic", "args": {"channels": 2, "num_samples": 640}},
         },
         lambda experiment: build_model(experiment.model, replace(IMAGES, channels=2)),
     ),
-    "strategies.base.check_args: problems_of_arguments": Shared(
+    "training.strategies.base.check_args: problems_of_arguments": Shared(
         {"parallel": {"strategy": "ddp", "args": {"bucket_cap_mb": 9}}},
         lambda experiment: context(experiment).check_args("ddp"),
     ),
-    "strategies.fully_sharded.refuse_unshardable: sharded_batchnorm": Shared(
+    "training.strategies.fully_sharded.refuse_unshardable: sharded_batchnorm": Shared(
         {"model.name": "timm/resnet18", "precision": "bf16", "parallel": {"strategy": "fsdp"}},
         shard_batchnorm,
         unnamed=("this model", "timm/resnet18"),
     ),
-    "strategies.pipeline.__init__: problem_of_stages": Shared(
+    "training.strategies.pipeline.__init__: problem_of_stages": Shared(
         {"parallel": {"strategy": "pipeline", "stages_per_rank": 2}},
         lambda experiment: PipelineStrategy(context(experiment)),
     ),
-    "strategies.pipeline._refuse_compiled: compiled_whole": Shared(
+    "training.strategies.pipeline._refuse_compiled: compiled_whole": Shared(
         {"parallel": {"strategy": "pipeline"}, "compile": {"scope": "model"}}, refuse_compiled
     ),
-    "strategies.pipeline._run_for: problem": Shared(
+    "training.strategies.pipeline._run_for: problem": Shared(
         {
             "parallel": {"strategy": "pipeline", "schedule": "interleaved"},
             "optimization.global_batch_size": 80,
@@ -251,24 +255,26 @@ SHARED = {
         schedule_slots(5),
         ranks=2,
     ),
-    "strategies.sync_batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
+    "training.strategies.sync_batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
         {"parallel": {"sync_batchnorm": True}},
         lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,
     ),
-    "strategies.tensor._check: dropped_attention": Shared(
+    "training.strategies.tensor._check: dropped_attention": Shared(
         {
             "model": {"name": VIT, "args": {"attn_drop_rate": 0.1}},
             "parallel": {"strategy": "tensor", "tensor": 3},
         },
         lambda experiment: refuse_unshared(build(experiment), 3, ""),
     ),
-    "strategies.tensor._check: uneven_share": Shared(
+    "training.strategies.tensor._check: uneven_share": Shared(
         {"model.name": VIT, "parallel": {"strategy": "tensor", "tensor": 2}},
         lambda experiment: refuse_unshared(build(experiment), 2, ""),
     ),
-    "topology.batch_arithmetic.of: too_few_micro_batches": Shared({}, compute(10**6, ranks=5), ranks=5),
-    "topology.batch_arithmetic.of: too_few_samples": Shared(
+    "experiment.topology.batch_arithmetic.of: too_few_micro_batches": Shared(
+        {}, compute(10**6, ranks=5), ranks=5
+    ),
+    "experiment.topology.batch_arithmetic.of: too_few_samples": Shared(
         {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, compute(40)
     ),
     "training.batch_size_search._check_ranks: too_few_micro_batches": Shared(
@@ -414,6 +420,8 @@ def test_each_rule_that_ranks_apply_too_has_a_row() -> None:
     found = {f"{where}: {rule}" for where, some in raised.items() for rule in some - exempt}
     assert found == {row for row in SHARED if not row.startswith("registry.")}
     checked = [
-        called_in(function) for path in (PACKAGE / "validate").glob("*.py") for function in functions(path)
+        called_in(function)
+        for path in (PACKAGE / "experiment" / "validate").glob("*.py")
+        for function in functions(path)
     ]
     assert not OF_RANKS_ALONE & set().union(*checked)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hpc_train
-from hpc_train.config.marked_yaml import MAX_BYTES
-from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.errors import BadFileError, ExitCode
-from hpc_train.validate.loading import Loaded, load
+from hpc_train.experiment.config.marked_yaml import MAX_BYTES
+from hpc_train.experiment.config.training_sections import AugmentConfig
+from hpc_train.experiment.validate.loading import Loaded, load
 from tests.calls import count_calls
 from tests.config.files import GOOD, code_and_key, problems_of
 from tests.waiting import HANG_LIMIT_S
@@ -46,7 +46,7 @@ def test_an_unreadable_file_is_one_problem_that_names_it(tmp_path: Path, name: s
 
 def test_loading_imports_nothing_heavy(good: Path) -> None:
     code = (
-        "import sys, pathlib; from hpc_train.validate.loading import load;"
+        "import sys, pathlib; from hpc_train.experiment.validate.loading import load;"
         f"load(pathlib.Path({str(good)!r}));"
         "heavy = {'torch', 'numpy', 'timm', 'torchvision', 'wandb'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy else 0)"

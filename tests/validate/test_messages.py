@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hpc_train.validate.base import RULES
+from hpc_train.experiment.validate.base import RULES
 from tests.validate.messages import cases, lines_of
 
 CASES = {case: lines for case, lines in cases().items() if case.startswith(">")}

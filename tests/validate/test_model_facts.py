@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.experiment.validate import model_facts
+from hpc_train.experiment.validate.child_process import one_child
+from hpc_train.experiment.validate.layer_rules import layer_facts
+from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training import optimization
-from hpc_train.validate import model_facts
-from hpc_train.validate.child_process import one_child
-from hpc_train.validate.layer_rules import layer_facts
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.config.files import GOOD, problems_of
 from tests.end_to_end.runs import wait_for
 
@@ -45,7 +45,7 @@ def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch
     assert model_facts.known_names("timm") == ["resnet50"]
     model_facts.forget_answers()
     assert model_facts.known_names("datasets") == ["MNIST"]
-    assert calls.read_text() == "-m hpc_train.validate.child_process\n"
+    assert calls.read_text() == "-m hpc_train.experiment.validate.child_process\n"
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
 
 
@@ -125,7 +125,7 @@ def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert model_facts.has_batchnorm("timm/resnet50", {"depth": 2}) is True
     assert layer_facts("timm/resnet50", {"depth": 2}) is None
     started, question = calls.read_text().splitlines()
-    assert started == "-m hpc_train.validate.child_process"
+    assert started == "-m hpc_train.experiment.validate.child_process"
     assert json.loads(question)["arguments"] == ["timm/resnet50", {"depth": 2}]
 
 

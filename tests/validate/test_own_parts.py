@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.validate.loading import load
-from hpc_train.validate.own_parts import missing_parts
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.own_parts import missing_parts
 from tests.validate.messages import FILES, MODULES
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.data_facts.built_in import TASKS
-from hpc_train.validate.loading import load
-from hpc_train.validate.task_rules import remarks
+from hpc_train.experiment.data_facts.built_in import TASKS
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.task_rules import remarks
 from tests.config.files import GOOD
 
 

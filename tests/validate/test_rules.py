@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.experiment.validate import model_facts, part_rules
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.rules import check_start
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, OWNED, SBATCH_KEYS
 from hpc_train.registry import parts
-from hpc_train.validate import model_facts, part_rules
-from hpc_train.validate.loading import load
-from hpc_train.validate.rules import check_start
-from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, SBATCH_KEYS
 from tests.config.files import GOOD, code_and_key, problems_of
 
 

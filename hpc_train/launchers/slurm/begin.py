@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands
@@ -32,6 +31,7 @@ from hpc_train.launchers.slurm.batch_job import (
 )
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import parse_tasks_per_node
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import (

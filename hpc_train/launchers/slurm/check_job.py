@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.fields import SLURM_WORD_PATTERN
-from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.by_name import prefetched_bytes
 from hpc_train.errors import NoSchedulerError, UsageError
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import prefetched_bytes
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
@@ -46,7 +46,7 @@ _PAUSE_MAX_S = 5.0
 _MAX_NODES = 64
 #: Assumed: a pair of nodes is slow below this fraction of the median, if there are several pairs.
 _SLOW_PAIR = 0.5
-_PAIR_SCRIPT = Path(PACKAGE_PARENT, "hpc_train", "health", "pair_bandwidth.py")
+_PAIR_SCRIPT = Path(PACKAGE_PARENT, "hpc_train", "training", "health", "pair_bandwidth.py")
 _KEYS = ("partition", "account", "qos", "constraint", "reservation")
 #: Not for a job of one node and a few seconds, or set here.
 _OMITTED = {"hold", "nodes", "ntasks", "ntasks-per-node", "time", "dependency", "begin", "exclusive"}

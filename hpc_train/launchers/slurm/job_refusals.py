@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.schema import Experiment
-from hpc_train.config.synonyms import SBATCH_KEYS
 from hpc_train.errors import NoSchedulerError, UserError, listed
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.synonyms import SBATCH_KEYS
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
 from hpc_train.launchers.base import KeyProblem
 from hpc_train.launchers.slurm import commands, queue
 from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.launchers.slurm.options import cpus_per_node
 from hpc_train.launchers.slurm.profiles import slurm_of
 from hpc_train.launchers.slurm.submission import has_running_jobs
-from hpc_train.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
 
 
 class Advice(NamedTuple):

@@ -24,8 +24,8 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.config.schema import Experiment
-    from hpc_train.plan.devices import Device
+    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.plan.devices import Device
 
 _NO_SECTION = KeyProblem(
     "slurm",

@@ -12,17 +12,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
-from hpc_train.config.problems import is_clean, shown
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
-from hpc_train.launchers.slurm.profiles import Profile
-from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
-from hpc_train.plan.devices import Device, gpu_memory_gib
-from hpc_train.run.attempts import read_record
-from hpc_train.topology.degrees import Ranks
-from hpc_train.validate.slurm_rules import (
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
+from hpc_train.experiment.config.problems import is_clean, shown
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
+from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.validate.slurm_rules import (
     MEMORY_SHARES,
     OWNED,
     max_nodes,
@@ -30,6 +27,9 @@ from hpc_train.validate.slurm_rules import (
     ranks_on_each_node,
     sbatch_option,
 )
+from hpc_train.launchers.slurm.profiles import Profile
+from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
+from hpc_train.run.attempts import read_record
 
 #: Seconds before the time limit, until the duration of a save is known.
 FIRST_LEAD_S = 120

@@ -16,17 +16,22 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import ValidationError
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.explanations import value_at, wanted
-from hpc_train.config.fields import ScriptPath, Section, pattern
-from hpc_train.config.keys import as_mapping, child
-from hpc_train.config.marked_yaml import EMPTY, MAX_BYTES, read_document
-from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
-from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.explanations import value_at, wanted
+from hpc_train.experiment.config.fields import ScriptPath, Section, pattern
+from hpc_train.experiment.config.keys import as_mapping, child
+from hpc_train.experiment.config.marked_yaml import EMPTY, MAX_BYTES, read_document
+from hpc_train.experiment.config.problems import KeyPath, Problem, Source, is_clean, shown
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.slurm_rules import (
+    MEMORY_SHARES,
+    bad_option_values,
+    sbatch_option,
+    taken_options,
+)
 from hpc_train.registry import nearest, suggestion
-from hpc_train.validate.slurm_rules import MEMORY_SHARES, bad_option_values, sbatch_option, taken_options
 
 #: Keys of ``slurm:`` that a profile may fill in: they affect neither the number of ranks nor the training.
 DEFAULTS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import NoSchedulerError
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.slurm import commands, options
 from hpc_train.paths import ExperimentPaths
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.problems import is_clean, shown
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import UsageError
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.problems import is_clean, shown
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.package_path import LATE_VARIABLE, path_variables
 from hpc_train.paths import ExperimentPaths
-from hpc_train.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
 
 #: The user's defaults of sbatch → submitit's name of the file's setting that replaces it. In sbatch its
 #: variables override the script's lines, so all others are hidden from it.

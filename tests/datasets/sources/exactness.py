@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.types import Batch
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.types import Batch
 from tests.datasets.samples import CPU, experiment
 
 _STEPS = 5

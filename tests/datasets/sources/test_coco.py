@@ -11,17 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import training_samples
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.images import PixelRules
-from hpc_train.datasets.reading import Failure, SlotReader
-from hpc_train.datasets.sampler import Slot
-from hpc_train.datasets.targets import TargetCheck
 from hpc_train.errors import BadFileError
-from hpc_train.plan import input_files
-from hpc_train.plan.input_files import other_inputs
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.experiment.plan import input_files
+from hpc_train.experiment.plan.input_files import other_inputs
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.images import PixelRules
+from hpc_train.training.datasets.reading import Failure, SlotReader
+from hpc_train.training.datasets.sampler import Slot
+from hpc_train.training.datasets.targets import TargetCheck
 from tests.datasets.coco import SIDE, read, write, write_coco
 from tests.datasets.samples import experiment
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.sources.digits import build
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.sources.digits import build
 
 
 def digits(**args: object):

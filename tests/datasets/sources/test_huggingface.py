@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
-from hpc_train.plan.input_files import fingerprints, other_inputs
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.building import build_source
 from tests.datasets.samples import experiment
 from tests.datasets.sources import stand_in_datasets
 from tests.datasets.sources.exactness import assert_exact

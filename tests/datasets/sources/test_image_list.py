@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import training_samples
-from hpc_train.data_facts.listed_data import (
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.experiment.data_facts.listed_data import (
     INDEX_LENGTH,
     INDEX_MAGIC,
     header_digest,
     image_list_files,
     index_path,
 )
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.index_files import Index, Layout, ensure_index, open_index, packed_texts
-from hpc_train.datasets.sources import image_list
-from hpc_train.errors import BadFileError
-from hpc_train.plan.input_files import fingerprints, other_inputs
+from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.index_files import Index, Layout, ensure_index, open_index, packed_texts
+from hpc_train.training.datasets.sources import image_list
 from tests.datasets.samples import experiment
 from tests.datasets.sources.exactness import assert_exact
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets import packing
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets import packing
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.sources.image_files import ImageFiles
 from tests.datasets.samples import CPU, experiment
 from tests.datasets.sources.masks import write_folder
 from tests.waiting import HANG_LIMIT_S

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.sources.infer import infer_info
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 

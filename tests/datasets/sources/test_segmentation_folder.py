@@ -8,15 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import data_facts
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.images import PixelRules
-from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.segmentation import Segmentation
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.batches import evaluation_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.images import PixelRules
+from hpc_train.training.datasets.sources.segmentation_folder import read_mask
+from hpc_train.training.tasks.segmentation import Segmentation
 from tests.datasets.samples import CPU, experiment
 from tests.datasets.sources.masks import png, save, write_folder
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import ArraySplit
-from hpc_train.datasets.sources.synthetic import build
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import ArraySplit
+from hpc_train.training.datasets.sources.synthetic import build
 
 
 def synthetic(**args: object):

@@ -9,17 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import ArraySplit, DataSource
-from hpc_train.datasets.batches import evaluation_batches, training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.reading import Failure, Read, SlotReader
-from hpc_train.datasets.sampler import Position, Slot
-from hpc_train.datasets.sources.text import TextSplit
-from hpc_train.datasets.targets import TargetCheck
-from hpc_train.datasets.types import DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import ArraySplit, DataSource
+from hpc_train.training.datasets.batches import evaluation_batches, training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.reading import Failure, Read, SlotReader
+from hpc_train.training.datasets.sampler import Position, Slot
+from hpc_train.training.datasets.sources.text import TextSplit
+from hpc_train.training.datasets.targets import TargetCheck
+from hpc_train.training.datasets.types import DataInfo, TargetSpec
 from tests.datasets.samples import CPU, OneByOne, assert_equal, experiment, random_split
 
 
@@ -199,7 +199,7 @@ def test_evaluation_fills_up_with_sequences_that_do_not_count(tmp_path: Path) ->
 def test_sequences_that_can_not_be_read_as_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     info = DataInfo(9, 0, (), (), sequence_length=4)
     made = DataSource(OneByOne(random_split(3)), None, info)
-    monkeypatch.setattr("hpc_train.datasets.building._build", lambda config, download: made)
+    monkeypatch.setattr("hpc_train.training.datasets.building._build", lambda config, download: made)
     with pytest.raises(BadFileError, match=r"^data.name: OneByOne has sequences but no method batch"):
         build_source(DataConfig(name="acme:data"))
 

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import token_shards
-from hpc_train.data_facts.by_name import training_samples
-from hpc_train.data_facts.token_shards import (
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import token_shards
+from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.experiment.data_facts.token_shards import (
     HEADER_BYTES,
     TokensArgs,
     find_shards,
@@ -29,16 +30,15 @@ from hpc_train.data_facts.token_shards import (
     size_of_shard,
     tokens_fingerprint,
 )
-from hpc_train.datasets import token_check, token_writing
-from hpc_train.datasets.base import ArraySplit, DataSource
-from hpc_train.datasets.batches import training_batches
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.sampler import Position
-from hpc_train.datasets.sources import tokens as tokens_source
-from hpc_train.datasets.tokenization import decoder_of
-from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
-from hpc_train.plan.input_files import DATA, fingerprints
+from hpc_train.experiment.plan.input_files import DATA, fingerprints
+from hpc_train.training.datasets import token_check, token_writing
+from hpc_train.training.datasets.base import ArraySplit, DataSource
+from hpc_train.training.datasets.batches import training_batches
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.sources import tokens as tokens_source
+from hpc_train.training.datasets.tokenization import decoder_of
+from hpc_train.training.datasets.types import DataInfo
 from tests.datasets.samples import CPU, assert_equal, experiment
 
 DOCUMENTS = ["to be or not to be", "", "that is", "the question: whether 'tis nobler"]

@@ -15,11 +15,11 @@ import torchvision.datasets
 from PIL import Image, UnidentifiedImageError
 from torchvision.datasets.folder import pil_loader
 
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.building import build_source
-from hpc_train.datasets.images import open_lazily
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.images import open_lazily
 from tests.datasets.sources.masks import save
 
 
@@ -209,7 +209,7 @@ def test_missing_masks_name_the_folder(name: str, tmp_path: Path) -> None:
 
 def test_no_file_makes_pillow_start_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torchvision opens images itself, and Pillow tells EPS by content, not by name."""
-    importlib.import_module("hpc_train.datasets.sources.torchvision")  # as for any of its data sets
+    importlib.import_module("hpc_train.training.datasets.sources.torchvision")  # as for any of its data sets
     started: list[object] = []
     for name in ("check_call", "run", "Popen"):
         monkeypatch.setattr(subprocess, name, lambda *args, **_: started.append(args))
@@ -223,7 +223,7 @@ def test_no_file_makes_pillow_start_a_program(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_torchvision_opens_the_stated_formats_only(tmp_path: Path) -> None:
-    importlib.import_module("hpc_train.datasets.sources.torchvision")
+    importlib.import_module("hpc_train.training.datasets.sources.torchvision")
     image = Image.new("RGB", (16, 16), (10, 20, 30))
     for folder, form in (("bad", "ICO"), ("good", "TIFF")):
         (tmp_path / folder / "a").mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_torchvision_opens_the_stated_formats_only(tmp_path: Path) -> None:
 
 def test_no_module_of_torchvision_has_pillows_own_open() -> None:
     """A new version may import it under another name."""
-    importlib.import_module("hpc_train.datasets.sources.torchvision")
+    importlib.import_module("hpc_train.training.datasets.sources.torchvision")
     folder = Path(torchvision.datasets.__file__).parent
     opened = 0
     for path in folder.glob("*.py"):

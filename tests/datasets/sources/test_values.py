@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
 
 PLACE = Place("list:7", "label")
 

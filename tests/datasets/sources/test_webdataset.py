@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 
 from hpc_train.cli.preflight import missing_data
-from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.by_name import missing_index, training_samples
-from hpc_train.data_facts.listed_data import index_path, webdataset_files
-from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
-from hpc_train.plan.input_files import fingerprints, other_inputs
-from hpc_train.validate.loading import load
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import missing_index, training_samples
+from hpc_train.experiment.data_facts.listed_data import index_path, webdataset_files
+from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
+from hpc_train.experiment.validate.loading import load
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.building import build_source
 from tests.datasets.samples import experiment
 from tests.datasets.sources.exactness import assert_exact
 from tests.datasets.sources.test_image_list import rewrite, without

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.launchers.slurm.script import batch
 from hpc_train.launchers.slurm.submission import Batch
 

@@ -90,7 +90,7 @@ folder = Path(sys.argv[1])
 (folder / "started").touch()
 while not (folder / "go").exists():
     time.sleep(0.01)
-from hpc_train.distributed import signals
+from hpc_train.rank import signals
 flag = signals.install()
 print(flag.count, flag.first_at is not None)
 """

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.slurm.options import device_of_job
-from hpc_train.topology.degrees import Ranks
 
 SIZE = Ranks(8, 4)
 

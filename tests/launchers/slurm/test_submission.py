@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.marked_yaml import read_value
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.slurm import commands, job_arrays, job_refusals, sbatch
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.plan.planning import make_plan
 from hpc_train.run.attempts import claim_attempt, now, read_record, write_record
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import create_run

@@ -252,7 +252,7 @@ def test_folders_of_local_modules_are_noted(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_package_is_all_that_it_needs_and_no_cache() -> None:
     found = package_files()
-    data = "hpc_train/datasets/sources/digits.npz"
+    data = "hpc_train/training/datasets/sources/digits.npz"
     assert {"hpc_train/__init__.py", "hpc_train/py.typed", data} <= found.keys()
     assert not [path for path in found if path.endswith(".pyc")]
 

@@ -1,0 +1,255 @@
+"""Translates pydantic's errors into problems in plain words, based on the schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpc_train.experiment.config.fields import Arguments, Section
+from hpc_train.experiment.config.json_schema import Node, cached_schema, section_schema
+from hpc_train.experiment.config.keys import (
+    as_mapping,
+    child,
+    known_keys,
+    meant_path,
+    members,
+    node_at,
+    unknown_key,
+)
+from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, unknown_argument
+from hpc_train.experiment.config.remedies import in_flow, remedy
+from hpc_train.registry import nearest
+
+#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
+_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
+_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
+
+
+def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
+    """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
+    return _explained(error, data, cached_schema(), unknown_key, meant_path)
+
+
+def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
+    """Return one problem per invalid key of ``args``, the arguments under ``path`` of the part ``owner``."""
+    keys = sorted(section.model_fields)
+
+    def unknown(below: KeyPath) -> Problem:
+        return replace(unknown_argument(below, owner, str(below[-1]), keys), on_key=True, code="key.unknown")
+
+    try:
+        section.model_validate(args)
+    except ValidationError as error:
+        schema = section_schema(section)
+        problems = _explained(error, args, schema, unknown, lambda below: (nearest(str(below[-1]), keys),))
+        return [replace(problem, path=(*path, *problem.path)) for problem in problems]
+    return []
+
+
+def _explained(
+    error: ValidationError,
+    data: dict[str, Any],
+    schema: Node,
+    unknown: Callable[[KeyPath], Problem],
+    meant: Callable[[KeyPath], Sequence[object] | None],
+) -> list[Problem]:
+    """Return one problem per key of ``data``, which ``schema`` describes.
+
+    ``unknown``: returns the problem with an unknown key. ``meant``: returns the key that it probably means.
+    """
+    problems: dict[KeyPath, Problem] = {}
+    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
+        if entry["type"] == "extra_forbidden":
+            problem = unknown(_key_path(entry["loc"], schema))
+        else:
+            problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data, schema)
+        problems.setdefault(problem.path, problem)
+    misspelt = {meant(path) for path, problem in problems.items() if _is_unknown(problem)}
+    # A misspelt key is not reported as missing as well.
+    return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
+
+
+def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
+    """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
+    probably means, and mappings of which no key is valid.
+    """
+    failed: set[KeyPath] = set()
+    invalid = {problem.path for problem in problems}
+    for problem in problems:
+        path = problem.path
+        if not _is_unknown(problem) and not _is_free(path):
+            failed.add(path)
+        elif meant := meant_path(path):
+            failed.add(meant)
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in value_at(data, path[:-1])):
+            failed.add(path[:-1])
+    return failed
+
+
+def _is_free(path: KeyPath) -> bool:
+    """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
+    return not isinstance(path[-1], int) and not known_keys(path[:-1])
+
+
+def _is_unknown(problem: Problem) -> bool:
+    return problem.code == "key.unknown"
+
+
+def _is_missing(problem: Problem) -> bool:
+    return problem.code == "key.missing"
+
+
+def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any], schema: Node) -> Problem:
+    path = _key_path(loc, schema)
+    if kind == "missing" and isinstance(path[-1], str):
+        example = _mode(path, data) if path[-1] == "mode" else _example_of(_node(path, schema))
+        return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
+    if loc[-1] == "[key]":
+        rule = _node(path[:-1], schema).get("propertyNames", {}).get("patternErrorMessage", "a name")
+        return Problem(path, f"needs {rule}", "fix the name", on_key=True, code="key.name")
+    if isinstance(path[-1], int) and kind == "missing":
+        path = path[:-1]
+    if kind == "value_error":
+        message, _, remedy = str(context["error"]).partition("; ")
+        return Problem(path, message, remedy, code="value.invalid")
+    return _wrong_value(path, _node(path, schema), _given_at(data, path))
+
+
+def _node(path: KeyPath, schema: Node) -> Node:
+    node: Node | None = schema
+    for segment in path:
+        node = child(node, segment) if node else None
+    return node or {}
+
+
+def _given_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path; where a short form (``loss: bce``) is in place of its section, that."""
+    for segment in path:
+        if isinstance(data, str):
+            break
+        data = data[segment]
+    return data
+
+
+def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
+    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key.
+
+    ``node``: of the schema that ``loc`` starts from.
+    """
+    path: KeyPath = ()
+    for segment in loc:
+        mapping = as_mapping(node) if node else None
+        if isinstance(segment, str) and mapping is None:
+            break
+        path = (*path, segment)
+        node = child(node, segment) if node else None
+        if node is None:
+            break
+    return path
+
+
+def value_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path that exists."""
+    for segment in path:
+        data = data[segment]
+    return data
+
+
+def _example_of(node: Node) -> str:
+    """Return an example value for a required key, as written in a file."""
+    if "examples" not in node:
+        return wanted(node)
+    example = in_flow(node["examples"][0])
+    is_number = any(member.get("type") in {"integer", "number"} for member in members(node))
+    return f"{wanted(node)}, like {example}" if is_number else example
+
+
+def _mode(path: KeyPath, data: dict[str, Any]) -> str:
+    """Return the mode that fits the metric beside it, or both where it is not known which fits."""
+    section = value_at(data, path[:-1])
+    metric = str(section.get("metric") if isinstance(section, dict) else "")
+    return usual_mode(metric) or wanted(node_at(path) or {})
+
+
+def usual_mode(metric: str) -> str | None:
+    """Return the mode for which a better value of the metric is better, by the words of its name."""
+    words = set(re.split(r"[^a-z0-9]+", metric))
+    if words & _FALLING:
+        return "min"
+    return "max" if words & _RISING else None
+
+
+def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
+    message = f"needs {wanted(node)}, got {shown(value)}"
+    if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
+        message = f"needs {wanted(node)}, got a list of {len(value)}"
+    return Problem(path, message, remedy(path, node, value), code="value.invalid")
+
+
+def wanted(node: Node) -> str:
+    """Describe the values that a schema node accepts: ``a whole number of 0 to 64``."""
+    return " or ".join(dict.fromkeys(_wanted(member) for member in members(node)))
+
+
+def _wanted(node: Node) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    match node.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "array":
+            return _wanted_list(node)
+        case "object":
+            keys = ", ".join(node.get("required", []))
+            return f"a mapping with {keys}" if keys else "a mapping"
+        case "string":
+            return _wanted_text(node)
+    return "a value"
+
+
+def _wanted_text(node: Node) -> str:
+    if "examples" in node and "pattern" not in node:
+        return f"text like {', '.join(node['examples'])}"
+    if "maxLength" in node:
+        return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    unexplained = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+    rule: str = node.get("patternErrorMessage", unexplained)
+    return rule
+
+
+def _wanted_list(node: Node) -> str:
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
+    least, most = node.get("minItems"), node.get("maxItems")
+    if most is not None:
+        return f"a list of {least} to {most:,} values" if least else f"a list of at most {most:,} values"
+    return "a list of at least one value" if least else "a list"
+
+
+def _bounds(node: Node) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    below = "2**63" if below == 2**63 else below
+    if low is not None and high is not None:
+        return f" of {low} to {high}"
+    lower = f"of at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    upper = (
+        f"{'' if lower else 'of '}at most {high}"
+        if high is not None
+        else f"below {below}"
+        if below is not None
+        else ""
+    )
+    both = " and ".join(part for part in (lower, upper) if part)
+    return f" {both}" if both else ""

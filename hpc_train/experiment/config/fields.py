@@ -1,0 +1,160 @@
+"""The value types of the experiment file's keys, and the base class of its sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
+
+from hpc_train.experiment.config.durations import FORMS, MAX_HOURS, format_duration, parse_duration_min
+from hpc_train.paths import NAME_PATTERN
+
+#: ``package.module:factory``, or a class.
+OWN_PART_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+#: ``provider/name``, a bare provider, or ``package.module:factory``.
+PART_NAME_PATTERN = rf"[A-Za-z0-9_][A-Za-z0-9_./+-]*|{OWN_PART_PATTERN}"
+# The values below appear in a batch script. None starts with a character that could make it an option.
+#: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
+SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^?][A-Za-z0-9_.,:@+*&|()\[\]=/~%^?-]{0,255}"
+GPU_TYPE_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+MAIL_PATTERN = r"[A-Za-z0-9._%+][A-Za-z0-9._%+-]{0,63}@[A-Za-z0-9.-]{1,190}"
+MODULE_PATTERN = r"[A-Za-z0-9_.][A-Za-z0-9_.+/-]{0,127}"
+SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f\x7f]{0,1023}"""
+
+
+def pattern(regex: str, rule: str) -> Any:
+    """Accept text that matches the pattern; ``rule`` describes it with an example, for editors and errors."""
+    # Anchored at the very end: "$" would let a newline through.
+    return Field(pattern=rf"\A(?:{regex})\z", json_schema_extra={"patternErrorMessage": rule})
+
+
+def slurm_word(example: str) -> Any:
+    """Accept one word of a ``#SBATCH`` line."""
+    return pattern(SLURM_WORD_PATTERN, f"one word without blanks, quotes, '$' or ';', like {example}")
+
+
+def _duration(value: object) -> object:
+    if isinstance(value, str):
+        return parse_duration_min(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+    raise ValueError(f"needs a duration; write {FORMS}")
+
+
+def _pair(value: object) -> object:
+    # YAML has only lists, and strict validation accepts no list for a tuple.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Name = Annotated[
+    str,
+    pattern(
+        NAME_PATTERN,
+        "1 to 64 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit, like "
+        "cifar10-resnet50",
+    ),
+]
+ModelName = Annotated[
+    str, pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
+]
+DataName = Annotated[
+    str,
+    pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
+]
+FactoryName = Annotated[str, pattern(OWN_PART_PATTERN, "package.module:factory, like my_transforms:train")]
+#: Slurm stores it in 16 bits.
+SignalLead = Annotated[int, Field(ge=1, le=65535)]
+DurationMin = Annotated[
+    int,
+    BeforeValidator(_duration),
+    PlainSerializer(format_duration, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["90min", "24h", "2-12:00:00"]}, mode="validation"),
+]
+Probability = Annotated[float, Field(ge=0, le=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+#: Keep deadlines within the longest time-out of threads and process groups.
+Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
+Hours = Annotated[float, Field(ge=0, le=MAX_HOURS)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
+FloatRange = Annotated[tuple[float, float], BeforeValidator(_pair)]
+#: Whole numbers that a float represents exactly.
+_ExactInt = Annotated[int, Field(ge=-(2**53), le=2**53)]
+IntRange = Annotated[tuple[_ExactInt, _ExactInt], BeforeValidator(_pair)]
+_PositiveExactInt = Annotated[int, Field(ge=1, le=2**53)]
+PositiveIntRange = Annotated[tuple[_PositiveExactInt, _PositiveExactInt], BeforeValidator(_pair)]
+_PLAIN_NAME_PATTERN = r"[a-z][a-z0-9_-]{0,63}"
+_Side = Annotated[int, Field(ge=1, le=8192)]
+#: The side of a square, or height and width, in pixels.
+ImageSize = Annotated[_Side | tuple[_Side, _Side], BeforeValidator(_pair)]
+PlainName = Annotated[
+    str,
+    pattern(
+        _PLAIN_NAME_PATTERN,
+        "1 to 64 lower-case letters, digits, '_' or '-', starting with a letter, like my_part",
+    ),
+]
+TaskName = Annotated[
+    str,
+    pattern(
+        rf"{_PLAIN_NAME_PATTERN}|{OWN_PART_PATTERN}",
+        "a name in lower case like classification, or package.module:Class",
+    ),
+]
+MethodName = Annotated[
+    str,
+    pattern(
+        rf"{_PLAIN_NAME_PATTERN}|{OWN_PART_PATTERN}",
+        "a name in lower case like tpe, or package.module:function",
+    ),
+]
+#: Tasks may use names of classes in it.
+MetricName = Annotated[
+    str, pattern(r"[A-Za-z0-9_][A-Za-z0-9_.@+/ -]{0,127}", "the name of a metric, like accuracy or iou_car")
+]
+#: A metric of evaluations. ``sweep.search`` and ``compare`` call it ``val/loss``, which is ``loss`` here.
+EvaluationMetric = Annotated[MetricName, AfterValidator(lambda name: name.removeprefix("val/") or name)]
+OptimizerName = Annotated[
+    str,
+    pattern(
+        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
+        "1 to 64 letters, digits, '_' or '/', starting with a letter, like adamw or timm/lamb",
+    ),
+]
+ScheduleName = Annotated[
+    str,
+    pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}", "the name of a schedule, like cosine"),
+]
+ScriptPath = Annotated[
+    str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")
+]
+NamePattern = Annotated[
+    str,
+    pattern(
+        r"!?[A-Za-z0-9_.*?\[\]!-]{1,256}",
+        "a pattern of names, like layer1.* or *.bias, without blanks; ! in front of it means: not these",
+    ),
+]
+NodeRange = Annotated[str, pattern(r"[1-9][0-9]{0,5}-[1-9][0-9]{0,5}", "a range like 2-8")]
+Arguments = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A mapping of the file. Rejects unknown keys, conversions, inf and nan; immutable.
+
+    ``config.json_schema`` reads the fields' docstrings from the source, once they are asked for;
+    ``use_attribute_docstrings`` would at each import, a quarter of the time that it takes (measured).
+    """
+
+    # A section's validator is built as a part of the experiment's, or when it is used alone.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)

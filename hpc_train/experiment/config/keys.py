@@ -1,0 +1,212 @@
+"""Key paths and the schema: which keys exist, which node a path refers to, suggestions for unknown keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpc_train.experiment.config.json_schema import Node, cached_schema, described_schema
+from hpc_train.experiment.config.marked_yaml import MAX_DEPTH
+from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon, with_blank
+from hpc_train.experiment.config.synonyms import advice_for, key_beside, key_for
+from hpc_train.registry import nearest
+
+#: Sections and keys that do not enter a run's id, so a sweep can't vary them.
+NOT_IDENTITY = (
+    "name",
+    "slurm",
+    "device",
+    "environment",
+    "logging",
+    "profile",
+    "checkpoint",
+    "recovery",
+    "sweep",
+    "data.root",
+    "data.cache",
+    "data.cache_pixels",
+    "data.stage",
+    "data.workers",
+)
+#: Keys outside the id that a grid may vary nevertheless, to train one experiment on several job sizes: where
+#: they are swept, the run's id includes their values.
+SCALING: tuple[KeyPath, ...] = (
+    ("slurm", "nodes"),
+    ("slurm", "gpus_per_node"),
+    ("slurm", "ranks_per_node"),
+    ("slurm", "cpus_per_gpu"),
+)
+GRID: KeyPath = ("sweep", "grid")
+#: Mappings with a distribution by dotted key path.
+PARAMETERS: tuple[KeyPath, ...] = (("sweep", "random", "parameters"), ("sweep", "search", "parameters"))
+#: Mappings whose keys are dotted key paths.
+_BY_KEY_PATH: tuple[KeyPath, ...] = (GRID, *PARAMETERS)
+#: The section with the resources that a job requests from its queue; without effect on this machine.
+JOB = "slurm"
+
+
+class BadKeyError(Exception):
+    """A dotted key that is not in the schema."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def members(node: Node) -> list[Node]:
+    """Return the alternatives of a node: references resolved, unions expanded, null removed."""
+    if "$ref" in node:
+        return members(cached_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    if "anyOf" in node:
+        return [member for part in node["anyOf"] for member in members(part)]
+    return [] if node.get("type") == "null" else [node]
+
+
+def as_mapping(node: Node) -> Node | None:
+    """Return the member that is a mapping, or None."""
+    return next((member for member in members(node) if member.get("type") == "object"), None)
+
+
+def child(node: Node, segment: str | int) -> Node | None:
+    """Return the child node for ``segment``; None where there is none or any value is allowed."""
+    if isinstance(segment, int):
+        array = next((member for member in members(node) if member.get("type") == "array"), {})
+        by_place = array.get("prefixItems", [])
+        found = by_place[segment] if 0 <= segment < len(by_place) else array.get("items")
+        return found if isinstance(found, dict) else None
+    mapping = as_mapping(node) or {}
+    found = mapping.get("properties", {}).get(segment, mapping.get("additionalProperties"))
+    return found if isinstance(found, dict) else None
+
+
+def node_at(path: KeyPath) -> Node | None:
+    """Return the schema's node of a key path."""
+    node: Node | None = cached_schema()
+    for segment in path:
+        node = child(node, segment) if node else None
+    return node
+
+
+def description_of(path: KeyPath) -> str:
+    """Return the description of a key; empty if there is no such key."""
+    described_schema()
+    return str((node_at(path) or {}).get("description", ""))
+
+
+def known_keys(path: KeyPath) -> list[str]:
+    """Return the keys that the mapping at ``path`` may have."""
+    node = node_at(path)
+    return list((as_mapping(node) or {}).get("properties", {})) if node else []
+
+
+def meant_path(path: KeyPath) -> KeyPath | None:
+    """Return the key that the unknown key ``path`` most likely means."""
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return (*path[:-1], unspaced[0])
+    if beside := key_beside(path):
+        return (*path[:-1], beside)
+    if called := key_for(path):
+        meant = tuple(called.partition(" ")[0].split("."))
+        return meant if meant != path else None
+    if advice_for(path):
+        return None
+    elsewhere = _elsewhere(path)
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    close = nearest(str(path[-1]), known_keys(path[:-1]))
+    return (*path[:-1], close) if close else None
+
+
+def _elsewhere(path: KeyPath) -> list[KeyPath]:
+    """Return the keys of other sections that have the same name as the last key of ``path``."""
+    return [found for found in all_keys() if found[-1] == path[-1]]
+
+
+def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
+    """Return the problem of an unknown key, with the key that was probably meant.
+
+    ``rest``: the keys below it, where a dotted path names it.
+    """
+    return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
+
+
+def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return with_blank(*unspaced)
+    called = key_for(path)
+    if called and called != dotted(path):
+        return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"
+    if advice := advice_for(path):
+        return advice
+    meant = meant_path(path)
+    elsewhere = _elsewhere(path)
+    if meant is None and elsewhere:
+        meant = elsewhere[0]
+    if meant is None:
+        return f"take it out, or write one of {', '.join(known_keys(path[:-1]))}"
+    if rest and _exists(dotted(meant), rest):
+        return f"did you mean {dotted((*meant, *rest))}?"
+    return f"did you mean {meant[-1] if meant[:-1] == path[:-1] else dotted(meant)}?"
+
+
+def _exists(key: str, rest: Sequence[str]) -> bool:
+    return node_at((*key.split("."), *rest)) is not None
+
+
+def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield every fixed key path of the schema."""
+    for key in known_keys(path):
+        yield (*path, key)
+        yield from all_keys((*path, key))
+
+
+def split_key(text: str) -> KeyPath:
+    """Split ``optimization.optimizer.lr`` along the schema. Raises BadKeyError for an unknown key.
+
+    Below ``sweep.grid`` and ``parameters`` the rest is one key; below ``args`` any name is valid.
+    """
+    segments = text.split(".")
+    if not all(segments) or len(segments) > MAX_DEPTH:
+        raise BadKeyError(
+            Problem((text,), "is not a key path", "write one like optimization.optimizer.lr", code="key.path")
+        )
+    path: KeyPath = ()
+    node: Node | None = cached_schema()
+    for place, segment in enumerate(segments):
+        if path in _BY_KEY_PATH:
+            return (*path, ".".join(segments[place:]))
+        node = _step(node, path, segments[place:])
+        path = (*path, segment)
+    return path
+
+
+def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | None:
+    """Return the node below the first of ``segments``."""
+    segment = segments[0]
+    if node is None:
+        return None
+    mapping = as_mapping(node)
+    if mapping is None:
+        remedy = f"write {dotted(path)} alone"
+        raise BadKeyError(
+            Problem(
+                (*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True, code="key.path"
+            )
+        )
+    if "properties" in mapping and segment not in mapping["properties"]:
+        raise BadKeyError(unknown_key((*path, segment), segments[1:]))
+    return child(node, segment)
+
+
+def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
+    """Return a copy of ``data`` with ``value`` at ``path``; missing sections are created, the rest is
+    shared.
+    """
+    key, rest = path[0], path[1:]
+    assert isinstance(key, str), "a key path from split_key has no indices"
+    if not rest:
+        return data | {key: value}
+    below = data.get(key)
+    if isinstance(below, bool) and key == "compile":
+        below = {"enabled": below}
+    return data | {key: replaced(below if isinstance(below, dict) else {}, rest, value)}

@@ -1,0 +1,277 @@
+"""Every key of the experiment file, with its type, bounds, unit and "off" value (a contract).
+
+Here and in the modules of the sections are only the types and bounds of single values; ``rules`` has the
+constraints between keys. Each field's docstring is its help text in the JSON Schema and the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hpc_train.experiment.config.cluster_sections import EnvironmentConfig, SlurmConfig
+from hpc_train.experiment.config.fields import (
+    Arguments,
+    EvaluationMetric,
+    Hours,
+    Minutes,
+    Name,
+    NotNegativeFloat,
+    NotNegativeInt,
+    PlainName,
+    PositiveInt,
+    Section,
+    TaskName,
+    pattern,
+)
+from hpc_train.experiment.config.sweep_sections import SweepConfig
+from hpc_train.experiment.config.training_sections import (
+    CompileConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    ProfileConfig,
+)
+
+#: What plug-ins receive, from one place.
+__all__ = ["DataConfig", "Experiment", "ModelConfig"]
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved. The last step is always saved."""
+
+    every_min: Minutes | None = None
+    """Minutes between checkpoints. Default: 10, or off if ``every_steps`` is given."""
+    every_steps: PositiveInt | None = None
+    """Optimizer steps between checkpoints. Default: by time only."""
+    keep: PositiveInt = 3
+    """Number of checkpoints to keep. The newest two are always kept."""
+    best: BestConfig | None = None
+    """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
+    evaluated. Default: off."""
+
+
+class BestConfig(Section):
+    """Which evaluation is the best."""
+
+    metric: Annotated[EvaluationMetric, Field(examples=["accuracy"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` (or ``val/accuracy``) or ``loss``; ``ema_accuracy``
+    is that of the EMA weights."""
+    mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
+    """``max``: a higher value is better; ``min``: a lower one."""
+
+
+class EarlyStoppingConfig(Section):
+    """When a run ends before its last step. The learning rate schedule does not depend on it."""
+
+    metric: Annotated[EvaluationMetric, Field(examples=["loss"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss`` (or ``val/loss``); ``ema_loss`` is that
+    of the EMA weights."""
+    mode: Annotated[Literal["min", "max"], Field(examples=["min"])]
+    """``max``: a higher value is better; ``min``: a lower one."""
+    patience: Annotated[PositiveInt | None, Field(examples=[5])] = None
+    """Consecutive evaluations without improvement after which the run ends. Default: unlimited, which needs
+    ``median_after``."""
+    median_after: PositiveInt | None = None
+    """Evaluations after which the run also ends if its best value is worse than the median of the best values
+    that at least three other runs of the same name had by this step. Default: other runs do not matter."""
+    min_delta: NotNegativeFloat = 0.0
+    """An evaluation is an improvement if it is better than the best by more than this."""
+
+
+class RecoveryConfig(Section):
+    """How often, and after which failures, a run resumes automatically. Does not change the training
+    result.
+    """
+
+    max_preemptions: NotNegativeInt | None = None
+    """Number of preemptions and time limits after which a job is requeued. Default: unlimited."""
+    max_crashes: NotNegativeInt = 3
+    """Number of crashes, hangs and bad nodes after which a job is requeued."""
+    max_without_progress: NotNegativeInt = 2
+    """Number of consecutive attempts that trained without saving a new checkpoint after which a job is
+    requeued."""
+    hang_after_min: Minutes = 5.0
+    """Minutes without progress of any rank after which the stacks of all ranks are saved and the attempt
+    ends. Before the first step it is six times as long. While ranks connect it is 3 minutes, or three fifths
+    of it if that is longer."""
+    check_nodes: bool = True
+    """Check device, memory, arithmetic, network and disk of every rank before the first step. ``false``: skip
+    the check."""
+    exclude_nodes_for_h: Hours = 24.0
+    """Hours for which a node that failed its check, or ended two attempts, is excluded. 0: never exclude
+    nodes."""
+
+
+class EvaluationConfig(Section):
+    """When the validation data are evaluated. They are always evaluated at the end."""
+
+    every_epochs: PositiveInt | None = None
+    """Epochs between evaluations. Default: 1, or off if ``every_steps`` is given."""
+    every_steps: PositiveInt | None = None
+    """Optimizer steps between evaluations. Default: by epochs."""
+    sample_tokens: NotNegativeInt = 64
+    """``causal_lm``: tokens of the text that the model writes at each evaluation, kept in the run folder.
+    Each costs a forward pass of one sequence. 0: no text."""
+    images: Annotated[int, Field(ge=0, le=64)] = 8
+    """``classification``, ``segmentation``, ``detection``: validation images that each evaluation keeps in
+    the run folder with the predictions drawn on them, evenly spaced over the validation data. 0: none."""
+
+
+class WandbConfig(Section):
+    """Logging to Weights & Biases."""
+
+    project: Annotated[
+        str,
+        pattern(
+            r"[^/\\#?%:\x00-\x1f\x7f]{1,128}",
+            "1 to 128 characters without '/', '#', '?', '%' or ':', like cifar10",
+        ),
+        Field(examples=["my-project"]),
+    ]
+    """Name of the wandb project."""
+    entity: (
+        Annotated[str, pattern(r"[A-Za-z0-9_.-]{1,128}", "letters, digits, '_', '.' or '-', like my-team")]
+        | None
+    ) = None
+    """User or team that owns the project. Default: the account's default entity."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """``online``, ``offline``, or ``auto``: online if an API key is set, otherwise offline."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
+    """Tags of the wandb run. Default: none."""
+
+
+class MlflowConfig(Section):
+    """Logging to MLflow. Needs ``pip install 'hpc-train[mlflow]'``."""
+
+    tracking_uri: Annotated[str, Field(max_length=2000, examples=["https://mlflow.example.org"])] | None = (
+        None
+    )
+    """URI of a server (``https://…``), of a folder (``file:///…``) or of a database (``sqlite:////…``).
+    Without user and password, which MLflow reads from its own environment variables. Default: the value of
+    ``MLFLOW_TRACKING_URI`` when the ranks start."""
+    experiment: (
+        Annotated[
+            str,
+            pattern(
+                r"[^\x00-\x1f\x7f\x22\x27]{1,256}",
+                "1 to 256 characters without quotes and control characters, like cifar10",
+            ),
+        ]
+        | None
+    ) = None
+    """Name of the MLflow experiment, which is created if there is none. Default: ``name`` of this file."""
+
+
+class LoggingConfig(Section):
+    """What is logged. ``metrics.jsonl`` is always written."""
+
+    every_steps: PositiveInt = 10
+    """Optimizer steps between training rows."""
+    wandb: WandbConfig | None = None
+    """Logging to Weights & Biases. Default: off."""
+    mlflow: MlflowConfig | None = None
+    """Logging to MLflow. Default: off."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard to the run folder. Needs ``pip install 'hpc-train[tensorboard]'``."""
+    csv: bool = False
+    """Write ``csv/train.csv`` and ``csv/val.csv`` to the run folder, up to the newest checkpoint."""
+    loggers: dict[PlainName, Arguments] = {}
+    """Loggers without a section of their own, such as plug-ins, by name, each with its keyword arguments.
+    Default: none."""
+
+    def arguments_by_logger(self) -> dict[str, dict[str, Any]]:
+        """Return the loggers of the file; ``logging.<name>: true``, or a section, turns on that logger."""
+        keys = {key: getattr(self, key) for key in type(self).model_fields}
+        sections = {key: value.model_dump() for key, value in keys.items() if isinstance(value, Section)}
+        switches: dict[str, dict[str, Any]] = {key: {} for key, value in keys.items() if value is True}
+        return self.loggers | sections | switches
+
+
+class Experiment(Section):
+    """One experiment file."""
+
+    name: Annotated[Name, Field(examples=["my-experiment"])]
+    """Name of the experiment: of its folder, its Slurm jobs and its wandb group."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of all random numbers."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """``cuda``, ``cpu``, or ``auto``: CUDA if available. On Slurm, ``auto`` fails if GPUs were requested and
+    none is available."""
+    deterministic: bool | None = None
+    """Make the results bitwise reproducible on the same devices. Default: true on CPU, false on CUDA."""
+    task: Annotated[TaskName, Field(examples=["classification"])]
+    """Training task: a name of the table of tasks, a plug-in's, or ``package.module:Class`` of your own."""
+    model: Annotated[ModelConfig, Field(examples=[{"name": "timm/resnet18"}])]
+    data: Annotated[DataConfig, Field(examples=[{"name": "digits"}])]
+    optimization: Annotated[
+        OptimizationConfig,
+        Field(
+            examples=[
+                {
+                    "epochs": 30,
+                    "global_batch_size": 256,
+                    "micro_batch_size": 64,
+                    "optimizer": {"name": "adamw", "lr": 0.001},
+                }
+            ]
+        ),
+    ]
+    parallel: ParallelConfig = ParallelConfig()
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"] = "fp32"
+    """Precision of the forward and backward pass. ``bf16``, ``fp16``: mixed precision; ``fp8``: bf16 with the
+    blocks' linear layers in float8."""
+    compile: Annotated[
+        CompileConfig, BeforeValidator(lambda v: {"enabled": v} if isinstance(v, bool) else v)
+    ] = CompileConfig(enabled=False)
+    """Compile the model with torch.compile: ``false``, ``true`` (default settings) or a section of settings.
+    """
+    activation_checkpointing: Annotated[
+        str,
+        pattern(
+            "off|blocks|selective|every [1-9][0-9]{0,3}", "off, blocks, selective or every n, like every 2"
+        ),
+    ] = "off"
+    """Recompute activations in the backward pass to save memory: of all ``blocks``, of ``every n``-th block,
+    or ``selective``: all but matrix products and attention. ``off``: keep all activations."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run once a metric of the evaluations stops improving. Default: off."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    slurm: SlurmConfig | None = None
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sweep: SweepConfig = SweepConfig()
+    logging: LoggingConfig = LoggingConfig()
+    profile: Annotated[
+        ProfileConfig | None, BeforeValidator(lambda v: ({} if v else None) if isinstance(v, bool) else v)
+    ] = None
+    """Profile some steps: ``true`` (default settings) or a section of settings. Default: off."""
+
+    @property
+    def micro_batches(self) -> int:
+        """M: micro-batches per step. Undefined for ``micro_batch_size: auto``."""
+        size = self.optimization.micro_batch_size
+        assert isinstance(size, int), "micro_batch_size: auto must be resolved first"
+        return self.optimization.global_batch_size // size
+
+    @property
+    def workers(self) -> int:
+        """Return the loader processes per rank. Undefined for ``data.workers: auto``."""
+        assert isinstance(self.data.workers, int), "data.workers: auto must be resolved first"
+        return self.data.workers
+
+    def with_workers(self, workers: int) -> Experiment:
+        """Return a copy with the number that ``auto`` was resolved to."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"workers": workers})})
+
+    def with_micro_batch_size(self, size: int) -> Experiment:
+        """Return a copy with the number that ``auto`` was resolved to."""
+        optimization = self.optimization.model_copy(update={"micro_batch_size": size})
+        return self.model_copy(update={"optimization": optimization})
+
+
+CheckpointConfig.model_rebuild()
+Experiment.model_rebuild()

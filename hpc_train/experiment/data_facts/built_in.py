@@ -1,0 +1,296 @@
+"""The rows of the built-in data sets and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import facts, image_facts, root_layout
+from hpc_train.experiment.data_facts.data_size import (
+    TextArgs,
+    count_annotated_images,
+    count_images,
+    count_masked_images,
+    count_sequences,
+)
+from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.experiment.data_facts.listed_data import (
+    HuggingFaceArgs,
+    ImageListArgs,
+    WebdatasetArgs,
+    arrow_files,
+    count_listed,
+    count_shards,
+    image_list_files,
+    listed_images,
+    webdataset_files,
+)
+from hpc_train.experiment.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
+from hpc_train.paths import expanded
+from hpc_train.registry import split_name
+
+#: scikit-learn's 1,797 digits without every fifth, which is validation.
+_DIGITS = 1438
+#: Number of samples of ``synthetic`` by default.
+_SYNTHETIC_DEFAULT = 1024
+#: The side of the images of ``digits``, and of ``synthetic`` by default.
+_DIGITS_SIZE = _SYNTHETIC_SIZE = 32
+
+
+def _argument(name: str, default: int) -> Callable[[DataConfig], int | None]:
+    """Return a reader of a number in ``data.args``; it returns None for values that the data set refuses."""
+
+    def read(data: DataConfig) -> int | None:
+        value = data.args.get(name, default)
+        return value if type(value) is int and value > 0 else None
+
+    return read
+
+
+def _synthetic_samples(data: DataConfig) -> int | None:
+    value = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
+    return value if type(value) is int else None
+
+
+#: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
+_TRAINING_SAMPLES = {
+    "CIFAR10": 50_000,
+    "CIFAR100": 50_000,
+    "Cityscapes": 2_975,
+    "Country211": 31_650,
+    "DTD": 1_880,
+    "FGVCAircraft": 3_334,
+    "FashionMNIST": 60_000,
+    "Flowers102": 1_020,
+    "Food101": 75_750,
+    "GTSRB": 26_640,
+    "ImageNet": 1_281_167,
+    "KMNIST": 60_000,
+    "MNIST": 60_000,
+    "OxfordIIITPet": 3_680,
+    "PCAM": 262_144,
+    "QMNIST": 60_000,
+    "RenderedSST2": 6_920,
+    "STL10": 5_000,
+    "SVHN": 73_257,
+    "StanfordCars": 8_144,
+    "USPS": 7_291,
+    "VOCSegmentation": 1_464,
+}
+#: Channels and side of torchvision's images, if they are square and of equal size.
+TORCHVISION_IMAGES = {
+    "CIFAR10": (3, 32),
+    "CIFAR100": (3, 32),
+    "EMNIST": (1, 28),
+    "FER2013": (1, 48),
+    "FashionMNIST": (1, 28),
+    "KMNIST": (1, 28),
+    "MNIST": (1, 28),
+    "PCAM": (3, 96),
+    "QMNIST": (1, 28),
+    "STL10": (3, 96),
+    "SVHN": (3, 32),
+    "USPS": (1, 16),
+}
+
+
+#: The built-in data sets, one row each.
+DATA_SETS = {
+    "digits": DataFacts(
+        "images",
+        "class",
+        example="",
+        image_size=lambda data: _DIGITS_SIZE,
+        channels=_argument("channels", 1),
+        num_samples=lambda data: _DIGITS,
+        args=image_facts.DigitsArgs,
+        implementation="hpc_train.training.datasets.sources.digits:build",
+    ),
+    "synthetic": DataFacts(
+        "images",
+        "class",
+        example="",
+        image_size_argument="image_size",
+        image_size=lambda data: _SYNTHETIC_SIZE,
+        channels=_argument("channels", 3),
+        num_samples=_synthetic_samples,
+        args=image_facts.SyntheticArgs,
+        implementation="hpc_train.training.datasets.sources.synthetic:build",
+    ),
+    "imagefolder": DataFacts(
+        "images",
+        "class",
+        needs_root=True,
+        root="the folder that contains train/<class>/ and val/<class>/",
+        layout=root_layout.image_folder,
+        is_in_root=True,
+        is_packable=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=lambda data: count_images(expanded(data.root) / "train") if data.root else None,
+        args=image_facts.ImageFolderArgs,
+        implementation="hpc_train.training.datasets.sources.imagefolder:build",
+    ),
+    "image_list": DataFacts(
+        "images",
+        default_target="class",
+        needs_root=True,
+        root="the folder of the lists and images",
+        is_in_root=True,
+        listing=image_list_files,
+        listed_names=listed_images,
+        index="optional",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_listed,
+        args=ImageListArgs,
+        implementation="hpc_train.training.datasets.sources.image_list:build",
+    ),
+    "webdataset": DataFacts(
+        "images",
+        default_target="class",
+        needs_root=True,
+        root="the folder of the tar files",
+        is_in_root=True,
+        listing=webdataset_files,
+        index="required",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_shards,
+        args=WebdatasetArgs,
+        implementation="hpc_train.training.datasets.sources.webdataset:build",
+    ),
+    "segmentation_folder": DataFacts(
+        "images",
+        "mask",
+        needs_root=True,
+        root="the folder that contains train/images/ and train/masks/",
+        layout=root_layout.segmentation_folder,
+        is_in_root=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
+        args=image_facts.SegmentationFolderArgs,
+        implementation="hpc_train.training.datasets.sources.segmentation_folder:build",
+    ),
+    "huggingface": DataFacts(
+        "images",
+        needs_root=True,
+        is_downloaded=True,
+        root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
+        is_in_root=True,
+        listing=arrow_files,
+        channels=_argument("channels", 3),
+        args=HuggingFaceArgs,
+        implementation="hpc_train.training.datasets.sources.huggingface:build",
+    ),
+    "torchvision": DataFacts(
+        "images",
+        needs_root=True,
+        is_downloaded=True,
+        rootless=("torchvision/FakeData",),
+        root="the folder of torchvision's files, for example data/cifar10",
+        example="torchvision/CIFAR10",
+        is_listed=True,
+        image_size=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1],
+        channels=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0],
+        # An argument may select another part of the data.
+        num_samples=lambda data: None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1]),
+        implementation="hpc_train.training.datasets.sources.torchvision:build",
+    ),
+    "coco": DataFacts(
+        "images",
+        "boxes",
+        needs_root=True,
+        root="the folder that contains train.json, val.json and the folders train and val of their images",
+        layout=root_layout.coco,
+        is_in_root=True,
+        index="optional",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_annotated_images,
+        args=image_facts.CocoArgs,
+        implementation="hpc_train.training.datasets.sources.coco:build",
+    ),
+    "text": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="a text file, or the folder that contains train.txt",
+        layout=root_layout.text,
+        is_in_root=True,
+        example="",
+        num_samples=count_sequences,
+        args=TextArgs,
+        implementation="hpc_train.training.datasets.sources.text:build",
+    ),
+    "tokens": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="the folder that contains train.txt, train.jsonl or train.bin",
+        is_in_root=True,
+        example="",
+        num_samples=count_token_sequences,
+        fingerprint=tokens_fingerprint,
+        args=TokensArgs,
+        implementation="hpc_train.training.datasets.sources.tokens:build",
+    ),
+}
+
+#: The metrics of several classes per sample.
+_MULTI_LABEL = ("f1_micro", "f1_macro", "map_multilabel")
+#: The built-in tasks, one row each.
+TASKS = {
+    "classification": TaskFacts(
+        ("images", "features"),
+        ("class", "classes"),
+        "hpc_train.training.tasks.classification:Classification",
+        losses=facts.CLASSIFICATION_LOSSES,
+        smooths_labels=True,
+        mixes_targets=True,
+        metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
+        target_metrics={"classes": _MULTI_LABEL},
+        prediction_formats=(".jsonl", ".csv"),
+    ),
+    "regression": TaskFacts(
+        ("images", "features"),
+        ("number",),
+        "hpc_train.training.tasks.regression:Regression",
+        losses=facts.REGRESSION_LOSSES,
+        smooths_labels=False,
+        mixes_targets=False,
+        metrics=("loss", "mae", "rmse", "r2"),
+        prediction_formats=(".jsonl", ".csv"),
+    ),
+    "causal_lm": TaskFacts(
+        ("tokens",),
+        ("next tokens",),
+        "hpc_train.training.tasks.causal_lm:CausalLM",
+        losses=facts.CAUSAL_LM_LOSSES,
+        smooths_labels=True,
+        mixes_targets=False,
+        metrics=("loss", "perplexity", "accuracy"),
+        prediction_formats=(),
+    ),
+    "segmentation": TaskFacts(
+        ("images",),
+        ("mask",),
+        "hpc_train.training.tasks.segmentation:Segmentation",
+        losses=facts.SEGMENTATION_LOSSES,
+        smooths_labels=True,
+        mixes_targets=False,
+        metrics=("loss", "accuracy", "miou", "iou_*"),
+        prediction_formats=(),
+    ),
+    "detection": TaskFacts(
+        ("images",),
+        ("boxes",),
+        "hpc_train.training.tasks.detection:Detection",
+        needs_whole_model=True,
+        smooths_labels=False,
+        mixes_targets=False,
+        metrics=("map", "map50"),
+        prediction_formats=(".jsonl",),
+    ),
+}

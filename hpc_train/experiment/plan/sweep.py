@@ -1,0 +1,218 @@
+"""One file → the runs of its sweep: all combinations of grid, list and draws, except excluded ones.
+
+A draw is a hash of (seed, number, key), so that more draws, or another parameter, do not change it. A new
+value of ``choice`` changes only the draws that get it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.keys import SCALING, split_key
+from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.sweep_sections import (
+    CHOICE,
+    Distribution,
+    RandomConfig,
+    SweepConfig,
+    parameters_place,
+    varied,
+)
+from hpc_train.experiment.plan.identity import run_id
+from hpc_train.experiment.validate.child_process import one_child
+from hpc_train.experiment.validate.loading import Loaded
+
+#: Significant digits of a drawn float: readable, and independent of the last bits of the math library.
+_DIGITS = 6
+#: Digits for draws with a step, whose multiples must stay multiples.
+_STEP_DIGITS = 12
+#: Bits that a float represents exactly.
+_BITS = 53
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a sweep; ``values`` are the swept keys and their values."""
+
+    id: str
+    values: dict[str, Any]
+    experiment: Experiment
+
+
+def expand(loaded: Loaded, trials: Sequence[Mapping[str, Any]] | None = None) -> list[Variant]:
+    """Return the runs: all combinations, the last key of the grid varying fastest; one run without a sweep.
+
+    ``trials``: the values that a search proposes; None: examples of them, to check the file. Raises
+    BadFileError with all problems of all combinations, also if two of them are the same run.
+    """
+    variants: list[Variant] = []
+    problems: dict[str, None] = {}
+    with one_child():
+        for combination in combinations(loaded.experiment.sweep, trials):
+            values = dict(combination.values)
+            try:
+                whole = loaded.variant(values, combination.places) if values else loaded.experiment
+            except BadFileError as error:
+                problems |= dict.fromkeys(error.problems)
+                continue
+            without = SweepConfig(max_parallel=whole.sweep.max_parallel)
+            experiment = whole if whole.sweep == without else whole.model_copy(update={"sweep": without})
+            variants.append(Variant(run_id(experiment, _scaled_by(values)), values, experiment))
+    problems = problems or dict.fromkeys(_problems_of_all(loaded, variants))
+    if problems:
+        raise BadFileError(list(problems)[:MAX_PROBLEMS])
+    first: dict[str, Variant] = {}
+    for variant in variants:  # a draw may repeat another
+        first.setdefault(variant.id, variant)
+    return list(first.values())
+
+
+def id_of(loaded: Loaded, values: Mapping[str, Any]) -> str | None:
+    """Return the id of the file's run with ``values``; None if they are invalid or excluded."""
+    if loaded.experiment.sweep.is_excluded(values):
+        return None
+    try:
+        return run_id(loaded.variant(values), _scaled_by(values))
+    except BadFileError:
+        return None
+
+
+def _scaled_by(keys: Iterable[str]) -> list[KeyPath]:
+    """Return the swept keys that only change the size of the job."""
+    return sorted(path for key in keys if (path := split_key(key)) in SCALING)
+
+
+def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
+    """Yield the problems of valid runs: there are none, or two of a grid or a list are the same."""
+    sweep = loaded.experiment.sweep
+    if not variants and sweep.exclude and sweep.search is None:
+        yield loaded.problem(
+            "sweep.exclude", "excludes all runs", "take one of its entries out", "sweep.excludes-all"
+        )
+    if sweep.random is not None or sweep.search is not None:
+        return
+    place = "sweep.grid" if not sweep.list else "sweep.list" if not sweep.grid else "sweep"
+    first: dict[str, Variant] = {}
+    for variant in variants:
+        other = first.setdefault(variant.id, variant)
+        if other is not variant:
+            message = f"{describe(other.values)} and {describe(variant.values)} are the same run {variant.id}"
+            remedy = "remove one of the two: a run trains only once"
+            yield loaded.problem(place, message, remedy, "sweep.same-run")
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """Return ``optimization.optimizer.lr=0.1 seed=2``, values as in an experiment file."""
+    texts = {key: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for key, v in values.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items()) or "the file itself"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The swept values of one run, and their positions in the file."""
+
+    values: Mapping[str, Any]
+    places: Mapping[str, KeyPath]
+
+    def __or__(self, other: Combination) -> Combination:
+        return Combination({**self.values, **other.values}, {**self.places, **other.places})
+
+
+def combinations(
+    sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None = None
+) -> Iterator[Combination]:
+    """Yield the runs: entries of the list, for each the draws, for each the grid. Draws may repeat others.
+
+    ``trials``: the values of a search; None: examples of its parameters.
+    """
+    listed = [
+        Combination(overrides, {key: ("sweep", "list", index, key) for key in overrides})
+        for index, overrides in enumerate(sweep.list or [{}])
+    ]
+    for entry, drawn, gridded in itertools.product(listed, list(_drawn(sweep, trials)), list(_grid(sweep))):
+        whole = entry | drawn | gridded
+        values = varied(sweep.parameters, whole.values)
+        if not sweep.is_excluded(values):
+            yield Combination(values, {key: whole.places[key] for key in values})
+
+
+def _grid(sweep: SweepConfig) -> Iterator[Combination]:
+    for choice in itertools.product(*(enumerate(values) for values in sweep.grid.values())):
+        chosen = list(zip(sweep.grid, choice, strict=True))
+        yield Combination(
+            {key: value for key, (_, value) in chosen},
+            {key: ("sweep", "grid", key, index) for key, (index, _) in chosen},
+        )
+
+
+def _drawn(sweep: SweepConfig, trials: Sequence[Mapping[str, Any]] | None) -> Iterator[Combination]:
+    if sweep.search is not None:
+        drawn: Iterator[Mapping[str, Any]] = iter(
+            examples(sweep.search.parameters) if trials is None else trials
+        )
+    else:
+        drawn = draws(sweep.random) if sweep.random else iter([{}])
+    place = parameters_place(sweep)
+    for values in drawn:
+        yield Combination(values, {key: (*place, key) for key in values})
+
+
+def draws(random: RandomConfig) -> Iterator[dict[str, Any]]:
+    """Yield the values of each draw by key; conditions are not applied."""
+    for number in range(random.count):
+        yield {
+            key: draw(distribution, (random.seed, number, key))
+            for key, distribution in random.parameters.items()
+        }
+
+
+def draw(distribution: Distribution, counter: tuple[Any, ...]) -> Any:
+    """Return the value that belongs to ``counter``, a tuple of JSON values."""
+    if distribution.choice is not None:
+        return max(distribution.choice, key=lambda value: _hash(*counter, value))
+    share = _hash(*counter) / 2**_BITS
+    low, high = distribution.bounds
+    if distribution.step is not None:
+        steps = math.floor(share * (distribution.last_step + 1))
+        return rounded(low + steps * distribution.step, distribution)
+    if distribution.is_whole:
+        high += 1
+    if distribution.kind.startswith("log_"):
+        value = math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    else:
+        value = low + share * (high - low)
+    return rounded(math.floor(value) if distribution.is_whole else value, distribution)
+
+
+def rounded(value: Any, distribution: Distribution) -> Any:
+    """Return a value as it is written into a file: a float with few digits, within the bounds."""
+    if distribution.kind == CHOICE:
+        return value
+    low, high = distribution.bounds
+    if distribution.is_whole:
+        return min(max(round(value), round(low)), round(high))
+    digits = _DIGITS if distribution.step is None else _STEP_DIGITS
+    return min(max(float(f"{value:.{digits}g}"), float(low)), float(high))
+
+
+def examples(parameters: Mapping[str, Distribution]) -> Iterator[dict[str, Any]]:
+    """Yield values that together contain each choice and the bounds of each range."""
+    for number in range(max((len(distribution.ends) for distribution in parameters.values()), default=0)):
+        yield {
+            key: rounded(distribution.ends[number % len(distribution.ends)], distribution)
+            for key, distribution in parameters.items()
+        }
+
+
+def _hash(*parts: Any) -> int:
+    """Return a number of ``_BITS`` bits."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)

@@ -1,0 +1,47 @@
+"""A rule of the file across keys: it registers itself under the code of its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, related
+from hpc_train.experiment.config.schema import Experiment
+
+Find = Callable[[Experiment], Iterator[Problem]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule across keys. Skipped if one of the keys that it ``reads`` is invalid."""
+
+    code: str
+    reads: tuple[KeyPath, ...]
+    find: Find
+    #: Whether it looks up names or properties of installed packages, which may start a child process.
+    looks_up_names: bool
+
+    def can_judge(self, failed: Collection[KeyPath]) -> bool:
+        """Return True if all keys that the rule reads are valid."""
+        return not any(related(read, path) for read in self.reads for path in failed)
+
+    def problems(self, experiment: Experiment) -> Iterator[Problem]:
+        """Yield the problems with the rule's code."""
+        for problem in islice(self.find(experiment), MAX_PROBLEMS + 1):
+            yield replace(problem, code=self.code, reads=self.reads)
+
+
+#: The registered rules by code.
+RULES: dict[str, Rule] = {}
+
+
+def rule(code: str, *reads: str, looks_up_names: bool = False) -> Callable[[Find], Find]:
+    """Register a function that yields problems. ``reads``: the dotted key paths that it reads."""
+
+    def register(find: Find) -> Find:
+        assert code not in RULES, f"two rules have the code {code}"
+        RULES[code] = Rule(code, tuple(tuple(key.split(".")) for key in reads), find, looks_up_names)
+        return find
+
+    return register

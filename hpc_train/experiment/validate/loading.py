@@ -1,0 +1,328 @@
+"""Reads an experiment file and the command line's overrides, and reports all problems with their position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpc_train.console import one_line
+from hpc_train.errors import BadFileError, shortened
+from hpc_train.experiment.config.explanations import explain, failed_paths
+from hpc_train.experiment.config.json_schema import Node
+from hpc_train.experiment.config.keys import (
+    BadKeyError,
+    as_mapping,
+    known_keys,
+    members,
+    node_at,
+    replaced,
+    split_key,
+)
+from hpc_train.experiment.config.marked_yaml import GIVEN_TWICE, MAX_BYTES, read_document, read_value
+from hpc_train.experiment.config.problems import (
+    COMMAND_LINE,
+    KeyPath,
+    Marks,
+    Place,
+    Problem,
+    ProblemLine,
+    Source,
+    related,
+)
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.sweep_sections import SWEPT
+from hpc_train.experiment.validate import rules
+
+#: Valid in the file itself, so not checked again for each run of a sweep.
+JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
+#: Parts of ``sweep`` with distributions instead of values.
+_DRAWN = ("random", "search")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid file. ``data`` is the content of the file and the command line, without defaults."""
+
+    experiment: Experiment
+    source: Source
+    data: dict[str, Any]
+    check_names: bool = True
+    #: ``KEY=VALUE`` of the command line.
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def source_name(self) -> str:
+        """The file as the user named it; empty for a dict of the Python API."""
+        return self.source.name
+
+    def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:
+        """Return the experiment with these dotted keys replaced: one run of the sweep.
+
+        Raises BadFileError; problems point to ``places``, the values' places in the file.
+        """
+        data = self.data
+        for path in SWEPT:  # else each run would be checked together with the values of all
+            data = _without(data, path)
+        for key, value in values.items():
+            data = replaced(data, split_key(key), value)
+        experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
+        if experiment is None or problems:
+            placed = [_at_value(problem, places or {}, values) for problem in problems]
+            raise BadFileError(self.source.render_all(placed))
+        return experiment
+
+    def problem(self, path: KeyPath | str, message: str, remedy: str, code: str = "launcher.request") -> str:
+        """Return the line for a problem that was found later, with its position; ``path`` may be dotted.
+
+        ``code``: default: that of a launcher's problems.
+        """
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
+        return self.source.render(Problem(keys, message, remedy, code=code))
+
+
+def load(
+    path: Path | Mapping[str, Any], overrides: Sequence[str] = (), *, check_names: bool = True
+) -> Loaded:
+    """Read ``path``, apply the ``KEY=VALUE`` overrides and check the result.
+
+    ``path`` may also be the content of a file; its problems have no position. Raises BadFileError with all
+    problems. ``check_names``: also look up names of timm and torchvision.
+    """
+    is_file = isinstance(path, Path)
+    document = read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
+    problems = document.problems
+    data = {} if document.data is None else document.data
+    data, changed, bad_overrides = _overridden(data, overrides)
+    problems += bad_overrides
+    source = Source(str(path) if is_file else "", document.marks, frozenset(changed))
+    experiment = None
+    if document.data is not None:
+        experiment, value_problems = _judge(
+            data, check_names, {problem.path for problem in problems if problem.path}
+        )
+        problems = with_unindented_sections(data, document.marks, [*problems, *value_problems])
+    if experiment is None or problems:
+        raise BadFileError(source.render_all(problems))
+    return Loaded(experiment, source, data, check_names, tuple(overrides))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"{path}: can't be read ({reason}); give the path of an experiment file"
+        raise BadFileError(ProblemLine(one_line(message), "file.unreadable", "")) from error
+
+
+def _as_yaml(content: Mapping[str, Any]) -> bytes:
+    """Return a mapping as JSON, which is YAML."""
+    try:
+        return json.dumps(dict(content), ensure_ascii=False).encode(errors="surrogatepass")
+    except (TypeError, ValueError) as error:
+        raise BadFileError(f"experiment: {error}; use dicts, lists, text, numbers and None") from error
+
+
+def _overridden(
+    data: dict[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[KeyPath], list[Problem]]:
+    """Return the changed data, the key paths given on the command line, and their problems."""
+    changed: list[KeyPath] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        try:
+            if not equals:
+                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE", code="key.path"))
+            path = split_key(key)
+        except BadKeyError as error:
+            problems.append(replace(error.problem, place=COMMAND_LINE))
+            continue
+        value, bad = read_value(text)
+        problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
+        if value is None and not bad and not _accepts_null(path):
+            changed.append(path)
+            data = _removed(data, path)
+        else:
+            changed.append(_first_new(data, path))
+            data = replaced(data, path, value)
+    return data, changed, problems
+
+
+def _accepts_null(path: KeyPath) -> bool:
+    """Return True if the key accepts null, or anything; for other keys null means the default."""
+    node = node_at(path)
+    parts = [{}] if node is None else node.get("anyOf", [node])
+    return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
+
+
+def _first_new(data: Any, path: KeyPath) -> KeyPath:
+    """Return the part of ``path`` that the command line adds: a section that was missing, or all of it."""
+    for end, segment in enumerate(path, start=1):
+        data = data.get(segment) if isinstance(data, dict) else None
+        if not isinstance(data, dict | bool):
+            return path[:end]
+    return path
+
+
+def _judge(
+    data: dict[str, Any], check_names: bool, reported: Set[KeyPath]
+) -> tuple[Experiment | None, list[Problem]]:
+    """Return the experiment, if it fits the schema, and all problems except those of ``reported`` keys."""
+    problems: list[Problem] = []
+    experiment = judged = None
+    try:
+        experiment = judged = Experiment.model_validate(data)
+    except ValidationError as error:
+        problems = explain(error, data)
+        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
+    failed = reported | failed_paths(problems, data)
+    problems = [problem for problem in problems if problem.path not in reported]
+    if judged is not None:
+        problems += rules.check(judged, failed, check_names=check_names)
+    return experiment, problems
+
+
+def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Experiment | None:
+    """Return the data without the invalid keys, with placeholders for required keys, for the rules."""
+    for path in failed:
+        keys = path[: next((i for i, segment in enumerate(path) if isinstance(segment, int)), len(path))]
+        data = _without(data, keys)
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError:
+        return None
+
+
+def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    parent: Any = data
+    for segment in path[:-1]:
+        parent = parent.get(segment) if isinstance(parent, dict) else None
+    if parent is not None and not isinstance(parent, dict):
+        return data
+    required = (as_mapping(node_at(path[:-1]) or {}) or {}).get("required", [])
+    if path[-1] in required:
+        return replaced(data, path, _stand_in(node_at(path) or {}))
+    return _removed(data, path) if parent is not None else data
+
+
+def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    """Return the data without the key, which may be missing."""
+    key, rest = path[0], path[1:]
+    if not rest:
+        return {name: value for name, value in data.items() if name != key}
+    assert isinstance(key, str)
+    section = data.get(key)
+    return data | {key: _removed(section, rest)} if isinstance(section, dict) else data
+
+
+def _stand_in(node: Node) -> Any:
+    """Return some value that is valid at ``node``."""
+    first = members(node)[0]
+    match first["type"]:
+        case "object":
+            properties = first.get("properties", {})
+            return {key: _stand_in(properties[key]) for key in first.get("required", [])}
+        case "integer":
+            return first.get("minimum", 0)
+        case "number":
+            return 0.5
+        case "array":
+            return []
+    return "x"
+
+
+def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[str, Any]) -> Problem:
+    """Return the problem moved to the swept value that it concerns; unchanged if there is none."""
+    for concerned in ([problem.path], list(problem.reads)):
+        for key, place in places.items():
+            path = split_key(key)
+            if any(related(path, other) for other in concerned):
+                below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
+                message = problem.message if below or problem.path == path else _named(problem)
+                if place[1] in _DRAWN:  # the file has no value there
+                    message += f" ({key} is {shortened(str(values[key]))})"
+                    below = ()
+                return replace(problem, path=(*place, *below), message=message)
+    return problem
+
+
+def _named(problem: Problem) -> str:
+    return f"{'.'.join(map(str, problem.path))}: {problem.message}"
+
+
+#: A key beside the section, and where.
+_Key = tuple[Place, str]
+
+
+def with_unindented_sections(
+    data: Mapping[str, Any], marks: Mapping[KeyPath, Marks], problems: Sequence[Problem]
+) -> list[Problem]:
+    """Return ``problems``; those that missing indentation causes are replaced by one per section."""
+    found = list(problems)
+    for section in _empty_sections(data):
+        if section not in marks:  # of the command line
+            continue
+        parent, start = section[:-1], marks[section].key
+        places = [*((mark.key, path) for path, mark in marks.items()), *_repeated(problems)]
+        following = sorted(
+            (place, str(path[-1])) for place, path in places if path[:-1] == parent and place > start
+        )
+        keys = list(takewhile(_belonging_to(section, marks[section].key.column, problems), following))
+        paths = {section, *((*section[:-1], key) for _, key in keys)}
+        caused = [each for each in problems if each.path[: len(section)] in paths]
+        if keys and caused:
+            end = next((place for place, _ in following[len(keys) :]), None)
+            first, last = keys[0][0].line, _last_line(section[:-1], keys[-1][0], end, marks)
+            lines = f"line {first}" if first == last else f"lines {first}-{last}"
+            found = [each for each in found if each not in caused]
+            remedy = f"indent {lines} below {section[-1]}:"
+            found.append(Problem(section, "is empty", remedy, on_key=True, code="yaml.indentation"))
+    return found
+
+
+def _empty_sections(data: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the keys without a value that are mappings in the schema."""
+    for key, value in data.items():
+        below = (*path, key)
+        if isinstance(value, dict):
+            yield from _empty_sections(value, below)
+        elif value is None and as_mapping(node_at(below) or {}):
+            yield below
+
+
+def _repeated(problems: Sequence[Problem]) -> list[tuple[Place, KeyPath]]:
+    """Return the keys that are given once more, which have no marks."""
+    return [(each.place, each.path) for each in problems if each.place and each.code == GIVEN_TWICE]
+
+
+def _belonging_to(section: KeyPath, column: int, problems: Sequence[Problem]) -> Callable[[_Key], bool]:
+    """Return what tells whether a key in this column can be one of the section's own."""
+    own, beside = set(known_keys(section)), set(known_keys(section[:-1]))
+    twice = {path[-1] for _, path in _repeated(problems)}
+    must_have_keys = any(each.path == section for each in problems)
+
+    def belongs(key: _Key) -> bool:
+        place, name = key
+        is_known = name in own if own else name not in beside
+        is_at_home = name in beside and name not in twice and not must_have_keys
+        return place.column == column and is_known and not is_at_home
+
+    return belongs
+
+
+def _last_line(parent: KeyPath, last_key: Place, end: Place | None, marks: Mapping[KeyPath, Marks]) -> int:
+    """Return the last line of the value of the key at ``last_key``, before ``end``."""
+    inside = [
+        mark.value.line
+        for path, mark in marks.items()
+        if path[: len(parent)] == parent and mark.key >= last_key and (end is None or mark.key < end)
+    ]
+    return max([last_key.line, *inside])

@@ -1,0 +1,320 @@
+"""Rules on the model: its arguments, and whether it takes images of their size and channels.
+
+Sizes and channels are checked if the file or the facts of the data set give them; for others ``prepare`` and
+the ranks find out. ``models.segmentation_models`` raises the same problems of smp's models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpc_train.errors import shortened
+from hpc_train.experiment.config.explanations import args_problems
+from hpc_train.experiment.config.fields import Arguments, PositiveInt, Section
+from hpc_train.experiment.config.problems import KeyPath, Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts import image_facts
+from hpc_train.experiment.data_facts.built_in import TASKS
+from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.validate import model_facts
+from hpc_train.experiment.validate.base import rule
+from hpc_train.experiment.validate.logging_rules import not_installed
+from hpc_train.experiment.validate.part_rules import own_arguments
+from hpc_train.registry import is_factory, nearest, split_name
+
+_ARGS: KeyPath = ("model", "args")
+#: Starts the names of timm's encoders.
+OF_TIMM = "tu-"
+_OF_THE_DATA = "take it out; it follows from the data"
+_OF_THE_TASK = "take it out; the task needs the logits of each pixel, and nothing else"
+#: Arguments of the library's classes that no file can set → the remedy.
+OWNED = {
+    "encoder_weights": "write model.pretrained",
+    "classes": _OF_THE_DATA,
+    "in_channels": _OF_THE_DATA,
+    "activation": _OF_THE_TASK,
+    "aux_params": _OF_THE_TASK,
+}
+
+
+def is_smp(name: str) -> bool:
+    """Return True if ``model.name`` is ``smp/<architecture>``."""
+    return not is_factory(name) and split_name(name)[0] == "smp"
+
+
+def owned_arguments(args: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield the problems of arguments that follow from other keys, from the data or from the task."""
+    for name in args:
+        if name in OWNED:
+            yield Problem((*_ARGS, name), "is not allowed here", OWNED[name], on_key=True)
+
+
+def encoder_problem(name: object, of_smp: Collection[str], of_timm: Collection[str]) -> Problem | None:
+    """Return the problem with ``encoder_name``: neither one of the library's ``of_smp`` nor ``tu-`` and one
+    ``of_timm``, with or without a tag.
+    """
+    path = (*_ARGS, "encoder_name")
+    if not isinstance(name, str):
+        return Problem(path, f"{shortened(repr(name))} is not a name", "write one, like resnet34")
+    if name in of_smp:
+        return None
+    base = name.removeprefix(OF_TIMM).partition(".")[0]
+    if name.startswith(OF_TIMM) and base in of_timm:
+        return None
+    # A timm encoder with a wrong or missing prefix is an exact match.
+    close = f"{OF_TIMM}{base}" if base in of_timm else _nearest_encoder(name, base, of_smp, of_timm)
+    remedy = f"did you mean {close}?" if close else f"write one like resnet34, or {OF_TIMM}<name of timm>"
+    return Problem(path, f"smp has no encoder '{shortened(name)}'", remedy)
+
+
+def _nearest_encoder(name: str, base: str, of_smp: Collection[str], of_timm: Collection[str]) -> str | None:
+    if not name.startswith(OF_TIMM):
+        return nearest(name, of_smp)
+    close = nearest(base, of_timm)
+    return f"{OF_TIMM}{close}" if close else None
+
+
+@rule("model.smp-arguments", "model.name", "model.args")
+def smp_owns_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """Classes, channels and weights of smp's models must not be in ``model.args``."""
+    if is_smp(experiment.model.name):
+        yield from owned_arguments(experiment.model.args)
+
+
+@rule("task.smp", "model.name", "task")
+def smp_models_are_for_segmentation(experiment: Experiment) -> Iterator[Problem]:
+    """Built-in tasks other than ``segmentation`` can't use a class per pixel."""
+    if is_smp(experiment.model.name) and experiment.task in ("classification", "regression"):
+        message = f"{experiment.task} can't use {shortened(experiment.model.name)}, which returns masks"
+        yield Problem(("task",), message, "write segmentation")
+
+
+@rule("model.smp-missing", "model.name", "environment.python", "environment.container", looks_up_names=True)
+def smp_is_installed(experiment: Experiment) -> Iterator[Problem]:
+    """``smp/…`` needs the package, if the ranks use this command's Python."""
+    name = experiment.model.name
+    if is_smp(name) and (message := not_installed(experiment.environment, "segmentation_models_pytorch")):
+        yield Problem(("model", "name"), message, "run pip install 'hpc-train[smp]', or name another model")
+
+
+@rule("model.encoder", "model.name", "model.args", looks_up_names=True)
+def encoder_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """smp or timm must know the encoder."""
+    if not is_smp(experiment.model.name) or "encoder_name" not in experiment.model.args:
+        return
+    of_smp, of_timm = model_facts.known_names("smp_encoders"), model_facts.known_names("timm")
+    if of_smp is None or of_timm is None:
+        return
+    if problem := encoder_problem(experiment.model.args["encoder_name"], of_smp, of_timm):
+        yield problem
+
+
+_IMAGE_SIZE: KeyPath = ("data", "image_size")
+#: As that of ``data.image_size``.
+_MAX_SIZE = 8192
+
+
+@rule(
+    "model.image-size",
+    "model.name",
+    "model.args",
+    "data.name",
+    "data.image_size",
+    "data.eval_size",
+    "data.args",
+    "task",
+    looks_up_names=True,
+)
+def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
+    """The model must accept images of the size in the file, or of the data set's own.
+
+    A child process runs the forward of a model of timm, torchvision or smp on the meta device.
+    """
+    if not model_facts.is_listed(experiment.model.name):
+        return
+    key = _key_of_size(experiment)
+    size = _own_size(experiment) if key is None else _written_size(experiment, key)
+    if size is not None and (problem := _size_problem(experiment, key, size)):
+        yield problem
+    # Models of other providers for masks take any size.
+    sides = experiment.data.eval_height_and_width if experiment.data.eval_size is not None else None
+    if sides is None or not is_smp(experiment.model.name):
+        return
+    if problem := _size_problem(experiment, ("data", "eval_size"), _square_or_sides(sides)):
+        yield problem
+
+
+def _size_problem(experiment: Experiment, key: KeyPath | None, size: int | list[int]) -> Problem | None:
+    """Return the problem with the size under ``key``; None as key: that of the data set."""
+    model = experiment.model
+    answer = model_facts.facts(model.name, model.args, image_size=size)
+    refusal, fitting = answer.get("size_refusal"), answer.get("fitting_size")
+    if not isinstance(refusal, str) or not isinstance(fitting, (int, list)):
+        return None
+    name, why = shortened(model.name), shortened(refusal).rstrip(".")
+    sides = f"{size}×{size}" if isinstance(size, int) else "×".join(map(str, size))
+    message = f"{name} can't take images of {sides} ({why})"
+    if key is None:
+        data = shortened(experiment.data.name)
+        message = f"is missing, and {name} can't take the {sides} images of {data} ({why})"
+    or_argument = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
+    return Problem(key or _IMAGE_SIZE, message, f"write {shortened(str(fitting))}{or_argument}")
+
+
+def _key_of_size(experiment: Experiment) -> KeyPath | None:
+    """Return the key of the file that sets the image size; None if the data set's own size counts."""
+    data = experiment.data
+    if data.image_size is not None:
+        return _IMAGE_SIZE
+    argument = data_facts(data.name).image_size_argument
+    return None if argument is None or argument not in data.args else ("data", "args", argument)
+
+
+def _written_size(experiment: Experiment, key: KeyPath) -> int | list[int] | None:
+    data = experiment.data
+    if key == _IMAGE_SIZE and is_smp(experiment.model.name) and data.height_and_width is not None:
+        return _square_or_sides(data.height_and_width)
+    size = data.image_size if key == _IMAGE_SIZE else data.args[str(key[-1])]
+    return size if type(size) is int and 0 < size <= _MAX_SIZE else None
+
+
+def _square_or_sides(sides: tuple[int, int]) -> int | list[int]:
+    height, width = sides
+    return height if height == width else [height, width]
+
+
+def _own_size(experiment: Experiment) -> int | None:
+    # A task of the user's may resize the images before the model takes them.
+    return data_facts(experiment.data.name).image_size(experiment.data) if experiment.task in TASKS else None
+
+
+@rule("model.channels", "model.name", "data.name", "data.args")
+def model_takes_the_channels(experiment: Experiment) -> Iterator[Problem]:
+    """torchvision's models take gray and color images only."""
+    number = _num_channels(experiment)
+    if number is not None and (problem := image_facts.model_problem(experiment.model.name, number)):
+        yield problem
+
+
+@rule("model.in-chans", "model.name", "model.args", "data.name", "data.args", "task")
+def in_chans_is_that_of_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """``in_chans`` of timm's models must be the number of channels of the data."""
+    number, model = _num_channels(experiment), experiment.model
+    # A task of the user's may give the model other channels.
+    if number is None or split_name(model.name)[0] != "timm" or experiment.task not in TASKS:
+        return
+    if model.args.get("in_chans", number) != number:
+        message = f"{model.args['in_chans']} channels, and the images of {experiment.data.name} have {number}"
+        yield Problem(("model", "args", "in_chans"), message, "take it out; it follows from the data")
+
+
+@rule("normalize.channels", "data.name", "data.args", "data.normalize")
+def normalization_has_a_value_per_channel(experiment: Experiment) -> Iterator[Problem]:
+    """``data.normalize`` must have one value per channel of the images."""
+    number, normalize = _num_channels(experiment), experiment.data.normalize
+    if number is None or normalize is None or normalize.from_weights:
+        return
+    if len(normalize.mean) != len(normalize.std):
+        return  # a rule of its own
+    for key, values in (("mean", normalize.mean), ("std", normalize.std)):
+        if values and (problem := image_facts.normalize_problem(key, values, number)):
+            yield problem
+
+
+def _num_channels(experiment: Experiment) -> int | None:
+    return data_facts(experiment.data.name).channels(experiment.data)
+
+
+@rule("model.gpt-arguments", "model.name", "model.args")
+def gpt_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """``model.args`` must be those of ``gpt``, and its heads must divide its width."""
+    model = experiment.model
+    if model.name == "gpt":
+        yield from gpt_args_problems(own_arguments(_ARGS, model.args))
+
+
+@rule("model.arguments", "model.name", "model.args", looks_up_names=True)
+def the_model_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """``model.args`` must be those of the model of timm, torchvision or smp; a child process builds it."""
+    model = experiment.model
+    args = own_arguments(_ARGS, model.args)
+    if args and model_facts.is_listed(model.name):
+        refusal = model_facts.args_refusal(model.name, args)
+        if refusal is not None:
+            message, _, remedy = refusal.removeprefix("model.args: ").rpartition("; ")
+            yield Problem(_ARGS, message, remedy)
+
+
+#: Keys that style gpt2 does not read.
+_OF_LLAMA = ("num_kv_heads", "hidden_dim", "rope_theta", "norm_eps")
+#: The default hidden width of llama's MLP is a multiple of it.
+_HIDDEN_MULTIPLE = 64
+
+
+class GPTArgs(Section):
+    """``model.args`` of gpt."""
+
+    style: Literal["gpt2", "llama"] = "gpt2"
+    """Architecture of the blocks: ``gpt2``, or ``llama``: RoPE, RMSNorm, SwiGLU, no biases."""
+    num_layers: PositiveInt = 4
+    """Number of blocks."""
+    num_heads: PositiveInt = 4
+    """Number of attention heads per block; must divide ``dim``."""
+    dim: PositiveInt = 128
+    """Width of the residual stream."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of embeddings, of attention weights, and of the output of each residual branch."""
+    tie_embeddings: bool = True
+    """Whether the head shares the weight of the token embedding."""
+    num_classes: PositiveInt | None = None
+    """V. Default: the data set's."""
+    num_kv_heads: PositiveInt | None = None
+    """Style llama: heads of keys and values, each shared by ``num_heads / num_kv_heads`` heads of queries;
+    must divide ``num_heads``. Default: ``num_heads``."""
+    hidden_dim: PositiveInt | None = None
+    """Style llama: hidden width of the MLP. Default: 8/3 of ``dim``, rounded up to a multiple of 64."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Style llama: base of the rotary frequencies."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Style llama: added to the mean square in RMSNorm."""
+
+
+def default_hidden_dim(dim: int) -> int:
+    """Return the default of ``hidden_dim``: 8/3 of the width, rounded up."""
+    return -(-8 * dim // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+
+
+def gpt_args_problems(args: Arguments) -> list[Problem]:
+    """Return the problem with the arguments."""
+    if problems := args_problems(_ARGS, "gpt", GPTArgs, args):
+        return problems
+    checked = GPTArgs.model_validate(args)
+    if checked.dim % checked.num_heads:
+        fitting = checked.dim // checked.num_heads * checked.num_heads + checked.num_heads
+        message = f"{checked.dim} is not a multiple of num_heads {checked.num_heads}"
+        return [Problem((*_ARGS, "dim"), message, f"write {fitting}")]
+    problem = _problem_of_gpt2(checked) if checked.style == "gpt2" else _problem_of_llama(checked)
+    return [] if problem is None else [problem]
+
+
+def _problem_of_gpt2(args: GPTArgs) -> Problem | None:
+    llama_key = next((key for key in _OF_LLAMA if key in args.model_fields_set), None)
+    if llama_key is None:
+        return None
+    return Problem((*_ARGS, llama_key), "is for style llama", "write style: llama too, or take it out")
+
+
+def _problem_of_llama(args: GPTArgs) -> Problem | None:
+    heads, width = args.num_heads, args.dim // args.num_heads
+    groups = args.num_kv_heads or heads
+    if heads % groups:
+        fitting = next(number for number in range(groups, 0, -1) if heads % number == 0)
+        message = f"{groups} does not divide num_heads {heads}"
+        return Problem((*_ARGS, "num_kv_heads"), message, f"write {fitting}")
+    if width % 2:
+        message = f"{args.dim} gives each of {heads} heads {width} dimensions, and RoPE rotates pairs of them"
+        return Problem((*_ARGS, "dim"), message, f"write {args.dim + heads}")
+    return None

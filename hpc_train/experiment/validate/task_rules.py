@@ -1,0 +1,166 @@
+"""Rules on the task: its losses and metrics; and remarks on modes that are probably not intended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from hpc_train.errors import shortened
+from hpc_train.experiment.config.explanations import args_problems, usual_mode
+from hpc_train.experiment.config.problems import KeyPath, Problem
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import data_facts, target_of, task_facts
+from hpc_train.experiment.data_facts.facts import DiceArgs, Losses
+from hpc_train.experiment.validate.base import rule
+from hpc_train.registry import suggestion
+
+_LOSS = ("optimization", "loss")
+#: The prefix of the averaged weights' metrics.
+_EMA = "ema_"
+
+
+@rule("loss.unknown", "task", "optimization.loss")
+def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
+    """``optimization.loss`` must be one of the task's, with arguments that it takes."""
+    losses, loss = task_facts(experiment.task).losses, experiment.optimization.loss
+    if losses is None or loss is None:
+        return
+    if loss.name not in losses:
+        yield _unknown_loss(experiment.task, loss.name, losses)
+        return
+    yield from args_problems((*_LOSS, "args"), loss.name, losses[loss.name], loss.args)
+
+
+def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
+    remedy = suggestion(name, losses, None if losses else "take it out")
+    list_of_losses = f" (it has {', '.join(losses)})" if losses else ""
+    return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{list_of_losses}", remedy)
+
+
+@rule("loss.smoothing-classes", "task", "optimization.label_smoothing")
+def smoothing_needs_classes(experiment: Experiment) -> Iterator[Problem]:
+    """Label smoothing needs a task with classes."""
+    if experiment.optimization.label_smoothing > 0 and task_facts(experiment.task).smooths_labels is False:
+        message = f"spreads targets over classes, which {experiment.task} does not have"
+        yield Problem(("optimization", "label_smoothing"), message, "take it out", on_key=True)
+
+
+@rule("loss.smoothing-dice", "task", "optimization.loss", "optimization.label_smoothing")
+def smoothing_needs_cross_entropy(experiment: Experiment) -> Iterator[Problem]:
+    """Label smoothing changes the cross entropy, which ``dice`` alone does not have."""
+    losses, loss = task_facts(experiment.task).losses, experiment.optimization.loss
+    if experiment.optimization.label_smoothing == 0 or losses is None or loss is None:
+        return
+    if losses.get(loss.name) is DiceArgs and loss.args.get("cross_entropy", 0) == 0:
+        message = "has no effect on dice, which has no cross entropy"
+        remedy = "take it out, or write optimization.loss: {name: dice, args: {cross_entropy: 1}}"
+        yield Problem(("optimization", "label_smoothing"), message, remedy, on_key=True)
+
+
+@rule(
+    "loss.mixing",
+    "task",
+    "data.name",
+    "optimization.mixup",
+    "optimization.cutmix",
+    "optimization.micro_batch_size",
+)
+def samples_can_be_mixed(experiment: Experiment) -> Iterator[Problem]:
+    """mixup and CutMix need a task with soft targets, and pairs of samples in a micro-batch."""
+    optimization = experiment.optimization
+    for key in ("mixup", "cutmix"):
+        if getattr(optimization, key) == 0:
+            continue
+        path, modality = ("optimization", key), data_facts(experiment.data.name).modality
+        if task_facts(experiment.task).mixes_targets is False:
+            message = f"mixes targets, which {experiment.task} can't"
+            yield Problem(path, message, "take it out", on_key=True)
+        elif key == "cutmix" and modality not in ("images", None):
+            message = f"cuts out parts of images, and {shortened(experiment.data.name)} has {modality}"
+            yield Problem(path, message, "take it out, or write mixup", on_key=True)
+        elif optimization.micro_batch_size == 1:
+            message = "mixes the samples of a micro-batch, which has one"
+            yield Problem(path, message, "write a larger optimization.micro_batch_size", on_key=True)
+        elif optimization.micro_batch_size == "auto":
+            message = "mixes the samples of a micro-batch, and auto would make its size depend on memory"
+            yield Problem(path, message, "write a number for optimization.micro_batch_size", on_key=True)
+
+
+@rule("metric.without-ema", "checkpoint.best", "early_stopping", "optimization.ema")
+def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
+    """Metrics with the prefix ``ema_`` need ``optimization.ema``."""
+    for path, metric in _followed_metrics(experiment):
+        if metric.startswith(_EMA) and experiment.optimization.ema is None:
+            message = f"{metric} is a metric of the EMA weights, and there is no optimization.ema"
+            yield Problem(path, message, f"write {metric.removeprefix(_EMA)}, or add optimization.ema")
+
+
+@rule("early-stopping.unlimited", "early_stopping")
+def early_stopping_has_a_limit(experiment: Experiment) -> Iterator[Problem]:
+    """``early_stopping`` needs ``patience`` or ``median_after``."""
+    stopping = experiment.early_stopping
+    if stopping is not None and stopping.patience is None and stopping.median_after is None:
+        yield Problem(("early_stopping", "patience"), "is missing", "write patience: 5, or median_after: 3")
+
+
+@rule("metric.unknown", "task", "data.name", "data.args", "checkpoint.best", "early_stopping")
+def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
+    """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
+    return _unknown_metrics(experiment, _followed_metrics(experiment))
+
+
+@rule("sweep.unknown-metric", "task", "data.name", "data.args", "sweep.search")
+def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
+    """``sweep.search.metric`` must be a metric of the task, if it is one of evaluations."""
+    search = experiment.sweep.search
+    metric = "train/" if search is None else search.metric.removeprefix("val/")
+    is_evaluated = not metric.startswith("train/")
+    return _unknown_metrics(experiment, [(("sweep", "search", "metric"), metric)] if is_evaluated else [])
+
+
+def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, str]]) -> Iterator[Problem]:
+    facts, target = task_facts(experiment.task), target_of(experiment.data)
+    loss = experiment.optimization.loss
+    if target == "classes" and loss is not None and loss.name == "cross_entropy":
+        target = "class"  # the targets are shares of the classes, and the class with the largest is predicted
+    metric_patterns = facts.metrics_with(target)
+    for path, metric in metrics:
+        name = metric.removeprefix(_EMA)
+        if metric_patterns and not any(fnmatchcase(name, pattern) for pattern in metric_patterns):
+            message = f"{shortened(metric)} is not a metric of {experiment.task}"
+            if name in facts.metrics:
+                message += f" (target: {target})"
+            whole = [pattern for pattern in metric_patterns if not pattern.endswith("*")]
+            names = ", ".join(pattern.replace("*", "<class>") for pattern in metric_patterns)
+            yield Problem(path, message, suggestion(name, whole, f"write one of {names}"))
+
+
+def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
+    if (best := experiment.checkpoint.best) is not None:
+        yield ("checkpoint", "best", "metric"), best.metric
+    if (stopping := experiment.early_stopping) is not None:
+        yield ("early_stopping", "metric"), stopping.metric
+
+
+def remarks(experiment: Experiment) -> Iterator[Problem]:
+    """Yield remarks on each ``mode`` for which a worse value of the task's metric is better."""
+    metrics = task_facts(experiment.task).metrics
+    for path, metric, mode in _modes(experiment):
+        name = metric.rpartition("/")[2].removeprefix("ema_")
+        # The task's own metric names: a class may be called error.
+        usual = next((usual_mode(pattern) for pattern in metrics if fnmatchcase(name, pattern)), None)
+        if usual is not None and mode != usual:
+            lower = "lower" if mode == "min" else "higher"
+            message = f"{mode} takes a {lower} {metric} for the better one"
+            remedy = f"write {usual}, unless that is what you want"
+            yield Problem((*path, "mode"), message, remedy, code="metric.mode")
+
+
+def _modes(experiment: Experiment) -> Iterator[tuple[KeyPath, str, str]]:
+    """Yield the sections that look for the best value of a metric, with the metric and its mode."""
+    if (best := experiment.checkpoint.best) is not None:
+        yield ("checkpoint", "best"), best.metric, best.mode
+    if (stopping := experiment.early_stopping) is not None:
+        yield ("early_stopping",), stopping.metric, stopping.mode
+    if (search := experiment.sweep.search) is not None:
+        yield ("sweep", "search"), search.metric, search.mode

@@ -1,0 +1,173 @@
+"""A checkpoint's weights and buffers, whole and under the model's plain names.
+
+Used by ``hpc-train export``, by ``load_model``, and by runs that start from another run's weights. The
+command runs in its own process, ``python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET [--ema]
+[--best] [--step STEP]``: commands import no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from hpc_train.console import say, say_text
+from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run import frozen_experiment
+from hpc_train.run.checkpoints import committed, find_step, verify
+from hpc_train.run.files import read_json, sync_folder
+from hpc_train.run.find import refuse_target
+from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
+from hpc_train.training.checkpoint.shards import Entry, write_safetensors
+from hpc_train.training.checkpoint.state import EMA, MODEL
+from hpc_train.training.models import lora
+from hpc_train.training.strategies.base import Piece
+
+
+def export(
+    run: RunPaths,
+    target: Path,
+    *,
+    ema: bool = False,
+    best: bool = False,
+    step: int | None = None,
+) -> None:
+    """Write the weights to ``target`` atomically; report it as one JSON line on stdout.
+
+    ``ema``: the EMA weights instead. ``best``, ``step``: of that checkpoint instead of the newest intact
+    checkpoint. Raises UsageError if the run has no checkpoint yet, no EMA or no such checkpoint, or
+    ``target`` is inside a run folder; StorageError if no checkpoint is intact or ``target`` can't be written.
+    """
+    refuse_target(target)
+    checkpoint = find_intact(run, best=best, step=step)
+    saved = SavedState.read(checkpoint)
+    if ema and not any(name.startswith(EMA) for name in saved.tensors):
+        raise UsageError(
+            f"{run.folder}: this run has no average of its weights (optimization.ema); omit --ema"
+        )
+    entries = plain_weights(checkpoint, saved, ema=ema)
+    run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
+    metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
+    _write(target, entries, metadata)
+    report = {"path": str(target), "step": checkpoint.step, "tensors": len(entries)}
+    print(json.dumps(report), flush=True)
+
+
+def find_intact(run: RunPaths, *, best: bool = False, step: int | None = None) -> CheckpointPaths:
+    """Return the newest intact checkpoint, or the best one, or that of ``step``, which must be intact.
+
+    Damaged ones are reported. Raises UsageError if there is no such checkpoint, StorageError if it is
+    damaged.
+    """
+    if best or step is not None:
+        checkpoint = run.checkpoint(find_step(run, best=best, step=step))
+        if problems := verify(checkpoint):
+            raise StorageError(f"{checkpoint.folder} is damaged: {'; '.join(problems)}")
+        return checkpoint
+    checkpoints = committed(run)
+    if not checkpoints:
+        raise UsageError(f"{run.folder}: this run has no checkpoint yet; try again once it has saved one")
+    for checkpoint in checkpoints:
+        problems = verify(checkpoint)
+        if not problems:
+            return checkpoint
+        say(f"{checkpoint.folder.name} is damaged: {'; '.join(problems)}")
+    raise StorageError(f"{run.checkpoints}: every checkpoint is damaged; resume the run to make a new one")
+
+
+def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str]) -> None:
+    # Not derived from the target's name, which may have the maximum length.
+    temporary = target.with_name(f".hpc-train-{secrets.token_hex(8)}")
+    try:
+        write_safetensors(temporary, entries, metadata)
+        temporary.replace(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise storage_error(error, target) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET […]: {message}")
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN_FOLDER", type=Path)
+    parser.add_argument("target", metavar="TARGET", type=Path)
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--step", type=int)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    try:
+        options = _parsed(arguments)
+        export(
+            RunPaths(options.run.absolute()),
+            options.target.absolute(),
+            ema=options.ema,
+            best=options.best,
+            step=options.step,
+        )
+    except HpcTrainError as error:
+        say_text(str(error))
+        return int(error.exit_code)
+    return int(ExitCode.DONE)
+
+
+def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool = False) -> dict[str, Entry]:
+    """Return name → tensor, each read lazily; a shared tensor under each of its names.
+
+    Adapters of ``model.lora`` are merged into their layers. ``ema``: the EMA weights instead. Raises
+    BadFileError if the run's experiment, which has the adapters' scale, can't be read.
+    """
+    entries = {
+        name.removeprefix(MODEL): _entry(checkpoint, _source(saved.first_name(name), ema=ema), saved)
+        for name in (*saved.tensors, *saved.tied)
+        if name.startswith(MODEL)
+    }
+    if not any(name.endswith(f".{lora.A}") for name in entries):
+        return entries
+    config = frozen_experiment.read(RunPaths(checkpoint.folder.parent.parent)).model.lora
+    if config is None:  # the names belong to the model
+        return entries
+    readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
+    return {name: replace(entries[name], read=read) for name, read in readers.items()}
+
+
+def _source(name: str, *, ema: bool) -> str:
+    """Return the checkpoint's name of the values for the model's tensor ``name``."""
+    return EMA + name.removeprefix(MODEL) if ema else name
+
+
+def _entry(checkpoint: CheckpointPaths, name: str, saved: SavedState) -> Entry:
+    tensor = saved.tensors[name]
+    return Entry(tensor.torch_dtype, tensor.shape, lambda: _read(checkpoint, name, tensor))
+
+
+def _read(checkpoint: CheckpointPaths, name: str, saved: SavedTensor) -> Tensor:
+    """Return one tensor, assembled from its pieces; only one at a time is in memory."""
+    whole = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    read_into(
+        checkpoint, {name: saved}, {name: [Piece(saved.shape, (0,) * whole.dim(), whole, is_writer=True)]}
+    )
+    return whole
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""``hpc_train.load_model``: a run's model for inference in any Python process.
+
+The model is built like on ranks, from the run's experiment by the code of its snapshot, and gets the weights
+of a checkpoint. Neither the data nor a scheduler is needed: checkpoints contain the facts about the data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.data_facts.by_name import image_shape
+from hpc_train.package_path import hidden_modules
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.trust import check_run
+from hpc_train.training.checkpoint.export import find_intact, plain_weights
+from hpc_train.training.checkpoint.saved_tensors import SavedState
+from hpc_train.training.checkpoint.shards import Entry
+from hpc_train.training.checkpoint.state import EMA
+from hpc_train.training.datasets.base import RawInput
+from hpc_train.training.datasets.batches import prepared_inputs
+from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.normalize import Normalize
+from hpc_train.training.datasets.structures import Tensors
+from hpc_train.training.datasets.tokenization import decoder_of
+from hpc_train.training.datasets.types import DataInfo, TargetSpecs
+from hpc_train.training.models.building import build_model
+from hpc_train.training.models.preprocessing import with_preprocessing
+from hpc_train.training.tasks.base import make_task, target_spec
+
+#: Prefix of the metrics of EMA weights.
+_EMA_METRIC = "ema_"
+
+
+@dataclass(frozen=True, repr=False)
+class LoadedModel:
+    """A run's model with the weights of a checkpoint, and what is needed to use it."""
+
+    #: The plain module, on the CPU in evaluation mode; float32, or float64 under ``precision: fp64``.
+    module: nn.Module
+    #: By class number; empty if the data have no names.
+    class_names: tuple[str, ...]
+    #: The step of the checkpoint.
+    step: int
+    #: Whether these are the EMA weights.
+    is_ema: bool
+    #: The experiment file of the run, with ``data.normalize`` resolved to numbers.
+    experiment: Experiment
+    #: The classes, channels and normalization of the training data.
+    data: DataInfo
+    target_spec: TargetSpecs
+
+    def __repr__(self) -> str:
+        """Fit on a line, for notebooks: the module and the experiment have thousands of characters."""
+        weights = " EMA" if self.is_ema else ""
+        of = self.experiment
+        return f"LoadedModel({of.model.name!r}, step={self.step}{weights}, run of {of.name!r})"
+
+    def preprocess(self, *samples: RawInput | str | Path) -> Tensors:
+        """Return the module's input for these samples, prepared as in an evaluation of the run.
+
+        A sample is the path of an image, a PIL image, an array (H, W, C), a tensor (C, H, W), or an input as
+        the run's data set returns it; the result is a batch, normalized, for images (B, C, H, W). For
+        language models a sample is a text, and the result has its tokens, (B, T) int64. Warns of images
+        unlike those of the training: of another size, or of floating point instead of uint8.
+        """
+        if self.data.sequence_length is not None:
+            return self._tokens(samples)
+        inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
+        if isinstance(inputs, Tensor):
+            self._warn_of_other_images(inputs)
+        dtype = torch.float64 if self.experiment.precision == "fp64" else torch.float32
+        return Normalize(self.data, self.experiment.data, dtype)(inputs)
+
+    def _warn_of_other_images(self, inputs: Tensor) -> None:
+        data, shape = self.experiment.data, tuple(inputs.shape[2:])
+        expected = image_shape(data)
+        if expected is not None and shape != expected:
+            sizes = " and ".join(f"{height} × {width}" for height, width in (shape, expected))
+            warnings.warn(
+                f"preprocess: these images and those of the training have {sizes} pixels; resize them",
+                stacklevel=3,
+            )
+        if expected is not None and inputs.is_floating_point() and data.value_range is None:
+            warnings.warn(
+                "preprocess: images of floating point count as normalized; those of the training were uint8 "
+                "(0 to 255), pass such",
+                stacklevel=3,
+            )
+
+    def decode(self, tokens: Sequence[int] | Tensor) -> str:
+        """Return the text of tokens of a language model. Raises UsageError without its tokenizer."""
+        decoder = decoder_of(self.data)
+        if decoder is None:
+            raise UsageError("decode: the tokenizer of the run's data is not on this machine")
+        return decoder.decode(tokens.tolist() if isinstance(tokens, Tensor) else tokens)
+
+    def _tokens(self, texts: Sequence[Any]) -> Tensor:
+        encode = getattr(decoder_of(self.data), "encode", None)
+        if encode is None or not all(isinstance(text, str) for text in texts):
+            raise UsageError(
+                "preprocess: this run's model takes tokens, and its tokenizer on this machine encodes only "
+                "texts, or none; call the module with a tensor (B, T) int64"
+            )
+        rows = [torch.from_numpy(tokens.astype("int64")) for tokens in encode(texts)]
+        if len({len(row) for row in rows}) != 1:
+            raise UsageError("preprocess: texts of different numbers of tokens; pass one text at a time")
+        return torch.stack(rows)
+
+
+def load_model(
+    run: RunPaths, *, best: bool, step: int | None, ema: bool | None, uses_snapshot: bool
+) -> LoadedModel:
+    """Build the model and load the newest intact checkpoint, the best one or that of ``step``.
+
+    ``ema``: None for the EMA weights if ``checkpoint.best`` follows a metric of theirs. ``uses_snapshot``:
+    import the user's modules from the run's snapshot. Raises UsageError if there is no such checkpoint or no
+    EMA, StorageError if it is damaged, BadFileError if the model can't be built or is another one.
+    """
+    check_run(run)
+    checkpoint = find_intact(run, best=best, step=step)
+    saved = SavedState.read(checkpoint)
+    experiment = with_preprocessing(effective_experiment(run, newest_number(run)))
+    if ema is None:
+        chosen = experiment.checkpoint.best
+        ema = chosen is not None and chosen.metric.startswith(_EMA_METRIC)
+    if ema and not any(name.startswith(EMA) for name in saved.tensors):
+        raise UsageError(f"ema: {run.folder} has no average of its weights (optimization.ema); omit ema")
+    with _importing_from(_code_folders(run) if uses_snapshot else []):
+        info = _data_info(experiment, saved)
+        spec = target_spec(make_task(experiment, info))
+        module = _built(experiment, info)
+    _load_weights(module, experiment.model.name, plain_weights(checkpoint, saved, ema=ema))
+    module.eval().requires_grad_(False)
+    return LoadedModel(module, info.class_names, checkpoint.step, ema, experiment, info, spec)
+
+
+def _built(experiment: Experiment, info: DataInfo) -> nn.Module:
+    """Build the model without reading weights from files, which may be gone."""
+    config = experiment.model
+    without_files = {"init_from": None} | ({} if config.pretrained is True else {"pretrained": False})
+    module = build_model(config.model_copy(update=without_files), info)
+    return module.double() if experiment.precision == "fp64" else module
+
+
+def _load_weights(module: nn.Module, name: str, weights: Mapping[str, Entry]) -> None:
+    try:
+        module.load_state_dict({key: entry.read() for key, entry in weights.items()})
+    except RuntimeError as error:
+        lines = "\n".join(str(error).splitlines()[:4])
+        raise BadFileError(
+            f"model.name: {name} as its code builds it now is not the model of the checkpoint: {lines}\n"
+            "restore the code, or omit code"
+        ) from error
+
+
+def _data_info(experiment: Experiment, saved: SavedState) -> DataInfo:
+    """Return the facts about the training data, from the checkpoint or, if it lacks them, from the data."""
+    data = saved.extra.get("data") or {}
+    try:
+        return TypeAdapter(DataInfo).validate_python(data["info"])
+    except KeyError:
+        info = build_source(experiment.data).info
+        return replace(info, mean=tuple(data.get("mean", info.mean)), std=tuple(data.get("std", info.std)))
+    except ValidationError as error:
+        raise BadFileError(f"checkpoint: its facts about the data are damaged: {error}") from error
+
+
+def _code_folders(run: RunPaths) -> list[str]:
+    """Return the folders of the user's modules in the run's snapshot, checked; empty if it has none."""
+    snapshot = linked(run)
+    if snapshot is None:
+        return []
+    check_owner(snapshot)
+    check_whole(snapshot)
+    return search_path(run)[1:]  # the first one has this package
+
+
+@contextmanager
+def _importing_from(folders: Sequence[str]) -> Iterator[None]:
+    """Import the user's modules from these folders within the context.
+
+    Modules of the same names that are imported already are hidden meanwhile, since they may be of other code.
+    """
+    own = {path.stem for folder in folders for path in Path(folder).iterdir()}
+    own -= {"hpc_train", *sys.stdlib_module_names}
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in own}
+    before = list(sys.path)
+    # As on ranks: a user's module must not replace one of Python's.
+    late = [folder for folder in folders if hidden_modules(folder)]
+    sys.path[:] = [*(folder for folder in folders if folder not in late), *before, *late]
+    for name in hidden:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        sys.modules.update(hidden)

@@ -1,0 +1,128 @@
+"""``imagefolder``: ``root/train/<class>/*`` and ``root/val`` or ``root/test``, the layout of ImageNet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
+from hpc_train.experiment.data_facts.image_facts import ImageFolderArgs
+from hpc_train.experiment.data_facts.root_layout import class_folders, validation_folder
+from hpc_train.training.datasets import packing
+from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.decoding import decode
+from hpc_train.training.datasets.images import image_content
+from hpc_train.training.datasets.packed import find_pack, open_split
+from hpc_train.training.datasets.sources.image_files import Skipped, images_below
+from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.types import DataInfo
+
+
+class FolderSplit:
+    """The images below ``folder/<class>``, classes and files in alphabetical order."""
+
+    def __init__(
+        self, folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped | None = None
+    ) -> None:
+        self._folder = os.fspath(folder)
+        self.channels = channels
+        paths: list[bytes] = []
+        counts: list[int] = []
+        for name in class_names:
+            files = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name, skipped)]
+            if not files:
+                raise BadFileError(
+                    f"data.root: {folder / name} contains no image ({', '.join(IMAGE_EXTENSIONS)}); "
+                    "add some, or remove it"
+                )
+            paths += files
+            counts.append(len(files))
+        self.folder = folder
+        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
+        #: Paths of the files, relative to ``folder``.
+        self.paths = np.array(paths)
+        self.classes = np.repeat(np.arange(len(counts)), counts)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        content, target = self.file_content(index)
+        return decode(content, self.channels), target
+
+    def file_content(self, index: int, /) -> tuple[bytes, int]:
+        """Return the content of a sample's file, and the sample's class."""
+        return image_content(self._file(index)), int(self.classes[index])
+
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        return Path(self._file(index))
+
+    def _file(self, index: int) -> str:
+        return f"{self._folder}/{os.fsdecode(self.paths[index])}"
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the two splits; without ``val`` and ``test`` there is no validation.
+
+    With ``data.cache`` they are the splits of a pack, which ``prepare`` (``download``) writes.
+    """
+    refuse_rest(config)
+    args = parse_args(ImageFolderArgs, config)
+    root = root_of(config)
+    if config.cache is None:
+        return folder_source(root, args.channels)
+    if not download:
+        return _packed_source(config, root, args.channels)
+    files = folder_source(root, args.channels)
+    packing.ensure(config, lambda: files)
+    return replace(_packed_source(config, root, args.channels), notices=files.notices, packed_from=files)
+
+
+def folder_source(root: Path, channels: int) -> DataSource:
+    """Return the images below ``root``, to be read file by file."""
+    skipped = Skipped(root)
+    class_names = class_folders(root / "train")
+    train = FolderSplit(root / "train", class_names, channels, skipped)
+    folder = validation_folder(root)
+    val = None if folder is None else _val_split(folder, class_names, channels, skipped)
+    for split in (train, val):
+        if split is not None:
+            skipped.add_beside_classes(split.folder)
+    skipped.add_unused_folders([root / "train", folder])
+    return DataSource(train, val, _info(class_names, channels), notices=skipped.notices())
+
+
+def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
+    pack = find_pack(config)
+    train = open_split(pack, "train", root, channels)
+    val = open_split(pack, "val", root, channels) if "val" in pack.parts else None
+    return DataSource(train, val, _info(pack.class_names, channels))
+
+
+def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
+    mean, std = mean_and_std(channels)
+    return DataInfo(len(class_names), channels, mean, std, class_names)
+
+
+def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
+    val_names = class_folders(folder)
+    if val_names != class_names:
+        missing, unknown = (
+            sorted(set(class_names) - set(val_names)),
+            sorted(set(val_names) - set(class_names)),
+        )
+        differences = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []
+        differences += [f"{len(unknown)} unknown ({', '.join(unknown[:5])})"] if unknown else []
+        raise BadFileError(
+            f"data.root: the classes in {folder} differ from those of train: {'; '.join(differences)}; "
+            "make them equal"
+        )
+    return FolderSplit(folder, val_names, channels, skipped)

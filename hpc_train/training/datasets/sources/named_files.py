@@ -1,0 +1,129 @@
+"""The files in a list: the permitted names, and differences from the files of the folder.
+
+A list may have been written by someone else, so it may name only regular files below ``data.root`` or a
+folder of ``data.args.roots``. Links are followed, because folders of images on shared storage are often
+linked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import BadFileError, counted, listed, printable, shortened
+from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
+from hpc_train.paths import expanded
+from hpc_train.training.datasets.sources.values import cell_text, text_problem
+
+
+class NamedFiles:
+    """The names, relative to ``folder``, that a list may contain."""
+
+    def __init__(self, root: Path, roots: Sequence[str], folder: Path | None = None) -> None:
+        """``root``, ``roots``: ``data.root`` and ``data.args.roots``. ``folder``: default ``root``."""
+        self._root = root
+        self._folder = os.fspath(folder or root)
+        self._extra_roots = [os.path.abspath(expanded(path)) for path in roots]  # noqa: PTH100  (.. removed)
+        self._root_paths = [os.path.abspath(root), os.path.realpath(root)]  # noqa: PTH100
+
+    def checked(self, name: Any, where: str) -> bytes:
+        """Return the name in bytes. Raises BadFileError unless it is a name below the root or the roots."""
+        if not isinstance(name, str):
+            raise _name_error(name, where, f"is {type(name).__name__}, not text", "write its path as text")
+        if problem := text_problem(name):
+            raise _name_error(name, where, problem.removeprefix("which "), "fix the name")
+        if (name.startswith("/") or ".." in name) and not self._is_allowed(name):
+            raise _name_error(
+                name,
+                where,
+                "leads out of its folder by .." if ".." in name.split("/") else f"is not below {self._root}",
+                f"write a name relative to {self._folder}, or data.args: {{roots: [FOLDER]}} with the folder "
+                "of such files",
+            )
+        return os.fsencode(name)
+
+    def _is_allowed(self, name: str) -> bool:
+        is_absolute, has_parent = name.startswith("/"), ".." in name.split("/")
+        if not is_absolute and not has_parent:
+            return True
+        # A name with ``..`` is certainly below the root only if no folder before it is a link.
+        roots = self._extra_roots + (self._root_paths if not has_parent else [])
+        path = os.path.normpath(os.path.join(self._folder, name))  # noqa: PTH118
+        return any(os.path.commonpath([root, os.path.abspath(path)]) == root for root in roots)  # noqa: PTH100
+
+    def path(self, name: bytes) -> str:
+        """Return the path of a checked name."""
+        return os.path.join(self._folder, os.fsdecode(name))  # noqa: PTH118  (Path: takes longer)
+
+
+def _name_error(name: Any, where: str, problem: str, remedy: str) -> BadFileError:
+    return BadFileError(
+        f"data.root: {where} names the file {shortened(cell_text(name), 200)!r}, which {problem}; {remedy}"
+    )
+
+
+def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
+    """Yield remarks on files in several rows, images below ``folder`` in no row, and files that don't exist.
+
+    ``lists``: file of the list → its names.
+    """
+    normal = {title: [os.path.normpath(name) for name in names] for title, names in lists.items()}
+    for title, names in normal.items():
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            yield (
+                f"{title} has {counted(len(repeated), 'file')} in more than one row: {_examples(repeated)}"
+            )
+    titles = list(normal)
+    for number, title in enumerate(titles[1:], start=1):
+        shared = sorted(set(normal[title]).intersection(*(normal[other] for other in titles[:number])))
+        if shared:
+            yield f"{title} and {titles[0]} both name {counted(len(shared), 'file')}: {_examples(shared)}"
+    yield from _folder_remarks(folder, set().union(*normal.values()))
+
+
+def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
+    deadline, unnamed, files_seen = time.monotonic() + COUNT_LIMIT_S, [], set()
+    root = os.fsencode(folder)
+    relative_names = {os.path.relpath(name, root) if name.startswith(b"/") else name for name in names}
+    for parent, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(b"."))
+        if time.monotonic() > deadline:
+            yield f"{folder} has too many files to look for images that no list names"
+            return
+        inner = os.path.relpath(parent, root)
+        for name in files:
+            path = name if inner == b"." else inner + b"/" + name
+            is_image = os.fsdecode(name).lower().endswith(IMAGE_EXTENSIONS) and not name.startswith(b".")
+            if path in relative_names:
+                files_seen.add(path)
+            elif is_image:
+                unnamed.append(path)
+    if unnamed:
+        yield f"{counted(len(unnamed), 'image')} below {folder} are in no list: {_examples(sorted(unnamed))}"
+    missing = []
+    for path in sorted(relative_names - files_seen):
+        if time.monotonic() > deadline:
+            return
+        if not os.path.isfile(os.path.join(root, path)):  # noqa: PTH113, PTH118  (links are not in the walk)
+            missing.append(path)
+    if missing:
+        yield f"{counted(len(missing), 'listed file')} below {folder} do not exist: {_examples(missing)}"
+
+
+def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield remarks on classes without samples. ``classes``: split → class numbers (N,) from 0."""
+    for split, numbers in classes.items():
+        present = set(numbers.tolist())
+        absent = [shortened(name) for number, name in enumerate(names) if number not in present]
+        if absent:
+            word = "training" if split == "train" else "validation"
+            yield f"{len(absent)} of {len(names)} classes have no {word} sample: {listed(absent, 5)}"
+
+
+def _examples(names: Sequence[bytes]) -> str:
+    return listed([printable(shortened(os.fsdecode(name))) for name in names], 3)

@@ -1,0 +1,173 @@
+"""``segmentation_folder``: ``root/{train,val}/images/*`` and ``masks/<same stem>.png`` of class numbers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.image_facts import SegmentationFolderArgs
+from hpc_train.experiment.data_facts.root_layout import validation_folder
+from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.images import (
+    DEFAULT_RULES,
+    UPRIGHT,
+    PixelRules,
+    image_content,
+    open_image,
+    orientation_of,
+    turned_upright,
+)
+from hpc_train.training.datasets.sources.image_files import Skipped, images_below
+from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.types import DataInfo
+
+#: PIL modes with one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
+_NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B")
+#: Rawmode of gray PNG files of two and four bits → the factor by which Pillow scales the stored values.
+_SCALED_BY = {"L;2": 85, "L;4": 17}
+_SHOWN = 3
+
+
+class MaskedImages:
+    """Image files below ``folder/images`` with the masks below ``folder/masks``, in alphabetical order."""
+
+    def __init__(
+        self, folder: Path, args: SegmentationFolderArgs, rules: PixelRules, skipped: Skipped
+    ) -> None:
+        self.channels: int = args.channels
+        self._rules = rules
+        self._classes = _classes_of_values(args)
+        self._images, self._masks = os.fspath(folder / "images"), os.fspath(folder / "masks")
+        paths = [
+            os.fsencode(path.relative_to(self._images)) for path in images_below(folder / "images", skipped)
+        ]
+        if not paths:
+            raise BadFileError(
+                f"data.root: {self._images} contains no images; put some there, or fix the path"
+            )
+        # An array, not a list: reference counts would copy a list's memory into every loader process.
+        self._paths = np.array(paths)
+        self._refuse_missing_masks(skipped)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
+        """Return the content of the image file, and its mask (H, W), uint8 if the file has 8 bits."""
+        content = image_content(self._image(index))
+        path = self.mask_path(index)
+        mask = read_mask(path, self._rules)
+        return content, mask if self._classes is None else self._as_classes(mask, path)
+
+    def path(self, index: int) -> Path:
+        """Return the image file of a sample."""
+        return Path(self._image(index))
+
+    def mask_path(self, index: int) -> str:
+        """Return the mask file of a sample."""
+        return self._mask(os.fsdecode(self._paths[index]))
+
+    def _image(self, index: int) -> str:
+        return f"{self._images}/{os.fsdecode(self._paths[index])}"
+
+    def _as_classes(self, mask: Tensor, path: str) -> Tensor:
+        assert self._classes is not None
+        classes = self._classes[mask.long()]
+        if (unlisted := mask[classes < 0]).numel():
+            raise BadFileError(
+                f"data: its mask {path} has the value {int(unlisted[0])}, which is neither in "
+                "data.args.mask_values nor ignore_index; add it there, or fix the mask"
+            )
+        return classes.to(mask.dtype)
+
+    def _mask(self, image: str) -> str:
+        return f"{self._masks}/{os.path.splitext(image)[0]}.png"  # noqa: PTH122  (Path: slow for each sample)
+
+    def _refuse_missing_masks(self, skipped: Skipped) -> None:
+        masks = {os.fspath(path) for path in images_below(Path(self._masks), skipped)}
+        wanted = [self._mask(os.fsdecode(image)) for image in self._paths]
+        missing = [mask for mask in wanted if mask not in masks]
+        for mask in sorted(masks.difference(wanted)):
+            skipped.add_mask(Path(mask))
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise BadFileError(
+                f"data.root: {len(missing)} images have no mask: {', '.join(missing[:_SHOWN])}{more} not "
+                "found; each needs masks/<name of the image>.png"
+            )
+
+
+def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
+    """Return the numbers in a mask file, (H, W): uint8, or int32 for 16 bits and more."""
+    with open_image(image_content(path), rules.max_pixels) as image:
+        if image.mode not in _NUMBERS:
+            raise BadFileError(
+                f"data: its mask {path} has colors (mode {image.mode}); save one class number per pixel as "
+                "gray or palette PNG"
+            )
+        factor = _SCALED_BY.get(str(image.tile[0][3])) if image.tile else None
+        pixels = np.array(image)
+        orientation = orientation_of(image) if rules.applies_orientation else UPRIGHT
+    if factor is not None:
+        pixels //= factor
+    mask = torch.from_numpy(pixels if pixels.dtype == np.uint8 else pixels.astype(np.int32))
+    return turned_upright(mask[None], orientation)[0]
+
+
+def _classes_of_values(args: SegmentationFolderArgs) -> Tensor | None:
+    """Return the class of each 16-bit value, (65536,) int32, -1 for none; None: values are classes."""
+    if not args.mask_values:
+        return None
+    classes = torch.full((1 << 16,), -1, dtype=torch.int32)
+    classes[args.ignore_index] = args.ignore_index
+    classes[torch.tensor(args.mask_values)] = torch.arange(len(args.mask_values), dtype=torch.int32)
+    return classes
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the splits ``train`` and ``val`` or ``test``; without these there is no validation."""
+    refuse_rest(config)
+    args = parse_args(SegmentationFolderArgs, config)
+    _check_numbers(args)
+    root, rules = root_of(config), PixelRules.of(config)
+    skipped = Skipped(root)
+    train = MaskedImages(root / "train", args, rules, skipped)
+    folder = validation_folder(root)
+    val = None if folder is None else MaskedImages(folder, args, rules, skipped)
+    skipped.add_unused_folders([root / "train", folder])
+    mean, std = mean_and_std(args.channels)
+    info = DataInfo(
+        args.num_classes,
+        args.channels,
+        mean,
+        std,
+        tuple(args.class_names),
+        ignore_index=args.ignore_index,
+    )
+    return DataSource(train, val, info, notices=skipped.notices())
+
+
+def _check_numbers(args: SegmentationFolderArgs) -> None:
+    if args.class_names and len(args.class_names) != args.num_classes:
+        raise BadFileError(
+            f"data.args.class_names: {len(args.class_names)} names for {args.num_classes} classes; write "
+            "one per class"
+        )
+    if args.ignore_index < args.num_classes:
+        raise BadFileError(
+            f"data.args.ignore_index: {args.ignore_index} is one of the {args.num_classes} classes; write a "
+            f"number from {args.num_classes} on, like 255"
+        )
+    values = args.mask_values
+    if values and (len(values) != args.num_classes or len(set(values)) < len(values)):
+        raise BadFileError(
+            f"data.args.mask_values: {len(set(values))} different values for {args.num_classes} classes; "
+            "write one per class"
+        )

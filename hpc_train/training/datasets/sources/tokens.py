@@ -1,0 +1,205 @@
+# ruff: noqa: N803, N806  (shape suffixes)
+"""``tokens``: sequences of token shards that ``prepare`` wrote, or of nanoGPT's and llm.c's files.
+
+The shards of a split are one long stream of documents, each followed by its end-of-document token. Sample i
+is tokens [iT, iT + T) with targets [iT + 1, iT + T + 1), regardless of the ends of shards and documents:
+every token but the first is a target once, and an incomplete sequence at the end is dropped.
+
+Shards are read by ``pread``, not mapped: a mapped file that is truncated or can't be read kills the process
+instead of raising an error, and mapped pages would count as the rank's memory.
+
+Legend: B sequences, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.data_size import num_sequences
+from hpc_train.experiment.data_facts.raw_tokens import Shard
+from hpc_train.experiment.data_facts.token_shards import (
+    DamagedShardError,
+    TokensArgs,
+    TokenShards,
+    find_shards,
+    tokenizer_file,
+)
+from hpc_train.training.datasets import token_writing
+from hpc_train.training.datasets.arguments import parse_args, refuse_rest
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.token_check import check_before_use
+from hpc_train.training.datasets.tokenization import TOKENIZER, VOCABULARY
+from hpc_train.training.datasets.types import DataInfo
+
+#: Maximum number of open shards: a rank may open few files, and shuffled samples come from all shards.
+_MAX_OPEN = 64
+_CHECKED_AT_ONCE = 1 << 22
+
+
+class OpenShards:
+    """Descriptors of shards: opened on demand; the most recently used ones stay open."""
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
+
+    def descriptor(self, path: Path) -> int:
+        """Return the open file. Raises OSError."""
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            while len(self._descriptors) >= _MAX_OPEN:
+                os.close(self._descriptors.popitem(last=False)[1])
+            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._descriptors.move_to_end(path)
+        return descriptor
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenShards, ()  # a loader process opens its own
+
+
+class TokenSplit:
+    """Sequences of ``sequence_length`` tokens of one split. Sample i: inputs and targets (T,)."""
+
+    def __init__(self, shards: TokenShards, part: str, sequence_length: int) -> None:
+        self._shards = shards.parts[part]
+        self._ends = list(accumulate(shard.num_tokens for shard in self._shards))
+        self._dtype = np.dtype(shards.dtype).newbyteorder("<")
+        self._vocabulary_size = vocabulary_size = shards.vocabulary_size
+        # Nothing to check if every number of the dtype is a token.
+        self._checks = vocabulary_size < 1 << (8 * self._dtype.itemsize)
+        self._sequence_length = sequence_length
+        self._open = OpenShards()
+
+    def __len__(self) -> int:
+        return num_sequences(self._ends[-1] if self._ends else 0, self._sequence_length)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, both (B, T) int64.
+
+        Raises BadFileError for a token beyond the vocabulary, DamagedShardError for a shard that is too
+        short.
+        """
+        length = self._sequence_length
+        rows_BT = np.empty((len(indices), length + 1), self._dtype)
+        starts = [index * length for index in indices.tolist()]
+        for row_T, start in zip(rows_BT, starts, strict=True):
+            self._read(row_T, start)
+        if self._checks and int(rows_BT.max(initial=0)) >= self._vocabulary_size:
+            self._refuse(rows_BT, starts)
+        tokens_BT = torch.from_numpy(rows_BT.astype(np.int64))
+        return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+    def check(self) -> None:
+        """Read all tokens. Raises BadFileError for the first one beyond the vocabulary."""
+        num_tokens = self._ends[-1] if self._checks else 0
+        for start in range(0, num_tokens, _CHECKED_AT_ONCE):
+            row_T = np.empty(min(_CHECKED_AT_ONCE, num_tokens - start), self._dtype)
+            self._read(row_T, start)
+            if int(row_T.max()) >= self._vocabulary_size:
+                self._refuse(row_T[None], [start])
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        inputs, targets = self.batch(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+    def _place(self, token: int) -> tuple[Shard, int]:
+        """Return the shard of a token of the stream, and the token's number within that shard."""
+        number = bisect_right(self._ends, token)
+        return self._shards[number], token - (self._ends[number - 1] if number else 0)
+
+    def _read(self, row_T: np.ndarray[Any, Any], start: int) -> None:
+        done = 0
+        while done < len(row_T):
+            shard, first = self._place(start + done)
+            count = min(len(row_T) - done, shard.num_tokens - first)
+            self._fill(row_T[done : done + count].data.cast("B"), shard, first)
+            done += count
+
+    def _fill(self, place: memoryview, shard: Shard, first: int) -> None:
+        descriptor = self._open.descriptor(shard.path)
+        offset = shard.offset + first * self._dtype.itemsize
+        while place:
+            count = os.preadv(descriptor, [place], offset)
+            if count == 0:
+                raise DamagedShardError.of(shard.path, f"it ends at byte {os.fstat(descriptor).st_size}")
+            place, offset = place[count:], offset + count
+
+    def _refuse(self, rows_BT: np.ndarray[Any, Any], starts: Sequence[int]) -> None:
+        row, column = np.argwhere(rows_BT >= self._vocabulary_size)[0].tolist()
+        shard, number = self._place(starts[row] + column)
+        raise BadFileError(
+            f"data.root: {shard.path} has the token {int(rows_BT[row, column])} at place {number} (byte "
+            f"{shard.offset + number * self._dtype.itemsize}), and the vocabulary has "
+            f"{self._vocabulary_size}; write the tokenizer or vocabulary_size of that file, or write it again"
+        )
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the sequences of the training and, if there are any, the validation tokens.
+
+    With ``download`` (``prepare``) shards of the text are written first.
+    """
+    refuse_rest(config)
+    args = parse_args(TokensArgs, config)
+    if download:
+        token_writing.ensure(config, args)
+    shards = find_shards(config, args)
+    splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
+    if download and shards.folder is None:
+        for split in splits.values():
+            split.check()
+    return DataSource(
+        splits["train"], splits.get("val"), _info(shards, args), partial(check_before_use, shards)
+    )
+
+
+def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:
+    names = () if shards.characters is None else (*shards.characters, "")  # the last: end of a document
+    return DataInfo(
+        num_classes=shards.vocabulary_size,
+        channels=0,
+        mean=(),
+        std=(),
+        class_names=names,
+        sequence_length=args.sequence_length,
+        tokenizer=_decoding(shards, args),
+    )
+
+
+def _decoding(shards: TokenShards, args: TokensArgs) -> str:
+    """Return ``DataInfo.tokenizer``."""
+    if shards.folder is None or shards.tokenizer in ("bytes", "characters"):
+        return shards.tokenizer
+    return f"{shards.folder}/{VOCABULARY if tokenizer_file(args) is None else TOKENIZER}"
+
+
+def _split(shards: TokenShards, part: str, sequence_length: int) -> TokenSplit:
+    split = TokenSplit(shards, part, sequence_length)
+    if len(split) == 0:
+        raise BadFileError(
+            f"data.args.sequence_length: {part} has {shards.num_tokens(part)} tokens, and a sequence of "
+            f"{sequence_length} needs one more than that; write a smaller number, or add text"
+        )
+    return split

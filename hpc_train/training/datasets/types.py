@@ -1,0 +1,143 @@
+"""Facts about a data set for the model and the task, a task's requirements on targets, and a batch.
+
+Shared by data sets, models, tasks and strategies, which don't import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpc_train.training.datasets.structures import Tensors, map_tensors
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Facts about a data set for the model, the task and the normalisation on the device."""
+
+    #: For sequences: the size of the vocabulary.
+    num_classes: int
+    #: For sequences: 0, and neither ``mean`` nor ``std``.
+    channels: int
+    #: One value per channel, for images scaled to 0…1.
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...] = ()
+    #: Tokens per sample; None: samples are images.
+    sequence_length: int | None = None
+    #: The value of pixels without a class in masks, and of tokens that are not predicted.
+    ignore_index: int | None = None
+    #: Shape of one sample's target: (), or (K,) for several classes, probabilities or numbers at once. Tasks
+    #: with other targets (masks, boxes, tokens) don't read it.
+    target_shape: tuple[int, ...] = ()
+    #: Decoder of tokens without ``class_names``: ``bytes``, an encoding of tiktoken, or the path of a
+    #: tokenizer.json.
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """A task's requirements on the target of one sample; loaders and ``prepare`` reject other targets."""
+
+    #: A phrase with the article: ``a class number``.
+    description: str
+    #: ``integer``: any integer dtype or bool, converted to int64. ``float``: any floating-point dtype, kept.
+    kind: Literal["integer", "float", "any"] = "any"
+    #: Shape of one sample, without the batch. None as a size: any size; None for all: any shape.
+    shape: tuple[int | None, ...] | None = None
+    #: The minimum and maximum value, inclusive; None: no bound.
+    minimum: float | None = None
+    maximum: float | None = None
+    #: Samples differ in shape (boxes, points): a batch has a list of B tensors instead of a tensor (B, …).
+    is_ragged: bool = False
+    #: Effect of crops, flips and resizing of the image on the target. ``mask``: (H, W), moved by nearest
+    #: neighbour; an integer mask keeps its dtype. ``boxes``: (n, 4) of left, top, right, bottom in pixels,
+    #: moved and clipped. ``per box``: n rows; the rows of dropped boxes are dropped. The last two are
+    #: ragged. None: no effect; augmentation that moves pixels is refused for such targets.
+    geometry: Literal["mask", "boxes", "per box"] | None = None
+    #: A value that is allowed outside of the bounds; masks are padded with it (default: 0).
+    ignored: int | None = None
+
+    def __str__(self) -> str:
+        kind = {"integer": "integers", "float": "floating-point numbers", "any": "numbers"}[self.kind]
+        shape = "any shape" if self.shape is None else f"shape {_shape_text(self.shape)}"
+        low = "" if self.minimum is None else f", at least {self.minimum:g}"
+        high = "" if self.maximum is None else f", at most {self.maximum:g}"
+        ignored = "" if self.ignored is None else f", or {self.ignored} to ignore"
+        return f"{self.description} ({kind} of {shape}{low}{high}{ignored})"
+
+
+def _shape_text(shape: tuple[int | None, ...]) -> str:
+    """Return the shape as a tuple is written, such as ``(3, any)``."""
+    sizes = ["any" if size is None else str(size) for size in shape]
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+
+#: The spec of one tensor, or of the parts of a dict that the task reads; None: any target.
+TargetSpecs = TargetSpec | dict[str, TargetSpec] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, of training or evaluation.
+
+    ``inputs`` and ``targets`` are each a tensor (B, …), or a dict or tuple of them; targets of samples that
+    differ in shape are a list of B tensors. The loader creates them on the CPU (images uint8, not
+    normalised; tokens int64; targets with the dtype and shape of the data set, or of the task's
+    ``target_spec``); after ``to`` they are on the device. ``number`` is the index i of 0…M−1 in the step
+    (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
+    padding. ``sides`` (B, 2) int64, for images in the evaluation: height and width before they were resized.
+    ``loss_factor``, shape (), float64, only if the task has a ``weight``: M times the micro-batch's share of
+    the step's weight. The loss that a strategy receives has been multiplied by it.
+    """
+
+    step: int
+    number: int
+    weight: float
+    inputs: Tensors
+    targets: Tensors
+    valid: Tensor
+    sides: Tensor | None = None
+    loss_factor: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""
+        if device.type == self.valid.device.type == "cpu":
+            return self
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory; called by the loader."""
+        return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def repeated(self, count: int) -> Batch:
+        """Return a batch that has each sample ``count`` times."""
+        return self._mapped(
+            lambda tensor: tensor.repeat_interleave(count, 0),
+            lambda samples: [sample for sample in samples for _ in range(count)],
+        )
+
+    def first(self, count: int) -> Batch:
+        """Return a batch of the first ``count`` samples."""
+        return self._mapped(lambda tensor: tensor[:count], lambda samples: samples[:count])
+
+    def taken(self, indices: list[int]) -> Batch:
+        """Return a batch of these samples."""
+        return self._mapped(lambda tensor: tensor[indices], lambda samples: [samples[i] for i in indices])
+
+    def _mapped(
+        self,
+        function: Callable[[Tensor], Tensor],
+        of_list: Callable[[list[Tensor]], list[Tensor]] | None = None,
+    ) -> Batch:
+        return replace(
+            self,
+            inputs=map_tensors(function, self.inputs, of_list),
+            targets=map_tensors(function, self.targets, of_list),
+            valid=function(self.valid),
+            sides=map_tensors(function, self.sides),
+        )
