@@ -17,7 +17,7 @@ from hpc_train.errors import (
 )
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.sweep_sections import Distribution
 from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig, ParallelConfig
 from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
@@ -112,7 +112,7 @@ __all__ = [
     "CheckRequest", "ClusterLauncher", "DataConfig", "DataFacts", "DataInfo", "DataParallel",
     "DataSource", "DatasetBuilder", "Degrees", "Device", "Distribution", "DrawsPictures",
     "EnvironmentRefusesError", "ExitCode", "Experiment", "ExperimentPaths", "FileSplit", "Finding",
-    "ForecastLauncher", "Forward", "JobForecast", "JobSection", "JobUsage", "KeyProblem",
+    "ForecastLauncher", "Forward", "Job", "JobForecast", "JobSection", "JobUsage", "KeyProblem",
     "KnowsDevices", "LaunchRequest", "Launcher", "LimitsItself", "Logger", "LoggerContext",
     "LoggerOffError", "LogsImages", "ModelBuilder", "ModelConfig", "MultiClusterLauncher",
     "NoSchedulerError", "ParallelConfig", "Piece", "Precision", "Problem", "RankContext", "Ranks",

@@ -21,7 +21,7 @@ PLUGIN_NAMES = """
 AccountingLauncher ArraySplit AttemptLauncher AwaitsCommit BadFileError Batch CheckRequest
 ClusterLauncher DataConfig DataFacts DataInfo DataParallel DataSource DatasetBuilder Degrees Device
 Distribution DrawsPictures EnvironmentRefusesError ExitCode Experiment ExperimentPaths FileSplit
-Finding ForecastLauncher Forward JobForecast JobSection JobUsage KeyProblem KnowsDevices
+Finding ForecastLauncher Forward Job JobForecast JobSection JobUsage KeyProblem KnowsDevices
 LaunchRequest Launcher LimitsItself Logger LoggerContext LoggerOffError LogsImages ModelBuilder
 ModelConfig MultiClusterLauncher NoSchedulerError ParallelConfig Piece Precision Problem RankContext
 Ranks Row RunPaths RunStatus SearchMethod SearchRequest Section Split StartRequest StorageError

@@ -18,7 +18,7 @@ from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.identity import CHANGEABLE
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
@@ -81,7 +81,7 @@ def as_override(key: str, value: Any) -> str:
     return f"{key}={_text(value)}"
 
 
-def changes(before: Experiment, after: Experiment) -> list[Change]:
+def changes(before: Job, after: Job) -> list[Change]:
     """Return the keys that differ, in file order, except those of a sweep."""
     old, new = (experiment.model_dump(mode="json", exclude=set(_IGNORED)) for experiment in (before, after))
     short = after.model_dump(mode="json", exclude_defaults=True)
@@ -91,7 +91,7 @@ def changes(before: Experiment, after: Experiment) -> list[Change]:
     ]
 
 
-def changes_on_resume(frozen: Experiment, wanted: Experiment, *, is_queued: bool = False) -> list[str]:
+def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> list[str]:
     """Return ``KEY=VALUE`` for each key that a resume may change and that differs in ``wanted``.
 
     ``is_queued``: including the resources that a job requests, which don't matter on this machine.
@@ -140,7 +140,7 @@ def swept_values(paths: RunPaths, data: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: bool) -> None:
+def say_file_changes(runs: Sequence[tuple[RunPaths, Job]], *, is_queued: bool) -> None:
     """Report the changes in the files of runs, each given with the experiment that it will use.
 
     ``is_queued``: including the resources that a job requests. Runs with the same changes are reported
@@ -189,7 +189,7 @@ class _File:
         except BadFileError:
             return
 
-    def lines(self, paths: RunPaths, used: Experiment, is_queued: bool) -> tuple[str, ...]:
+    def lines(self, paths: RunPaths, used: Job, is_queued: bool) -> tuple[str, ...]:
         """Return a heading and a line per change, or that they can't be determined; empty without changes."""
         try:
             if self._loaded is None:
@@ -207,7 +207,7 @@ class _File:
         return f"{self._name} {why}, so its changes are unknown; the run continues with its own copy"
 
 
-def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
+def _entries(frozen: Job, wanted: Job, used: Job, is_queued: bool) -> Iterator[str]:
     """Yield a line per key that differs between the file then and now, and between file and run."""
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
@@ -239,7 +239,7 @@ class VersionChange:
         return None
 
 
-def other_python(launcher: str, experiment: Experiment) -> str | None:
+def other_python(launcher: str, experiment: Job) -> str | None:
     """Return the key that makes ranks use another interpreter than this one, with its value."""
     environment = experiment.environment
     if launcher == LOCAL:

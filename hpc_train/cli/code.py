@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import StorageError, UsageError, UserError, counted, listed
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import PlannedRun
+from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.run.code import snapshot
 from hpc_train.run.code.snapshot import Code
@@ -55,7 +56,7 @@ class CodeChange:
         say(f"{run_name(self.paths)}: code: {self.description}")
 
 
-def code_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> CodeChange | None:
+def code_on_resume(paths: RunPaths, experiment: Job, *, new: bool) -> CodeChange | None:
     """Report the changes since the run's snapshot was taken; with ``new`` return the change to make.
 
     A run without a snapshot gets one. Nothing of the run changes before the caller has claimed an attempt and
@@ -78,7 +79,7 @@ def _used(paths: RunPaths, *, may_be_gone: bool) -> Path | None:
         raise
 
 
-def _new_code(paths: RunPaths, experiment: Experiment, used: Path | None) -> CodeChange | None:
+def _new_code(paths: RunPaths, experiment: Job, used: Path | None) -> CodeChange | None:
     code = _current_code(paths.siblings, [experiment])
     taken = _place(paths.siblings, code)
     if used is None:
@@ -91,7 +92,7 @@ def _new_code(paths: RunPaths, experiment: Experiment, used: Path | None) -> Cod
     return CodeChange(paths, taken, f"from this attempt on that of {Path.cwd()}: {text}")
 
 
-def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> None:
+def _say_differences(paths: RunPaths, experiment: Job, used: Path) -> None:
     try:
         differences = snapshot.differences(used, _current_code(paths.siblings, [experiment]))
     except UserError:
@@ -103,7 +104,7 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
         )
 
 
-def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment]) -> None:
+def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Job]) -> None:
     """Report the runs that use other code than the current one; the submit has started none of them."""
     users: dict[Path, list[RunPaths]] = {}  # a sweep's runs use one snapshot
     for paths in runs:
@@ -127,9 +128,8 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
         return  # like a resume
 
 
-def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:
-    sections = [experiment.data for experiment in experiments]
-    data = {path for section in sections for path in (section.root, section.cache) if path is not None}
+def _current_code(folder: ExperimentPaths, experiments: Iterable[Job]) -> Code:
+    data = {path for job in experiments for path in workload_of(job).data_paths(job)}
     excluded = [runs_root(), folder.snapshots, folder.folder, *map(expanded, data)]
     return snapshot.read(Path.cwd(), excluded)
 

@@ -13,9 +13,9 @@ from hpc_train.cli.preflight import LauncherChoice, submittable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError, counted
 from hpc_train.experiment.config.problems import COMMAND_LINE, Problem
-from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.data_facts.by_name import prefetched_bytes
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
@@ -64,7 +64,7 @@ def _findings(choice: LauncherChoice, loaded: Loaded | None, options: DoctorOpti
     here = not launcher.is_queue and not is_on_cpu and count_gpus(os.environ) > 0
     prefetched = None
     if experiment is not None and not launcher.is_queue:
-        prefetched = prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
+        prefetched = workload_of(experiment).prefetched_bytes(experiment, max(1, count_gpus(os.environ)))
     yield from machine_checks.this_machine(wants_gpu=here, prefetched_bytes=prefetched)
     yield from _webhook()
     if experiment is not None:
@@ -109,7 +109,7 @@ def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) 
         yield Finding(Level.WARNING, "launcher.programs", str(error), "", _LOCAL_ONLY, "")
 
 
-def _wandb(experiment: Experiment) -> Iterator[Finding]:
+def _wandb(experiment: Job) -> Iterator[Finding]:
     """Whether wandb's server accepts the rows of a file that logs to it."""
     config = experiment.logging.wandb
     if config is None or not needs_key(config.mode):

@@ -14,7 +14,7 @@ from hpc_train.cli.command_options import CheckpointOptions, EvaluateOptions, Ra
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import RunPaths
@@ -119,7 +119,7 @@ def _refuse_fixed(overrides: Sequence[str]) -> None:
 def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
     changes = [*noted_changes(paths, newest_number(paths)), *overrides]
-    experiment = frozen_experiment.load_changed(paths, changes).experiment
+    experiment = as_training(frozen_experiment.load_changed(paths, changes).experiment)
     if experiment.optimization.micro_batch_size != "auto":
         return experiment
     size = kept_size(paths)
@@ -131,9 +131,7 @@ def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     return experiment.with_micro_batch_size(size)
 
 
-def _ranks_folder(
-    folder: Path, experiment: Experiment, request: dict[str, Any], snapshot: Path | None
-) -> RunPaths:
+def _ranks_folder(folder: Path, experiment: Job, request: dict[str, Any], snapshot: Path | None) -> RunPaths:
     run = RunPaths(folder)
     run.folder.mkdir(mode=0o700)
     frozen_experiment.write(run, experiment)

@@ -13,15 +13,13 @@ from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import (
     LauncherChoice,
     Preflight,
-    missing_pack_lines,
-    possible_packs,
+    missing_packs,
     say_remarks,
     with_found_sizes,
 )
 from hpc_train.cli.searching import next_trials
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode
-from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.devices import Device, device_here
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.prediction import PARTS, StepPrediction, predict
@@ -30,6 +28,7 @@ from hpc_train.experiment.topology.degrees import in_words
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import KnowsDevices, Launcher
 
 #: Bubble above which ``plan`` prints a remedy.
@@ -136,14 +135,15 @@ def plan(options: PlanOptions) -> ExitCode:
         scripts = full.scripts if options.script else ()
         show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
         _show_predictions(full.plan.runs, full.memory)
-    lines = full.problems or full.queue.refused or missing_pack_lines(full.loaded)
+    lines = full.problems or full.queue.refused or missing_packs(full.loaded)
     for line in lines:
         say(line)
     say_remarks(full.loaded)
     plan_cost.say_cost(full.cost)
     queue_forecast.say_forecast(full.queue, full.plan)
     if not lines:
-        _say_pack(full.loaded.experiment.data)
+        for note in workload_of(full.loaded.experiment).notes(full.loaded.experiment):
+            say(note)
     return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
 
 
@@ -175,16 +175,6 @@ def make_full_plan(options: PlanOptions) -> FullPlan:
     return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory)
 
 
-def _say_pack(data: DataConfig) -> None:
-    if data.cache is None:
-        return
-    pack = next((file for file in possible_packs(data) or () if file.is_file()), None)
-    if pack is not None:
-        place = "its temporary folder" if data.stage is True else data.stage
-        staged = f"; each node copies it to {place} first" if data.stage else ""
-        say(f"data.cache: ranks read {pack} ({pack.stat().st_size} bytes){staged}")
-
-
 def show(
     plan: Plan,
     *,
@@ -214,7 +204,7 @@ def _table(
     rows = [[*_HEADS], *map(_cells, runs)]
     for head, cells in more_columns:
         _append(rows, head, cells)
-    if any(len(traits_of(run.experiment.parallel.strategy).degrees) > 1 for run in runs):
+    if any(run.parallel and len(traits_of(run.parallel.strategy).degrees) > 1 for run in runs):
         _append(rows, "degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs])
     if any(run.stages for run in runs):
         _append(rows, "stages", [_stages(run) for run in runs])
@@ -230,9 +220,9 @@ def _append(rows: list[list[str]], head: str, cells: Sequence[str]) -> None:
 
 
 def _stages(run: PlannedRun) -> str:
-    if run.stages is None:
+    if run.stages is None or run.parallel is None:
         return "1"
-    return f"{run.stages}, {run.schedule or run.experiment.parallel.strategy}"
+    return f"{run.stages}, {run.schedule or run.parallel.strategy}"
 
 
 def _bubble(run: PlannedRun) -> str:
@@ -242,10 +232,10 @@ def _bubble(run: PlannedRun) -> str:
 
 
 def _hint(run: PlannedRun) -> str | None:
-    if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
+    if run.parallel is None or run.bubble is None or run.bubble <= _LARGE_BUBBLE:
         return None
     waits = f"ranks wait {_bubble(run)} of a step"
-    strategy = run.experiment.parallel.strategy
+    strategy = run.parallel.strategy
     if not traits_of(strategy).has_schedule:
         return f"parallel.strategy: under {strategy} {waits}; pipeline keeps several micro-batches going"
     return (
@@ -257,7 +247,7 @@ def _hint(run: PlannedRun) -> str | None:
 def _cells(run: PlannedRun) -> list[str]:
     is_auto = run.micro_batches is None
     by_trial = ("auto", "auto") if is_auto else (run.micro_batches, run.accumulation)
-    cells = (run.ranks, *by_trial, run.experiment.precision, run.steps_per_epoch, run.total_steps)
+    cells = (run.ranks, *by_trial, run.precision, run.steps_per_epoch, run.total_steps)
     return [run.id, *("unknown" if cell is None else str(cell) for cell in cells), _hours(run)]
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from hpc_train.console import rounded, say
 from hpc_train.errors import counted, listed
+from hpc_train.experiment.config.schema import EvaluationConfig, Experiment
 from hpc_train.experiment.plan.duration import (
     MeasuredRun,
     Prediction,
@@ -128,16 +129,16 @@ def _prediction(run: PlannedRun, runs: Sequence[MeasuredRun], throughput: float 
     step_time: StepTime | None = fitted(runs, work) if throughput is None else given(throughput)
     if step_time is None:
         return None
-    steps = Steps(run.total_steps, _evaluations(run), run.experiment.checkpoint)
+    assert isinstance(run.experiment, Experiment), "it has a layout"
+    evaluations = _evaluations(run.experiment.evaluation, run.total_steps, run.steps_per_epoch)
+    steps = Steps(run.total_steps, evaluations, run.experiment.checkpoint)
     return predicted(work, steps, step_time, run.size)
 
 
-def _evaluations(run: PlannedRun) -> int:
-    assert run.total_steps is not None
-    if run.steps_per_epoch is None and run.experiment.evaluation.every_steps is None:
+def _evaluations(config: EvaluationConfig, total_steps: int, steps_per_epoch: int | None) -> int:
+    if steps_per_epoch is None and config.every_steps is None:
         return 1  # at the end
-    every = evaluation_interval(run.experiment.evaluation, run.steps_per_epoch or 1)
-    return -(-run.total_steps // every)
+    return -(-total_steps // evaluation_interval(config, steps_per_epoch or 1))
 
 
 def say_cost(cost: PlanCost) -> None:

@@ -15,24 +15,17 @@ from hpc_train.cli.command_options import LauncherOptions
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.built_in import DATA_SETS
-from hpc_train.experiment.data_facts.by_name import data_facts, misplaced, missing_index
-from hpc_train.experiment.plan.input_files import LIMIT_S, missing_pack, pack_files
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.experiment.validate.own_parts import missing_parts
-from hpc_train.experiment.validate.rules import check_start
-from hpc_train.experiment.validate.task_rules import remarks
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.weight_source import KEY, source_facts
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,11 @@ def with_found_sizes(plan: Plan) -> Plan:
 
 
 def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
-    optimization = run.experiment.optimization
-    size = kept_size(RunPaths(runs_root() / name / run.id))
-    if optimization.micro_batch_size != "auto" or size is None:
+    size = kept_size(RunPaths(runs_root() / name / run.id)) if run.micro_batches is None else None
+    layout = run.layout
+    if size is None or layout is None:
         return run
-    return replace(run, micro_batches=optimization.global_batch_size // size)
+    return replace(run, micro_batches=layout.global_batch_size // size)
 
 
 def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
@@ -97,7 +90,7 @@ def submittable(choice: LauncherChoice, loaded: Loaded) -> Plan:
 class Candidate(NamedTuple):
     """A run to check, with the ranks that its launcher would start."""
 
-    experiment: Experiment
+    experiment: Job
     ranks: Ranks
     #: The size that ``micro_batch_size: auto`` found in an earlier attempt.
     micro_batch_size: int | None
@@ -121,8 +114,6 @@ class Preflight:
         """
         self._launcher = launcher
         self._on_this_machine, self._needs_launcher = on_this_machine, needs_launcher
-        #: By the section ``data``: many runs share one.
-        self._layouts: dict[str, Problem | None] = {}
 
     def of_plan(
         self,
@@ -139,12 +130,10 @@ class Preflight:
         candidates, requests = [], []
         for run in plan.runs:
             paths = RunPaths(folder.folder / run.id)
-            is_auto = run.experiment.optimization.micro_batch_size == "auto"
-            size = kept_size(paths) if is_auto else None
+            size = kept_size(paths) if run.micro_batches is None else None
             candidates.append(Candidate(run.experiment, Ranks() if is_unknown else run.size, size))
             requests.append(StartRequest(paths, run.experiment, loaded.problem))
-        missing = [*lacking_parts(loaded, plan), *_missing_weights(loaded, plan)]
-        problems = self._problems(loaded, candidates, missing, lacking)
+        problems = self._problems(loaded, candidates, lacking_parts(loaded, plan), lacking)
         if problems or lacking:
             return Checked(problems, [], [])
         try:
@@ -162,94 +151,50 @@ class Preflight:
         self, loaded: Loaded, runs: Sequence[Candidate], missing: Sequence[str], lacking: Sequence[str]
     ) -> list[str]:
         is_usable = not lacking or self._needs_launcher
+        job, workload = loaded.experiment, workload_of(loaded.experiment)
         lines = [
             loaded.source.render(problem)
             for experiment, ranks, size in runs
-            for problem in check_start(experiment, ranks.most, ranks.per_node, ranks.fewest, size)
+            for problem in workload.start_problems(experiment, ranks, size)
         ]
         lines += [*missing, *(lacking if self._needs_launcher else ())]
         is_queued = is_usable and self._launcher.is_queue
-        data = loaded.experiment.data
-        key = f"{is_queued} {data.model_dump_json()}"
-        if key not in self._layouts:
-            self._layouts[key] = _layout_problem(data, is_queued=is_queued)
-        problem = self._layouts[key]
+        problem = workload.misplaced_data(job, is_queued=is_queued)
         lines += [] if problem is None else [loaded.source.render(problem)]
         if self._on_this_machine or not is_usable:
             lines += missing_data(loaded)
         return list(dict.fromkeys(lines))
 
 
-def _layout_problem(data: DataConfig, *, is_queued: bool) -> Problem | None:
-    try:
-        if data.root is None or not expanded(data.root).exists():
-            return None
-        root = expanded(data.root)
-        is_empty = root.is_dir() and not any(root.iterdir())
-        return None if is_queued and is_empty else misplaced(data)
-    except OSError:  # the ranks may be able to read it
-        return None
-
-
 def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
-    """Return the problem of a data root, or its pack, that is missing here: ranks fail only after imports."""
-    data = loaded.experiment.data
-    if data.root is not None and not expanded(data.root).exists():
-        message = f"{data.root} does not exist on this machine"
-        return [loaded.problem("data.root", message, remedy or _root_remedy(data), "data.root-absent")]
-    return missing_pack_lines(loaded)
+    """Return the problems of data that are missing here: ranks fail only after imports."""
+    return _rendered(loaded, lambda: workload_of(loaded.experiment).missing_data(loaded.experiment, remedy))
 
 
-def _root_remedy(data: DataConfig) -> str:
-    facts, write = data_facts(data.name), "write the folder of the data"
-    if facts.is_downloaded:
-        return f"{write}, or fetch them with `hpc-train prepare FILE`"
-    is_useless = data.name in DATA_SETS and not facts.needs_root
-    return f"take it out; {data.name} needs none" if is_useless else write
+def missing_packs(loaded: Loaded) -> list[str]:
+    """Return the problems of ``missing_data`` that ranks on other machines have, too."""
+    job = loaded.experiment
+
+    def packs() -> list[Problem]:
+        return [problem for problem in workload_of(job).missing_data(job) if problem.path != ("data", "root")]
+
+    return _rendered(loaded, packs)
 
 
-def missing_pack_lines(loaded: Loaded) -> list[str]:
-    """Return the line that reports that the pack, or the index, that ranks need is missing here."""
-    data = loaded.experiment.data
-    if (problem := missing_index(data)) is not None:
-        return [loaded.source.render(problem)]
-    if data.cache is None:
-        return []
+def _rendered(loaded: Loaded, find: Callable[[], list[Problem]]) -> list[str]:
     try:
-        files = possible_packs(data)
+        return list(map(loaded.source.render, find()))
     except BadFileError as error:
         return error.problems
-    if files is None or any(file.is_file() for file in files):
-        return []
-    return [loaded.problem("data.cache", *missing_pack(data), "data.pack-absent")]
-
-
-def possible_packs(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None if images are not packed, or take too long to list before a start."""
-    if not data_facts(data.name).is_packable:
-        return None
-    try:
-        return pack_files(data, LIMIT_S)
-    except OSError:
-        return None
-
-
-def _missing_weights(loaded: Loaded, plan: Plan) -> list[str]:
-    """Return the problems of a ``model.init_from`` without weights. A run keeps the weights named now."""
-    lines = []
-    for text in dict.fromkeys(run.experiment.model.init_from for run in plan.runs):
-        try:
-            source_facts(text)
-        except BadFileError as error:
-            message, _, remedy = str(error).removeprefix(f"{KEY}: ").rpartition("; ")
-            lines.append(loaded.problem(KEY, message, remedy, "weights.absent"))
-    return lines
 
 
 def lacking_parts(loaded: Loaded, plan: Plan) -> list[str]:
-    """Return the problems with the user's own modules that the plan names and that are missing here."""
-    experiments = [run.experiment for run in plan.runs]
-    return [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]
+    """Return the problems with the user's own code and weights that the plan names and that are missing here.
+
+    A run keeps the weights named now.
+    """
+    problems = workload_of(loaded.experiment).missing_code([run.experiment for run in plan.runs], _code_root)
+    return list(map(loaded.source.render, problems))
 
 
 def _code_root() -> Path | None:
@@ -259,5 +204,5 @@ def _code_root() -> Path | None:
 
 def say_remarks(loaded: Loaded) -> None:
     """Print the remarks on settings that are valid but probably not intended."""
-    for remark in remarks(loaded.experiment):
+    for remark in workload_of(loaded.experiment).remarks(loaded.experiment):
         say(loaded.source.render(remark))

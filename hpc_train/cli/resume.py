@@ -29,7 +29,7 @@ from hpc_train.cli.starting import (
 )
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.identity import changes_identity
 from hpc_train.experiment.plan.input_files import DATA
 from hpc_train.experiment.validate.loading import Loaded
@@ -61,7 +61,7 @@ from hpc_train.run.versions import Differences, in_words
 
 _STRICT = "environment.strict=true"
 #: Not part of the run's identity: its location and its sweep.
-_FIXED: dict[str, Callable[[Experiment], object]] = {
+_FIXED: dict[str, Callable[[Job], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
     "sweep.list": lambda experiment: experiment.sweep.list,
@@ -69,7 +69,7 @@ _FIXED: dict[str, Callable[[Experiment], object]] = {
     "sweep.exclude": lambda experiment: experiment.sweep.exclude,
     "sweep.search": lambda experiment: experiment.sweep.search,
     # Unlike the rest of its section it changes the mathematics.
-    "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
+    "parallel.sync_batchnorm": lambda job: isinstance(job, Experiment) and job.parallel.sync_batchnorm,
 }
 
 
@@ -352,7 +352,7 @@ def _refuse_versions(paths: RunPaths, differences: Differences, request: _Reques
     )
 
 
-def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
+def _refuse_other_inputs(paths: RunPaths, experiment: Job) -> None:
     """Raise BadFileError if a run that has saved something would continue on other data."""
     if DATA in inputs_differ(paths, experiment) and committed(paths):
         raise BadFileError(

@@ -12,7 +12,7 @@ from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.cli.run_row import RunRow, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT
@@ -268,8 +268,10 @@ def _after_divergence(paths: RunPaths) -> list[str]:
     """The run is deterministic, so resuming it unchanged produces the same NaN."""
     steps = ["resuming it unchanged would diverge again; start a changed run, for example with"]
     try:
-        experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)
+        experiment: Job = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:
+        return steps[:1]
+    if not isinstance(experiment, Experiment):
         return steps[:1]
     optimization = experiment.optimization
     lower = as_override(_LR, optimization.optimizer.lr / 2)

@@ -21,7 +21,7 @@ from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
 from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import Launcher, StartRequest
@@ -141,7 +141,7 @@ class _Submission:
         self._surroundings: Surroundings | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
-        self._unchanged: dict[RunPaths, Experiment] = {}
+        self._unchanged: dict[RunPaths, Job] = {}
         self._codes = [ExitCode.DONE]
 
     def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
@@ -299,7 +299,7 @@ def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
     return paths
 
 
-def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
+def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued: bool) -> ExitCode:
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         differing = " and ".join(
@@ -327,7 +327,7 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_
     return ExitCode.FAILED
 
 
-def _changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:
+def _changes_since(paths: RunPaths, wanted: Job, *, is_queued: bool) -> list[str]:
     """Return ``KEY=VALUE`` of the keys that the file has changed since and that a resume may change."""
     try:
         frozen = effective_experiment(paths, newest_number(paths) + 1)

@@ -19,7 +19,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Job
     from hpc_train.experiment.plan.devices import Device
 
 
@@ -28,7 +28,7 @@ class LaunchRequest:
     """One attempt to start: an existing run folder, and the options of the command."""
 
     paths: RunPaths
-    experiment: Experiment
+    experiment: Job
     attempt: int
     #: Ranks on this machine (``--devices``); None: one per GPU, or one.
     devices: int | None = None
@@ -61,7 +61,7 @@ class StartRequest:
 
     paths: RunPaths
     #: Including the changes made by its attempts so far and by the next one.
-    experiment: Experiment
+    experiment: Job
     #: Renders a problem of a key with ``file:line:col``, if there is an experiment file.
     problem: Callable[[str, str, str], str] | None = None
     #: Ranks on this machine (``--devices``); None: not given.
@@ -94,15 +94,15 @@ class Launcher(Protocol):
     def title(self) -> str:
         """Its name in messages."""
 
-    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+    def problems(self, experiment: Job) -> list[KeyProblem]:
         """Return the keys that this launcher needs and the experiment file lacks."""
 
-    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
         """Return how many ranks it starts here for ``--devices`` (None: not given); None if unknown. Raises
         UsageError if this machine has too few devices.
         """
 
-    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+    def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return how many ranks a run will have. ``devices``: as ``choose_devices`` returned them."""
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
@@ -174,7 +174,7 @@ class CheckRequest:
     """The checks that ``doctor`` requests of a launcher."""
 
     #: The given experiment; None: check the cluster only.
-    experiment: Experiment | None = None
+    experiment: Job | None = None
     #: Renders a key of the file as ``file:line:col: key``, for findings about one.
     place: Callable[[str], str] = str
 
@@ -195,7 +195,7 @@ class JobSection:
 class KnowsDevices(Protocol):
     """Optional: a ``Launcher`` that knows the ranks' device from the file. ``plan`` compares its memory."""
 
-    def device(self, experiment: Experiment, size: Ranks) -> Device | None:
+    def device(self, experiment: Job, size: Ranks) -> Device | None:
         """Return the device of each rank; None if the file does not determine it."""
 
 

@@ -1,8 +1,9 @@
-"""Entry point of a rank; the only module of launchers that imports training."""
+"""Entry point of a rank: executes the run's workload and ends with the exit code that it returns."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.parent_process import end_daemons
+from hpc_train.run.files import read_json
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
 from hpc_train.run.resource_limits import explained, prepare_rank
@@ -25,6 +27,11 @@ __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
 #: Distinguishes this attempt's rendezvous from an older one; set by the launcher.
 TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
+
+
+#: ``workload`` of ``run.json`` → the module whose ``run(paths, attempt)`` a rank executes. This is the only
+#: way from launchers into training, which imports torch.
+_MODULES = {"training": "hpc_train.training.main"}
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,10 @@ class Entry:
     def _run(self, number: int) -> int:
         paths, rank = RunPaths(self.folder), rank_number()
         try:
+            facts = read_json(paths.run) or {}
             with _without_collecting():
-                from hpc_train.training import main  # only here: it imports torch
-
-            code = int(main.run(paths, number))
+                module = importlib.import_module(_MODULES[facts.get("workload", "training")])
+            code = int(module.run(paths, number))
         except BaseException as error:  # the worker catches all errors: this environment can't import it
             limited = refusal(error)
             code = int(ExitCode.ENVIRONMENT if limited else ExitCode.FAILED)

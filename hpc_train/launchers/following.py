@@ -39,7 +39,7 @@ from hpc_train.run.run_status import (
 from hpc_train.run.trust import check_run
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Job
 
 LOCAL = "local"
 #: For ranks of this machine to save and exit; after that they are killed. Assumed.
@@ -61,16 +61,16 @@ class FollowingLauncher:
         """The launcher's name, as in ``--launcher``."""
         return self.name
 
-    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+    def problems(self, experiment: Job) -> list[KeyProblem]:
         """Return []: these launchers need no key of the file."""
         return []
 
-    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
         """Return the plug-in's choice; ``devices`` if it makes none."""
         choose = getattr(self.plugin, "choose_devices", None)
         return choose(devices, experiment) if choose else devices
 
-    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+    def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return ``devices`` ranks; GPU-hours are unknown on GPUs: nothing limits how long a run takes."""
         if experiment.device == "cpu":
             cores = len(usable_cpus())

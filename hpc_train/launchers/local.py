@@ -14,7 +14,7 @@ from types import FrameType
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
@@ -75,7 +75,7 @@ class LocalLauncher:
             return outcome.exit_code or ExitCode.IO
         return outcome.exit_code
 
-    def choose_devices(self, devices: int | None, experiment: Experiment) -> int:
+    def choose_devices(self, devices: int | None, experiment: Job) -> int:
         """Return how many ranks ``launch`` will start. Raises UsageError if there are too few GPUs."""
         return choose_num_ranks(devices, experiment.device)
 

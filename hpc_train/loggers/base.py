@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import Row as Row
 
@@ -16,7 +16,7 @@ from hpc_train.run.metric_rows import Row as Row
 class LoggerContext:
     """Information for a logger at its start."""
 
-    experiment: Experiment
+    experiment: Job
     paths: RunPaths
     run_id: str
     attempt: int

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.experiment.config.fields import Section
-from hpc_train.experiment.config.schema import Experiment, MlflowConfig, WandbConfig
+from hpc_train.experiment.config.schema import Job, MlflowConfig, WandbConfig
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import (
     mlflow_environment,
@@ -83,13 +83,13 @@ class Synced:
     notes: tuple[str, ...] = ()
 
 
-def named_destinations(experiment: Experiment) -> list[str]:
+def named_destinations(experiment: Job) -> list[str]:
     """Return the destinations that the file's ``logging`` names."""
     return [to for to in DESTINATIONS if getattr(experiment.logging, to) not in (None, False)]
 
 
 def find_target(
-    paths: RunPaths, experiment: Experiment, to: str, *, project: str | None, output: Path | None
+    paths: RunPaths, experiment: Job, to: str, *, project: str | None, output: Path | None
 ) -> Target:
     """Return the target of a run's rows; ``project`` and ``output`` are options of the command line.
 
@@ -105,7 +105,7 @@ def find_target(
     return Target(to, _key(to, str(folder)), settings, os.environ, folder)
 
 
-def _context(paths: RunPaths, experiment: Experiment) -> LoggerContext:
+def _context(paths: RunPaths, experiment: Job) -> LoggerContext:
     facts = read_json(paths.run) or {}
     run_id, wandb_id = facts.get("id"), facts.get("wandb_id")
     if not isinstance(run_id, str) or not isinstance(wandb_id, str) or run_id != Path(run_id).name:

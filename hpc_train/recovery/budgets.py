@@ -20,7 +20,7 @@ from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import Count, decoded
 
 if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
-    from hpc_train.experiment.config.schema import Experiment, RecoveryConfig
+    from hpc_train.experiment.config.schema import Job, RecoveryConfig
 
 #: Causes that count towards ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}
@@ -151,7 +151,7 @@ def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
     return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in jobs)
 
 
-def spent_budget(experiment: Experiment, records: Sequence[AttemptRecord]) -> Problem | None:
+def spent_budget(experiment: Job, records: Sequence[AttemptRecord]) -> Problem | None:
     """Return the problem if a run's attempts have used all GPU-hours that its file allows."""
     slurm = experiment.slurm
     if slurm is None or slurm.max_gpu_hours is None or not slurm.gpus_per_node:

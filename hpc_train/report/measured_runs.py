@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.errors import HpcTrainError
-from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.experiment.config.schema import CheckpointConfig, Job, kind_of
 from hpc_train.experiment.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.metrics_reader import Row, newest_rows, number
@@ -67,7 +67,7 @@ _CHECKPOINT = re.compile(r"step-[0-9]{8,15}")
 _Work = dict[str, Any]
 
 
-def measured_runs(root: Path, experiment: Experiment, launcher: str | None = None) -> list[MeasuredRun]:
+def measured_runs(root: Path, experiment: Job, launcher: str | None = None) -> list[MeasuredRun]:
     """Return the runs below ``root`` that do the same work per sample.
 
     They are those of the same experiment or, if there are none, of others. Runs whose newest attempt another
@@ -82,12 +82,12 @@ def measured_runs(root: Path, experiment: Experiment, launcher: str | None = Non
     return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
 
 
-def same_work(experiment: Experiment) -> str:
+def same_work(experiment: Job) -> str:
     """Return a value that is equal for experiments whose runs predict each other's time."""
     return repr((experiment.name, sorted(_work_of(experiment).items())))
 
 
-def _work_of(experiment: Experiment) -> _Work:
+def _work_of(experiment: Job) -> _Work:
     return _work(experiment.model_dump(mode="json"))
 
 
@@ -158,7 +158,7 @@ def _does(resolved: Mapping[str, Any], wanted: _Work) -> bool:
     work = _work(resolved)
     if wanted.keys() - work.keys():
         try:
-            work = _work_of(Experiment.model_validate(resolved))
+            work = _work_of(kind_of(resolved).model_validate(resolved))
         except ValidationError:
             return False
     return work == wanted

@@ -15,7 +15,7 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_facts import run_facts
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Job
     from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
 
@@ -39,7 +39,7 @@ class RunFiles:
         return cls(paths, run_facts(paths), attempts)
 
     @cached_property
-    def experiment(self) -> Experiment | None:
+    def experiment(self) -> Job | None:
         """The experiment of the newest attempt or, before the first, the planned one.
 
         None for a damaged file, which other commands report.
@@ -113,7 +113,7 @@ def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
 
 
 def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
-    from hpc_train.experiment.topology.degrees import Degrees, find_degrees
+    from hpc_train.experiment.workload import workload_of
     from hpc_train.launchers.lookup import launcher_in
 
     experiment, record = run.experiment, run.newest_record
@@ -122,13 +122,4 @@ def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
     nodes = len(record.hosts) if record is not None else 0
     launcher = launcher_in(run.paths, run.facts)
     per_node = ranks // nodes if nodes else launcher.ranks(experiment, ranks).per_node or ranks
-    degrees = find_degrees(experiment.parallel, ranks, min(ranks, per_node))
-    optimization = experiment.optimization
-    size = optimization.micro_batch_size
-    return StepLayout(
-        optimization.global_batch_size,
-        kept_size(run.paths) if size == "auto" else size,
-        ranks,
-        degrees.data_ranks if isinstance(degrees, Degrees) else ranks,
-        experiment.precision,
-    )
+    return workload_of(experiment).step_layout(experiment, ranks, min(ranks, per_node), kept_size(run.paths))

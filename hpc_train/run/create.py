@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import BadFileError, ExitCode, StorageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.errors import ExitCode, StorageError
+from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.experiment.plan.identity import content_hash
-from hpc_train.experiment.plan.input_files import fingerprints, other_inputs
+from hpc_train.experiment.plan.input_files import other_inputs
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
+from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number, now, read_record
@@ -25,7 +25,6 @@ from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import make_experiment_folder
 from hpc_train.run.versions import versions
-from hpc_train.run.weight_source import source_facts
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Surroundings:
 
 def create_run(
     paths: RunPaths,
-    experiment: Experiment,
+    experiment: Job,
     run_id: str,
     total_steps: int | None,
     *,
@@ -98,13 +97,12 @@ def create_run(
     return create_folder(paths.folder, fill, mode=0o700, syncs_parent=False)
 
 
-def _input_facts(experiment: Experiment) -> dict[str, Any]:
+def _input_facts(experiment: Job) -> dict[str, Any]:
     """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if weights are missing."""
-    initial = source_facts(experiment.model.init_from)
-    return initial | {"inputs": fingerprints(experiment) | initial["inputs"]}
+    return workload_of(experiment).input_facts(experiment)
 
 
-def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
+def effective_experiment(paths: RunPaths, attempt: int) -> Job:
     """Return the frozen experiment with the ``noted_changes``.
 
     Raises BadFileError if the frozen file was changed.
@@ -113,6 +111,11 @@ def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
     if not changes:
         return frozen_experiment.read(paths)
     return frozen_experiment.load_changed(paths, changes).experiment
+
+
+def training_experiment(paths: RunPaths, attempt: int) -> Experiment:
+    """Return the ``effective_experiment`` of a run of our trainer; BadFileError for another one."""
+    return as_training(effective_experiment(paths, attempt))
 
 
 def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
@@ -169,11 +172,12 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
         write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
 
 
-def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
+def note_inputs(paths: RunPaths, experiment: Job, *, has_saved: bool) -> None:
     """Record in ``run.json`` the data of the next attempt; the earlier data remain recorded."""
     run = _run_to_change(paths)
     if has_saved:
-        facts: dict[str, Any] = {"inputs": fingerprints(experiment) | (run.get("inputs") or {})}
+        now = workload_of(experiment).inputs_now(experiment, None)
+        facts: dict[str, Any] = {"inputs": {**now, **(run.get("inputs") or {})}}
     else:
         facts = _input_facts(experiment)
     if any(run.get(key) != value for key, value in facts.items()):
@@ -185,13 +189,10 @@ def noted_versions(paths: RunPaths) -> dict[str, str]:
     return newest_versions(read_json(paths.run) or {})
 
 
-def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
+def inputs_differ(paths: RunPaths, experiment: Job) -> list[str]:
     """Return the keys of ``experiment`` whose files differ from those at the run's creation."""
     recorded = (read_json(paths.run) or {}).get("inputs")
-    now = fingerprints(experiment, recorded)
-    with suppress(BadFileError):  # the weights are gone: a run that has begun does not need them
-        now |= source_facts(experiment.model.init_from)["inputs"]
-    return other_inputs(recorded, now)
+    return other_inputs(recorded, workload_of(experiment).inputs_now(experiment, recorded))
 
 
 def origin_of(paths: RunPaths) -> Origin | None:
@@ -232,7 +233,7 @@ def newest_versions(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_facts(
-    experiment: Experiment, run_id: str, launcher: str, surroundings: Surroundings, origin: Origin | None
+    experiment: Job, run_id: str, launcher: str, surroundings: Surroundings, origin: Origin | None
 ) -> dict[str, Any]:
     return {
         "version": 1,
@@ -242,6 +243,7 @@ def _run_facts(
         "created": now(),
         "creator": Process.current().to_json(),
         "source": asdict(origin) if origin else None,
+        "workload": experiment.workload,
         "versions": surroundings.versions,
         "code": surroundings.code,
         "launcher": launcher,

@@ -26,7 +26,7 @@ _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN
 
 @dataclass(frozen=True)
 class _Known:
-    #: Experiment's name → run id → its folder.
+    #: Job's name → run id → its folder.
     runs: dict[str, dict[str, RunPaths]]
     #: Experiments and runs that this user has no permission to read.
     hidden: list[Path]

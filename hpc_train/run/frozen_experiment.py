@@ -1,4 +1,4 @@
-"""Writes the experiment to the run folder, and reads an equal Experiment back.
+"""Writes the experiment to the run folder, and reads an equal one back.
 
 ``resolved.json`` contains every key with its default written out, so that a later version's default never
 changes an existing run; attempts read this file. ``experiment.yaml`` is the same for people, without
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.marked_yaml import FORBIDDEN
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job, keys_of, kind_of
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_text, write_new
@@ -45,16 +45,17 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def dump(experiment: Experiment) -> str:
+def dump(experiment: Job) -> str:
     """Return the experiment as YAML: keys in the schema's order, defaults omitted, floats exact."""
-    data = _lists(experiment.model_dump(exclude_defaults=True))
+    dumped = _lists(experiment.model_dump(exclude_defaults=True))
+    data = {key: dumped[key] for key in keys_of(type(experiment)) if key in dumped}
     if data.get("compile") == {}:
         data["compile"] = True
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=10**6)
     return text
 
 
-def write(paths: RunPaths, experiment: Experiment) -> None:
+def write(paths: RunPaths, experiment: Job) -> None:
     """Write both files into a new folder, and sync them to disk; the caller syncs the folder."""
     resolved = json.dumps(_lists(experiment.model_dump()), indent=1, ensure_ascii=False)
     printable = FORBIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", resolved)
@@ -63,11 +64,12 @@ def write(paths: RunPaths, experiment: Experiment) -> None:
     write_new(paths.experiment, dump(experiment))
 
 
-def read(paths: RunPaths) -> Experiment:
+def read(paths: RunPaths) -> Job:
     """Return the run's original experiment. Raises BadFileError; names are not looked up again."""
     try:
-        return Experiment.model_validate(json.loads(read_text(paths.resolved)))
-    except (OSError, ValueError, RecursionError, ValidationError):  # reported below
+        data = json.loads(read_text(paths.resolved))
+        return kind_of(data).model_validate(data)
+    except (OSError, ValueError, TypeError, RecursionError, ValidationError):  # reported below
         return load_changed(paths, ()).experiment
 
 

@@ -41,7 +41,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.rank import parent_process, signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm
 from hpc_train.run.bad_samples import BadSample
-from hpc_train.run.create import effective_experiment
+from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
 from hpc_train.run.weight_source import with_source
 from hpc_train.training.checkpoint.control_group import ControlGroup
@@ -285,7 +285,7 @@ class _Place:
 
 def run_trials(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection) -> None:
     """Try the sizes in order, reporting each that fits. Raises the error of the first failure. Collective."""
-    experiment = with_preprocessing(effective_experiment(paths, attempt))
+    experiment = with_preprocessing(training_experiment(paths, attempt))
     facts = RankFacts.from_environment(os.environ)
     device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
     set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))

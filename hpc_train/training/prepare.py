@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, UserError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, as_training
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.experiment.plan.sweep import expand
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         file, *overrides = (argument for argument in arguments if argument not in {NO_FORWARD, AS_JSON})
         loaded = load_file(Path(file), overrides)
-        experiments = [variant.experiment for variant in expand(loaded)]
+        experiments = [as_training(variant.experiment) for variant in expand(loaded)]
         prepared = prepare(experiments, runs_forward=NO_FORWARD not in arguments)
         if AS_JSON in arguments:
             print(json.dumps(asdict(prepared)), flush=True)

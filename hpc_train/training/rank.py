@@ -22,7 +22,7 @@ from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.rank.parent_process import end_daemons
 from hpc_train.run.attempts import EventLog, in_ms
-from hpc_train.run.create import effective_experiment
+from hpc_train.run.create import training_experiment
 from hpc_train.run.rank_ends import tell_end
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.distributed import affinity, host_memory, open_files
@@ -113,7 +113,7 @@ def make_bad_samples(rank: Rank) -> BadSamples | None:
 @contextmanager
 def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
     """Join the attempt's process group. Until its first step a stop signal ends the rank immediately."""
-    experiment, device = _on_its_cores(effective_experiment(paths, attempt), facts)
+    experiment, device = _on_its_cores(training_experiment(paths, attempt), facts)
     set_determinism(experiment.deterministic, device, has_one_shape=has_one_shape(experiment))
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)

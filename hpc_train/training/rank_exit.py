@@ -25,7 +25,7 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import StopFlag
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.create import effective_experiment
+from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
@@ -127,7 +127,7 @@ def _micro_batch_error(
     if on_gpu and not any(mark in text.lower() for mark in _DEVICE_IS_FULL):
         return None  # the host's memory, which does not depend on the micro-batch
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
-    size = effective_experiment(paths, attempt).optimization.micro_batch_size
+    size = training_experiment(paths, attempt).optimization.micro_batch_size
     smaller = "a smaller one or auto" if on_gpu else "a smaller one"
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"

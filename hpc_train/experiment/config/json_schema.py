@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpc_train.experiment.config.fields import Section
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, keys_of
 
 Node = dict[str, Any]
 
@@ -37,6 +37,7 @@ def described_schema() -> Node:
 def cached_schema() -> Node:
     """Return the cached schema, which must not be changed and may lack the descriptions."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
+    schema["properties"] = {key: schema["properties"][key] for key in keys_of(Experiment)}
     node = schema["properties"]["compile"]
     node["anyOf"] = [{"type": "boolean"}, {"$ref": node.pop("$ref")}]
     node["default"] = False
@@ -64,10 +65,11 @@ def _subclasses(of: type[Section]) -> Iterator[type[Section]]:
 
 
 def _field_docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the text below each field that has one."""
+    """Return the text below each field that has one, including those of the classes that it extends."""
+    inherited = [_field_docstrings(base) for base in section.__bases__ if base is not Section]
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
-    return {
+    return {key: text for fields in inherited for key, text in fields.items()} | {
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -6,10 +6,12 @@ constraints between keys. Each field's docstring is its help text in the JSON Sc
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.cluster_sections import EnvironmentConfig, SlurmConfig
 from hpc_train.experiment.config.fields import (
     Arguments,
@@ -36,7 +38,7 @@ from hpc_train.experiment.config.training_sections import (
 )
 
 #: What plug-ins receive, from one place.
-__all__ = ["DataConfig", "Experiment", "ModelConfig"]
+__all__ = ["DataConfig", "Experiment", "Job", "ModelConfig"]
 
 
 class CheckpointConfig(Section):
@@ -190,8 +192,14 @@ class LoggingConfig(Section):
         return self.loggers | sections | switches
 
 
-class Experiment(Section):
-    """One experiment file."""
+class Job(Section):
+    """The keys of a file that do not depend on what its runs execute, our trainer or a program.
+
+    The first three begin a file, the others end it.
+    """
+
+    #: Name of the implementation of ``experiment.workload.Workload``.
+    workload: ClassVar[str]
 
     name: Annotated[Name, Field(examples=["my-experiment"])]
     """Name of the experiment: of its folder, its Slurm jobs and its wandb group."""
@@ -200,6 +208,21 @@ class Experiment(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """``cuda``, ``cpu``, or ``auto``: CUDA if available. On Slurm, ``auto`` fails if GPUs were requested and
     none is available."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run once a metric of the evaluations stops improving. Default: off."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    slurm: SlurmConfig | None = None
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sweep: SweepConfig = SweepConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+
+class Experiment(Job):
+    """One experiment file."""
+
+    workload: ClassVar[str] = "training"
+
     deterministic: bool | None = None
     """Make the results bitwise reproducible on the same devices. Default: true on CPU, false on CUDA."""
     task: Annotated[TaskName, Field(examples=["classification"])]
@@ -237,14 +260,6 @@ class Experiment(Section):
     """Recompute activations in the backward pass to save memory: of all ``blocks``, of ``every n``-th block,
     or ``selective``: all but matrix products and attention. ``off``: keep all activations."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    early_stopping: EarlyStoppingConfig | None = None
-    """End the run once a metric of the evaluations stops improving. Default: off."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
-    slurm: SlurmConfig | None = None
-    environment: EnvironmentConfig = EnvironmentConfig()
-    sweep: SweepConfig = SweepConfig()
-    logging: LoggingConfig = LoggingConfig()
     profile: Annotated[
         ProfileConfig | None, BeforeValidator(lambda v: ({} if v else None) if isinstance(v, bool) else v)
     ] = None
@@ -271,6 +286,26 @@ class Experiment(Section):
         """Return a copy with the number that ``auto`` was resolved to."""
         optimization = self.optimization.model_copy(update={"micro_batch_size": size})
         return self.model_copy(update={"optimization": optimization})
+
+
+def keys_of(kind: type[Job]) -> list[str]:
+    """Return the keys of a file in the order in which they are shown."""
+    shared = [*Job.model_fields]
+    return [*shared[:3], *(key for key in kind.model_fields if key not in shared), *shared[3:]]
+
+
+def kind_of(data: Mapping[str, Any]) -> type[Job]:
+    """Return the kind of file with this content."""
+    return Experiment
+
+
+def as_training(job: Job) -> Experiment:
+    """Return the job as an experiment of our trainer. Raises BadFileError if its runs execute a program."""
+    if not isinstance(job, Experiment):
+        raise BadFileError(
+            f"{job.name}: its runs execute a program of yours; only hpc-train's own trainer can do that"
+        )
+    return job
 
 
 CheckpointConfig.model_rebuild()

@@ -9,14 +9,14 @@ from typing import Any
 
 from hpc_train.experiment.config.keys import NOT_IDENTITY
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 
 RUN_ID_LENGTH = 10
 #: Part of the id, but not of the training result: a resume may change them and keeps the id.
 CHANGEABLE = ("parallel",)
 
 
-def content_hash(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
+def content_hash(experiment: Job, scaled_by: Iterable[KeyPath] = ()) -> str:
     """Return the SHA-256 of the settings that matter, in hexadecimal.
 
     Defaults are omitted, so that writing one out, or a new key of a later version, changes nothing.
@@ -29,19 +29,19 @@ def content_hash(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> s
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def run_id(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
+def run_id(experiment: Job, scaled_by: Iterable[KeyPath] = ()) -> str:
     """Return the id of the run; equal experiments have equal ids. ``scaled_by``: see above."""
     return content_hash(experiment, scaled_by)[:RUN_ID_LENGTH]
 
 
-def _value(experiment: Experiment, path: KeyPath) -> Any:
+def _value(experiment: Job, path: KeyPath) -> Any:
     value: Any = experiment.model_dump(mode="json")
     for segment in path:
         value = value[segment]
     return value
 
 
-def changes_identity(old: Experiment, new: Experiment) -> list[str]:
+def changes_identity(old: Job, new: Job) -> list[str]:
     """Return the dotted keys that ``new`` may not change in a run of ``old``, in file order."""
     before, after = (_identity(experiment, exclude_defaults=False) for experiment in (old, new))
     for key in CHANGEABLE:
@@ -50,7 +50,7 @@ def changes_identity(old: Experiment, new: Experiment) -> list[str]:
     return list(_differences(before, after))
 
 
-def _identity(experiment: Experiment, *, exclude_defaults: bool) -> dict[str, Any]:
+def _identity(experiment: Job, *, exclude_defaults: bool) -> dict[str, Any]:
     settings = experiment.model_dump(mode="json", exclude_defaults=exclude_defaults)
     for key in NOT_IDENTITY:
         *parents, last = key.split(".")

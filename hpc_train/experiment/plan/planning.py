@@ -12,9 +12,10 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.keys import SCALING
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.data_facts.by_name import training_samples
-from hpc_train.experiment.plan.sweep import Variant, expand
+from hpc_train.experiment.plan.sweep import expand
 from hpc_train.experiment.topology.batch_arithmetic import (
     StepLayout,
     accumulation,
@@ -38,18 +39,18 @@ MAX_SAMPLES = 2**40
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One planned run; a number is None if it is not known before the start."""
+    """One planned run; a number is None if it is not known before the start, or if the workload has none."""
 
     id: str
     values: dict[str, Any]
-    experiment: Experiment
+    experiment: Job
     #: Ranks that the launcher will start.
     size: Ranks
     #: None if they don't fit the ranks, which ``check_start`` reports.
-    degrees: Degrees | None
-    micro_batches: int | None
-    steps_per_epoch: int | None
-    total_steps: int | None
+    degrees: Degrees | None = None
+    micro_batches: int | None = None
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
 
     @property
     def ranks(self) -> int | None:
@@ -69,34 +70,46 @@ class PlannedRun:
         return accumulation(self.micro_batches, self.data_ranks)
 
     @property
+    def parallel(self) -> ParallelConfig | None:
+        """How ranks share the model; None if the workload is not our trainer."""
+        return self.experiment.parallel if isinstance(self.experiment, Experiment) else None
+
+    @property
+    def precision(self) -> str | None:
+        """The file's ``precision``; None if the workload is not our trainer."""
+        return self.experiment.precision if isinstance(self.experiment, Experiment) else None
+
+    @property
     def layout(self) -> StepLayout | None:
         """The arithmetic of a step; None if the ranks are not known."""
-        if self.ranks is None or self.data_ranks is None:
+        if self.ranks is None or self.data_ranks is None or not isinstance(self.experiment, Experiment):
             return None
         optimization = self.experiment.optimization
         size = optimization.global_batch_size // self.micro_batches if self.micro_batches else None
-        precision = self.experiment.precision
-        return StepLayout(optimization.global_batch_size, size, self.ranks, self.data_ranks, precision)
+        return StepLayout(
+            optimization.global_batch_size, size, self.ranks, self.data_ranks, self.experiment.precision
+        )
 
     @property
     def stages(self) -> int | None:
         """The number of stages on all ranks of a pipeline; None without a pipeline."""
-        if self.degrees is None or self.degrees.pipeline == 1:
+        if self.parallel is None or self.degrees is None or self.degrees.pipeline == 1:
             return None
-        return self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
+        return self.degrees.pipeline * stages_per_rank(self.parallel)
 
     @property
     def schedule(self) -> str | None:
         """The schedule of a pipeline; None without one."""
-        parallel = self.experiment.parallel
-        return parallel.schedule if self.stages and traits_of(parallel.strategy).has_schedule else None
+        parallel = self.parallel
+        has_schedule = parallel and self.stages and traits_of(parallel.strategy).has_schedule
+        return parallel.schedule if parallel and has_schedule else None
 
     @property
     def bubble(self) -> float | None:
         """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without one or if unknown."""
-        if self.degrees is None or self.stages is None or self.accumulation is None:
+        if self.parallel is None or self.degrees is None or self.stages is None or self.accumulation is None:
             return None
-        return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
+        return bubble(self.parallel, self.degrees.pipeline, self.accumulation)
 
     def to_json(self) -> dict[str, Any]:
         """Return its entry in ``plan --json``, without predictions."""
@@ -110,7 +123,7 @@ class PlannedRun:
             "bubble": self.bubble,
             "micro_batches": self.micro_batches,
             "accumulation": self.accumulation,
-            "precision": self.experiment.precision,
+            "precision": self.precision,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
             "peak_memory_gb": None,
@@ -132,7 +145,7 @@ class Plan:
 
 def make_plan(
     loaded: Loaded,
-    ranks_of: Callable[[Experiment], Ranks] = lambda experiment: Ranks(),
+    ranks_of: Callable[[Job], Ranks] = lambda experiment: Ranks(),
     *,
     on_this_machine: bool = False,
     trials: Sequence[Mapping[str, Any]] | None = None,
@@ -150,16 +163,17 @@ def make_plan(
     problems: list[str] = []
     variants = expand(loaded, trials)
     count = planned_runs(loaded.experiment, len(variants))
-    for expanded in variants:
-        variant = replace(expanded, experiment=with_share(expanded.experiment, count))
-        data = variant.experiment.data
-        key = repr((data.name, data.root, data.args))
-        if key not in sizes:
-            sizes[key] = training_samples(data)
-        num_samples = sizes[key]
-        if num_samples is not None:
-            problems += map(loaded.source.render, _misfits(variant, num_samples))
-        runs.append(_planned(variant, num_samples, ranks_of(variant.experiment)))
+    for variant in variants:
+        job = with_share(variant.experiment, count)
+        run = PlannedRun(variant.id, variant.values, job, ranks_of(job))
+        if isinstance(job, Experiment):
+            key = repr((job.data.name, job.data.root, job.data.args))
+            if key not in sizes:
+                sizes[key] = training_samples(job.data)
+            if (num_samples := sizes[key]) is not None:
+                problems += map(loaded.source.render, _misfits(job, num_samples))
+            run = _with_steps(run, job, sizes[key])
+        runs.append(run)
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
     return Plan(loaded.experiment.name, runs)
@@ -177,8 +191,8 @@ def _refuse_scaling(loaded: Loaded) -> None:
         raise BadFileError(problems)
 
 
-def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
-    optimization = variant.experiment.optimization
+def _misfits(experiment: Experiment, num_samples: int) -> Iterator[Problem]:
+    optimization = experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
         yield Problem(
@@ -199,16 +213,12 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
             yield too_long
 
 
-def _planned(variant: Variant, num_samples: int | None, size: Ranks) -> PlannedRun:
-    experiment = variant.experiment
+def _with_steps(run: PlannedRun, experiment: Experiment, num_samples: int | None) -> PlannedRun:
     optimization = experiment.optimization
     steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
-    return PlannedRun(
-        id=variant.id,
-        values=variant.values,
-        experiment=experiment,
-        size=size,
-        degrees=_degrees(experiment, size),
+    return replace(
+        run,
+        degrees=_degrees(experiment, run.size),
         micro_batches=count_micro_batches(optimization),
         steps_per_epoch=steps_per_epoch,
         total_steps=count_total_steps(optimization, steps_per_epoch),

@@ -151,6 +151,8 @@ class _Answers:
 def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
     """Return the question of a run in JSON, or a prediction with the reason why there is no question."""
     experiment, degrees = run.experiment, run.degrees
+    if not isinstance(experiment, Experiment):
+        return StepPrediction(device, problem="the steps of a program are not predicted")
     if degrees is None:
         return StepPrediction(device, problem="the number of ranks is unknown, or parallel: does not fit it")
     optimization, parallel = experiment.optimization, experiment.parallel
@@ -177,7 +179,7 @@ def _communicators(run: PlannedRun) -> int:
     degrees = run.degrees
     if degrees is None:
         return 0
-    has_mesh = traits_of(run.experiment.parallel.strategy).has_mesh
+    has_mesh = run.parallel is not None and traits_of(run.parallel.strategy).has_mesh
     axes: list[int] = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
     return (degrees.world_size > 1) + sum(1 < size < degrees.world_size for size in axes)
 
@@ -229,7 +231,7 @@ def _switch(value: Any) -> Any:
 
 def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPrediction:
     degrees, experiment = run.degrees, run.experiment
-    assert degrees is not None, "there was a question"
+    assert degrees is not None and isinstance(experiment, Experiment), "there was a question"
     per_node = run.size.per_node or degrees.world_size
     parts, flops = answer.parts, answer.flops_per_sample
     sent = communication(experiment.parallel.strategy, degrees, per_node, answer.communicated)

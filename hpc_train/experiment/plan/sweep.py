@@ -17,7 +17,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.keys import SCALING, split_key
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.sweep_sections import (
     CHOICE,
     Distribution,
@@ -44,7 +44,7 @@ class Variant:
 
     id: str
     values: dict[str, Any]
-    experiment: Experiment
+    experiment: Job
 
 
 def expand(loaded: Loaded, trials: Sequence[Mapping[str, Any]] | None = None) -> list[Variant]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import cast
 
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, related
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 
+#: A rule's function; one that reads only keys of ``Job`` accepts any job.
 Find = Callable[[Experiment], Iterator[Problem]]
 
 
@@ -26,9 +28,13 @@ class Rule:
         """Return True if all keys that the rule reads are valid."""
         return not any(related(read, path) for read in self.reads for path in failed)
 
-    def problems(self, experiment: Experiment) -> Iterator[Problem]:
+    def fits(self, kind: type[Job]) -> bool:
+        """Return True if files of this kind have the keys that the rule reads."""
+        return all(read[0] in kind.model_fields for read in self.reads)
+
+    def problems(self, experiment: Job) -> Iterator[Problem]:
         """Yield the problems with the rule's code."""
-        for problem in islice(self.find(experiment), MAX_PROBLEMS + 1):
+        for problem in islice(self.find(cast("Experiment", experiment)), MAX_PROBLEMS + 1):
             yield replace(problem, code=self.code, reads=self.reads)
 
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 from hpc_train.console import rounded
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 
+J = TypeVar("J", bound=Job)
 _KEY = ("slurm", "max_gpu_hours")
 #: Rounding error of sums and shares of floats.
 _ROUNDING = 1e-9
 
 
-def has_budget(experiment: Experiment) -> bool:
+def has_budget(experiment: Job) -> bool:
     """Return True if the file bounds the GPU-hours of its runs."""
     return experiment.slurm is not None and experiment.slurm.max_gpu_hours is not None
 
 
-def planned_runs(experiment: Experiment, num_proposed: int) -> int:
+def planned_runs(experiment: Job, num_proposed: int) -> int:
     """Return the number of runs that share the budget: those of a search include later proposals."""
     search = experiment.sweep.search
     return search.trials if search else num_proposed
 
 
-def with_share(experiment: Experiment, num_runs: int) -> Experiment:
+def with_share(experiment: J, num_runs: int) -> J:
     """Return the experiment of one of ``num_runs`` runs with its share of the budget, if there is one."""
     slurm = experiment.slurm
     if slurm is None or slurm.max_gpu_hours is None or num_runs == 1:
@@ -34,7 +36,7 @@ def with_share(experiment: Experiment, num_runs: int) -> Experiment:
     return experiment.model_copy(update={"slurm": share})
 
 
-def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: int) -> Problem | None:
+def over_share(experiment: Job, hours: Sequence[float | None], num_runs: int) -> Problem | None:
     """Return the problem if one run is predicted to need more than its share, after which it ends.
 
     ``hours``: the prediction for each run, None if unknown. ``num_runs``: runs that share the budget.
@@ -53,7 +55,7 @@ def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: 
 
 
 def over_budget(
-    experiment: Experiment, predicted_hours: float | None, one_attempt_hours: float | None
+    experiment: Job, predicted_hours: float | None, one_attempt_hours: float | None
 ) -> Problem | None:
     """Return the problem if the runs of the file need more than its budget.
 

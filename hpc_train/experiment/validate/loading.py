@@ -35,7 +35,7 @@ from hpc_train.experiment.config.problems import (
     Source,
     related,
 )
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job, kind_of
 from hpc_train.experiment.config.sweep_sections import SWEPT
 from hpc_train.experiment.validate import rules
 
@@ -49,7 +49,7 @@ _DRAWN = ("random", "search")
 class Loaded:
     """A valid file. ``data`` is the content of the file and the command line, without defaults."""
 
-    experiment: Experiment
+    experiment: Job
     source: Source
     data: dict[str, Any]
     check_names: bool = True
@@ -61,7 +61,7 @@ class Loaded:
         """The file as the user named it; empty for a dict of the Python API."""
         return self.source.name
 
-    def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:
+    def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Job:
         """Return the experiment with these dotted keys replaced: one run of the sweep.
 
         Raises BadFileError; problems point to ``places``, the values' places in the file.
@@ -174,12 +174,12 @@ def _first_new(data: Any, path: KeyPath) -> KeyPath:
 
 def _judge(
     data: dict[str, Any], check_names: bool, reported: Set[KeyPath]
-) -> tuple[Experiment | None, list[Problem]]:
+) -> tuple[Job | None, list[Problem]]:
     """Return the experiment, if it fits the schema, and all problems except those of ``reported`` keys."""
     problems: list[Problem] = []
     experiment = judged = None
     try:
-        experiment = judged = Experiment.model_validate(data)
+        experiment = judged = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
@@ -190,13 +190,13 @@ def _judge(
     return experiment, problems
 
 
-def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Experiment | None:
+def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Job | None:
     """Return the data without the invalid keys, with placeholders for required keys, for the rules."""
     for path in failed:
         keys = path[: next((i for i, segment in enumerate(path) if isinstance(segment, int)), len(path))]
         data = _without(data, keys)
     try:
-        return Experiment.model_validate(data)
+        return kind_of(data).model_validate(data)
     except ValidationError:
         return None
 

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem, is_clean
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.experiment.topology.batch_arithmetic import (
@@ -39,24 +39,26 @@ from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
 
 
-def check(
-    experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
-) -> list[Problem]:
+def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: bool = True) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     return [
         problem
-        for applicable in _applicable(frozenset(failed), check_names)
+        for applicable in _applicable(type(experiment), frozenset(failed), check_names)
         for problem in applicable.problems(experiment)
     ]
 
 
 @lru_cache(maxsize=8)
-def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
-    """Return the rules that read no key of ``failed``, ordered by code; the same for all runs of a sweep."""
+def _applicable(kind: type[Job], failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
+    """Return the rules for this kind of file that read no key of ``failed``, ordered by code; the same for
+    all runs of a sweep.
+    """
     return [
         RULES[code]
         for code in sorted(RULES)
-        if RULES[code].can_judge(failed) and (check_names or not RULES[code].looks_up_names)
+        if RULES[code].fits(kind)
+        and RULES[code].can_judge(failed)
+        and (check_names or not RULES[code].looks_up_names)
     ]
 
 

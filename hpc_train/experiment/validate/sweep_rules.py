@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hpc_train.experiment.config.explanations import explain
 from hpc_train.experiment.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, replaced, split_key
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, shown
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.sweep_sections import (
     CHOICE,
     MAX_RUNS,
@@ -39,7 +39,7 @@ _LONG = {"sweep": True, "slurm": True, "logging": True} | {
 _WAYS = ("sweep.grid", "sweep.list", "sweep.random", "sweep.search")
 
 
-def swept_paths(experiment: Experiment) -> Iterator[tuple[SweptKey, KeyPath]]:
+def swept_paths(experiment: Job) -> Iterator[tuple[SweptKey, KeyPath]]:
     """Yield the sweep's known keys and their paths."""
     for swept in _keys(experiment):
         try:
@@ -48,7 +48,7 @@ def swept_paths(experiment: Experiment) -> Iterator[tuple[SweptKey, KeyPath]]:
             continue
 
 
-def _keys(experiment: Experiment) -> Iterator[SweptKey]:
+def _keys(experiment: Job) -> Iterator[SweptKey]:
     """Yield the sweep's keys; none if there are too many: a hostile file must not cost time."""
     return iter(()) if _too_many(experiment.sweep) else swept_keys(experiment.sweep)
 
@@ -64,7 +64,7 @@ def _too_many(sweep: SweepConfig) -> KeyPath | None:
 
 
 @rule("sweep.many-keys", *_WAYS)
-def swept_keys_are_few(experiment: Experiment) -> Iterator[Problem]:
+def swept_keys_are_few(experiment: Job) -> Iterator[Problem]:
     """A sweep has a maximum number of keys."""
     if place := _too_many(experiment.sweep):
         sweep = experiment.sweep
@@ -74,7 +74,7 @@ def swept_keys_are_few(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.unknown-key", *_WAYS)
-def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
+def swept_keys_exist(experiment: Job) -> Iterator[Problem]:
     """The keys of a sweep must be keys of the file."""
     for swept in _keys(experiment):
         try:
@@ -84,7 +84,7 @@ def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.not-identity", *_WAYS)
-def swept_keys_change_the_run(experiment: Experiment) -> Iterator[Problem]:
+def swept_keys_change_the_run(experiment: Job) -> Iterator[Problem]:
     """A swept key must be part of the run's id."""
     excluded = [tuple(key.split(".")) for key in NOT_IDENTITY]
     for swept, path in swept_paths(experiment):
@@ -100,7 +100,7 @@ def _taking_out(swept: SweptKey) -> str:
 
 
 @rule("sweep.overlap", *_WAYS)
-def swept_keys_lie_apart(experiment: Experiment) -> Iterator[Problem]:
+def swept_keys_lie_apart(experiment: Job) -> Iterator[Problem]:
     """A swept key must not be a parent of another one, nor be swept in two ways."""
     whole: dict[KeyPath, SweptKey] = {}
     begun: dict[KeyPath, SweptKey] = {}
@@ -123,7 +123,7 @@ def _in_other_runs(swept: SweptKey, other: SweptKey) -> bool:
 
 
 @rule("sweep.repeated", *_WAYS)
-def swept_values_differ(experiment: Experiment) -> Iterator[Problem]:
+def swept_values_differ(experiment: Job) -> Iterator[Problem]:
     """The values of a swept key must differ, and so must the runs of a list."""
     for swept in _keys(experiment):
         if not swept.is_range:
@@ -141,7 +141,7 @@ def _repeated(values: tuple[tuple[KeyPath, Any], ...], what: str) -> Iterator[Pr
 
 
 @rule("sweep.not-finite", *_WAYS)
-def swept_numbers_are_finite(experiment: Experiment) -> Iterator[Problem]:
+def swept_numbers_are_finite(experiment: Job) -> Iterator[Problem]:
     """The values of a sweep must not be NaN or infinite."""
     for swept in _keys(experiment):
         for place, value in swept.values:
@@ -156,7 +156,7 @@ def _is_finite(value: Any) -> bool:
 
 
 @rule("sweep.many-runs", *_WAYS)
-def runs_are_countable(experiment: Experiment) -> Iterator[Problem]:
+def runs_are_countable(experiment: Job) -> Iterator[Problem]:
     """A sweep has a maximum number of runs."""
     sweep, runs = experiment.sweep, _count(experiment.sweep)
     if runs > MAX_RUNS:
@@ -172,7 +172,7 @@ def _count(sweep: SweepConfig) -> int:
 
 
 @rule("sweep.value", *_WAYS)
-def swept_values_fit_their_keys(experiment: Experiment) -> Iterator[Problem]:
+def swept_values_fit_their_keys(experiment: Job) -> Iterator[Problem]:
     """Each value must be valid for its key, and so must both bounds of a range."""
     if _count(experiment.sweep) > MAX_RUNS:
         return
@@ -184,16 +184,18 @@ def swept_values_fit_their_keys(experiment: Experiment) -> Iterator[Problem]:
         for place, value in swept.values:
             judged = (path, type(value).__name__, comparable(value))  # thousands of runs have the same
             if judged not in valid:
-                misfits = list(_misfit(base, path, value, place))
+                misfits = list(_misfit(type(experiment), base, path, value, place))
                 yield from misfits
                 if not misfits:
                     valid.add(judged)
 
 
-def _misfit(base: dict[str, Any], path: KeyPath, value: Any, place: KeyPath) -> Iterator[Problem]:
+def _misfit(
+    kind: type[Job], base: dict[str, Any], path: KeyPath, value: Any, place: KeyPath
+) -> Iterator[Problem]:
     data = replaced(base, path, value)
     try:
-        Experiment.model_validate(data)
+        kind.model_validate(data)
     except ValidationError as error:
         for problem in explain(error, data):
             if problem.path[: len(path)] == path:
@@ -204,13 +206,13 @@ _EXAMPLE = "write one, like {uniform: [0, 1]} or {choice: [a, b]}"
 _STEPPED = ("uniform", "int")
 
 
-def _parameters(experiment: Experiment) -> Iterator[tuple[KeyPath, Distribution]]:
+def _parameters(experiment: Job) -> Iterator[tuple[KeyPath, Distribution]]:
     for key, distribution in experiment.sweep.parameters.items():
         yield (*parameters_place(experiment.sweep), key), distribution
 
 
 @rule("sweep.distribution", "sweep.random", "sweep.search")
-def parameters_have_one_distribution(experiment: Experiment) -> Iterator[Problem]:
+def parameters_have_one_distribution(experiment: Job) -> Iterator[Problem]:
     """There is a parameter, and each has exactly one distribution."""
     sweep = experiment.sweep
     if (sweep.random or sweep.search) and not sweep.parameters:
@@ -224,7 +226,7 @@ def parameters_have_one_distribution(experiment: Experiment) -> Iterator[Problem
 
 
 @rule("sweep.empty-range", "sweep.random", "sweep.search")
-def ranges_are_not_empty(experiment: Experiment) -> Iterator[Problem]:
+def ranges_are_not_empty(experiment: Job) -> Iterator[Problem]:
     """A range has a lower and a higher bound, and room for a step."""
     for place, distribution in _parameters(experiment):
         if len(distribution.kinds) != 1 or distribution.kind == CHOICE:
@@ -241,7 +243,7 @@ def ranges_are_not_empty(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.step", "sweep.random", "sweep.search")
-def steps_are_for_ranges(experiment: Experiment) -> Iterator[Problem]:
+def steps_are_for_ranges(experiment: Job) -> Iterator[Problem]:
     """``step`` needs a range that is not logarithmic, and is an integer if the values are."""
     for place, distribution in _parameters(experiment):
         step = distribution.step
@@ -255,7 +257,7 @@ def steps_are_for_ranges(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.condition", "sweep.grid", "sweep.list", "sweep.random", "sweep.search")
-def conditions_can_be_fulfilled(experiment: Experiment) -> Iterator[Problem]:
+def conditions_can_be_fulfilled(experiment: Job) -> Iterator[Problem]:
     """``when`` names other swept keys, not in a circle, and their values."""
     possible = _Possible(swept_keys(experiment.sweep))
     ordered = set(by_condition(experiment.sweep.parameters))
@@ -268,7 +270,7 @@ def conditions_can_be_fulfilled(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.exclusion", "sweep.grid", "sweep.list", "sweep.random", "sweep.exclude", "sweep.search")
-def exclusions_exclude_something(experiment: Experiment) -> Iterator[Problem]:
+def exclusions_exclude_something(experiment: Job) -> Iterator[Problem]:
     """``sweep.exclude`` names swept keys and their values."""
     possible = _Possible(swept_keys(experiment.sweep))
     for index, conditions in enumerate(experiment.sweep.exclude):
@@ -309,7 +311,7 @@ class _Possible:
 
 
 @rule("sweep.search-combined", "sweep.grid", "sweep.list", "sweep.random", "sweep.search")
-def a_search_is_alone(experiment: Experiment) -> Iterator[Problem]:
+def a_search_is_alone(experiment: Job) -> Iterator[Problem]:
     """``sweep.search`` excludes the other ways to vary keys."""
     sweep = experiment.sweep
     others = [name for name in ("grid", "list", "random") if getattr(sweep, name)]
@@ -319,7 +321,7 @@ def a_search_is_alone(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("sweep.method", "sweep.search")
-def the_method_exists(experiment: Experiment) -> Iterator[Problem]:
+def the_method_exists(experiment: Job) -> Iterator[Problem]:
     """``sweep.search.method`` is the name of a built-in method or of a plug-in."""
     search = experiment.sweep.search
     if search is not None and not is_factory(search.method) and target_of("search", search.method) is None:

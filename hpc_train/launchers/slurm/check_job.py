@@ -22,8 +22,8 @@ from pathlib import Path
 from hpc_train.errors import NoSchedulerError, UsageError
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
-from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.data_facts.by_name import prefetched_bytes
+from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (
     REPORT,
@@ -85,7 +85,7 @@ class CheckJob:
             self.host = host
 
 
-def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+def check_nodes(experiment: Job | None, nodes: Sequence[str], limit_s: float) -> list[Finding]:
     """Run a job on each node, or on any one, and return the findings.
 
     With several nodes, or a number in place of names, another job measures their pairs.
@@ -133,9 +133,7 @@ def _hostnames(nodes: Sequence[str]) -> list[str]:
     return names
 
 
-def _submit(
-    job: CheckJob, experiment: Experiment | None, slurm: SlurmConfig, profile: Profile, folder: Path
-) -> str:
+def _submit(job: CheckJob, experiment: Job | None, slurm: SlurmConfig, profile: Profile, folder: Path) -> str:
     python = [sys.executable]
     if experiment is not None:
         python = script.python_command(experiment, profile, (runs_root(), Path.cwd()))
@@ -204,7 +202,7 @@ def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
         pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
 
 
-def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
+def _refused(error: commands.RefusedError, experiment: Job | None) -> Finding:
     remedy = "give an experiment file with the account, partition and options that this site requires"
     if experiment is not None:
         advice = job_refusals.advice(error.words, experiment)
@@ -217,7 +215,7 @@ def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Fin
 
 
 def _judged(
-    job: CheckJob, experiment: Experiment | None, runs: Path, clock_lead_s: float, limit_s: float
+    job: CheckJob, experiment: Job | None, runs: Path, clock_lead_s: float, limit_s: float
 ) -> list[Finding]:
     where = f"node {job.host or job.node or '?'}" if job.num_nodes == 1 else f"{job.num_nodes} nodes"
     if not job.has_ended:
@@ -231,7 +229,9 @@ def _judged(
         return [*findings, _without_report(job, where, runs)]
     gpus = experiment.slurm.gpus_per_node if experiment is not None and experiment.slurm is not None else 0
     wants_gpu = experiment is not None and gpus > 0 and experiment.device != "cpu"
-    prefetched = None if experiment is None else prefetched_bytes(experiment, max(1, gpus))
+    prefetched = None
+    if experiment is not None:
+        prefetched = workload_of(experiment).prefetched_bytes(experiment, max(1, gpus))
     machine = Machine(where, facts, runs, wants_gpu, clock_lead_s, True, prefetched)
     return [*findings, *judged(machine)]
 

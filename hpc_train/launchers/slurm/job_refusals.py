@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hpc_train.errors import NoSchedulerError, UserError, listed
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
 from hpc_train.launchers.base import KeyProblem
@@ -122,7 +122,7 @@ _FEATURE = re.compile(r"[\w.:+=/-]+")
 _LISTED = 8
 
 
-def refused(output: str, experiment: Experiment) -> list[KeyProblem]:
+def refused(output: str, experiment: Job) -> list[KeyProblem]:
     """Return the problems for a message with which sbatch has refused the job."""
     text = without_prefix(output)
     if _NO_SUCH_NODES.search(text):
@@ -136,14 +136,14 @@ def without_prefix(output: str) -> str:
     return _PREFIX.sub("", output)
 
 
-def refused_in_test(output: str, experiment: Experiment) -> list[KeyProblem]:
+def refused_in_test(output: str, experiment: Job) -> list[KeyProblem]:
     """Return the problems for a message of ``sbatch --test-only``; empty if it may be temporary."""
     if _MAYBE_TEMPORARY.search(output):
         return node_problems(experiment)
     return refused(output, experiment)
 
 
-def never_starts(reason: str, experiment: Experiment) -> list[KeyProblem]:
+def never_starts(reason: str, experiment: Job) -> list[KeyProblem]:
     """Return the problems for a pending reason; empty if the job may start later."""
     key = queue.key_at_fault(reason)
     if key is None and queue.is_shared_limit(reason) and not has_running_jobs():
@@ -156,7 +156,7 @@ def never_starts(reason: str, experiment: Experiment) -> list[KeyProblem]:
     return [KeyProblem(key, message, queue.remedy(reason))]
 
 
-def _no_such_nodes(message: str, experiment: Experiment) -> KeyProblem:
+def _no_such_nodes(message: str, experiment: Job) -> KeyProblem:
     slurm = slurm_of(experiment)
     requests = [(key, getattr(slurm, key)) for key in _REQUESTS]
     if slurm is not None:
@@ -189,7 +189,7 @@ class Node:
         return cls(int(cpus), int(memory), frozenset(features.split(",")), gpus)
 
 
-def node_problems(experiment: Experiment) -> list[KeyProblem]:
+def node_problems(experiment: Job) -> list[KeyProblem]:
     """Return the requests that exceed every node of the partition, or its number of nodes.
 
     Empty if the nodes can't be queried or not all are listed, or if only the combination is too much.
@@ -262,7 +262,7 @@ def features_of(constraint: str) -> list[str]:
     return names if all(map(_FEATURE.fullmatch, names)) else []
 
 
-def time_limit_problems(experiment: Experiment) -> list[KeyProblem]:
+def time_limit_problems(experiment: Job) -> list[KeyProblem]:
     """Return a problem if the job's time exceeds its only partition's: ``sbatch --test-only`` accepts it.
 
     Empty if a QOS of this cluster may lift the limit.
@@ -294,7 +294,7 @@ def _listed(names: set[str]) -> str:
     return f"there are {listed(sorted(names), _LISTED)}" if names else "there are none"
 
 
-def advice(message: str, experiment: Experiment) -> Advice:
+def advice(message: str, experiment: Job) -> Advice:
     """Return the key of the file that the refusal is about, and the remedy.
 
     Slurm's own messages have a remedy. Messages of a site's plug-ins are free text: the option that they
@@ -325,5 +325,5 @@ def advice(message: str, experiment: Experiment) -> Advice:
     return Advice(key, "write one; the file has none" if is_missing else _GENERAL)
 
 
-def _value(key: str, experiment: Experiment) -> object:
+def _value(key: str, experiment: Job) -> object:
     return getattr(experiment.slurm, key.partition(".")[2], None) if key.startswith("slurm.") else None

@@ -24,7 +24,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
-    from hpc_train.experiment.config.schema import Experiment
+    from hpc_train.experiment.config.schema import Job
     from hpc_train.experiment.plan.devices import Device
 
 _NO_SECTION = KeyProblem(
@@ -45,15 +45,15 @@ class SlurmLauncher:
         #: Within ``submitting``, before ``start``: the runs that are in a submission, once read.
         self._recorded: set[str] | None = None
 
-    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+    def problems(self, experiment: Job) -> list[KeyProblem]:
         """Return a problem if there is no section ``slurm``; its keys are checked with the file."""
         return [] if experiment.slurm is not None else [_NO_SECTION]
 
-    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
         """Return None: the section ``slurm`` gives the number of ranks."""
         return None
 
-    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+    def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return the ranks that the section ``slurm`` requests; 1 without the section."""
         from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of
@@ -61,7 +61,7 @@ class SlurmLauncher:
         slurm = slurm_of(experiment)
         return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else options.ranks(slurm)
 
-    def device(self, experiment: Experiment, size: Ranks) -> Device | None:
+    def device(self, experiment: Job, size: Ranks) -> Device | None:
         """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
         from hpc_train.launchers.slurm import options
         from hpc_train.launchers.slurm.profiles import slurm_of

@@ -16,7 +16,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.slurm_rules import (
@@ -27,6 +27,7 @@ from hpc_train.experiment.validate.slurm_rules import (
     ranks_on_each_node,
     sbatch_option,
 )
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record
@@ -49,7 +50,7 @@ _GIB = 2**30
 
 
 def sbatch_parameters(
-    experiment: Experiment,
+    experiment: Job,
     profile: Profile,
     *,
     lead_s: int,
@@ -131,7 +132,7 @@ def srun_args(profile: Profile, cpus: int | None) -> list[str]:
     ]
 
 
-def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
+def lead_s(experiment: Job, folder: ExperimentPaths) -> int:
     """Return how many seconds before its time limit a job is signalled to save and stop.
 
     The file's value; else by the longest save so far, at most half the time limit, so that a job always gets
@@ -151,19 +152,14 @@ def lead_of(slurm: SlurmConfig, saves: Callable[[], Sequence[float]] = list) -> 
     return lead if limit_s is None else min(lead, limit_s // 2)
 
 
-def shape(experiment: Experiment, profile: Profile) -> Hashable:
+def shape(experiment: Job, profile: Profile) -> Hashable:
     """Return the common part of an array's runs: the content of their batch script except the run."""
     experiment = profile.applied(experiment)
     slurm, environment = experiment.slurm, experiment.environment
     assert slurm is not None
-    bound = bound_paths(experiment) if environment.container else []
+    bound = workload_of(experiment).data_paths(experiment) if environment.container else []
     parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
     return json.dumps(parts, sort_keys=True)
-
-
-def bound_paths(experiment: Experiment) -> list[str]:
-    """Return the paths of the data, which a container must see."""
-    return [path for path in (experiment.data.root, experiment.data.cache) if path]
 
 
 def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hpc_train.experiment.config.fields import ScriptPath, Section, pattern
 from hpc_train.experiment.config.keys import as_mapping, child
 from hpc_train.experiment.config.marked_yaml import EMPTY, MAX_BYTES, read_document
 from hpc_train.experiment.config.problems import KeyPath, Problem, Source, is_clean, shown
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.validate.slurm_rules import (
     MEMORY_SHARES,
     bad_option_values,
@@ -76,7 +76,7 @@ class Profile(Section):
     )
     """The program that runs a command in ``environment.container``: Apptainer or Singularity."""
 
-    def applied(self, experiment: Experiment) -> Experiment:
+    def applied(self, experiment: Job) -> Job:
         """Return the experiment with the profile's defaults for keys that it does not set."""
         slurm = experiment.slurm
         assert slurm is not None
@@ -112,7 +112,7 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
     raise BadFileError(problem(where, message, remedy) if problem else f"{where}: {message}; {remedy}")
 
 
-def slurm_of(experiment: Experiment) -> SlurmConfig | None:
+def slurm_of(experiment: Job) -> SlurmConfig | None:
     """Return the section ``slurm`` with its profile's defaults, None without the section.
 
     As written if the profile can't be used: starting the run reports that.

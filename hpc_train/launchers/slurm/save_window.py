@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_train.errors import NoSchedulerError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.launchers.slurm import commands, options
 from hpc_train.paths import ExperimentPaths
 
@@ -14,7 +14,7 @@ STEP_RESERVE_S = 5
 SAVES = 3
 
 
-def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
+def warnings(experiment: Job, folder: ExperimentPaths) -> list[str]:
     """Return warnings about saves that took longer than the available time; empty before the first save.
 
     ``experiment``: with its profile's settings.
@@ -70,7 +70,7 @@ def _seconds(text: str | None) -> int | None:
     return int(number[0]) if number and number[0].isdecimal() else None
 
 
-def _time_limit(experiment: Experiment, folder: ExperimentPaths, longest_s: float) -> str | None:
+def _time_limit(experiment: Job, folder: ExperimentPaths, longest_s: float) -> str | None:
     slurm, needed_s = experiment.slurm, SAVES * longest_s
     assert slurm is not None
     lead_s = options.lead_s(experiment, folder)

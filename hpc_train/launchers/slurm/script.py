@@ -15,8 +15,9 @@ from typing import Any
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import Batch
@@ -58,7 +59,7 @@ _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
 
 def batch(
     submission: Path,
-    experiment: Experiment,
+    experiment: Job,
     *,
     snapshot: Path,
     search_path: Sequence[str],
@@ -112,20 +113,23 @@ def script_text(batch: Batch, runs: int = 1) -> str:
     return text + "\n"
 
 
-def python_command(experiment: Experiment, profile: Profile, folders: Sequence[Path]) -> list[str]:
+def python_command(experiment: Job, profile: Profile, folders: Sequence[Path]) -> list[str]:
     """Return the command of Python on a node; a container gets access to ``folders`` and the data."""
     environment = experiment.environment
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
     image = environment.container
-    seen = [*folders, *(Path(path).expanduser().absolute() for path in options.bound_paths(experiment))]
+    seen = [
+        *folders,
+        *(Path(path).expanduser().absolute() for path in workload_of(experiment).data_paths(experiment)),
+    ]
     bound = [word for folder in dict.fromkeys(seen) for word in ("--bind", str(folder))]
     command = [*profile.container_command.split(), *bound, "--pwd", str(folders[-1])]
     return [*command, image if "://" in image else _expanded(image), environment.python or "python3"]
 
 
 def _setup(
-    submission: Path, experiment: Experiment, profile: Profile, python: list[str], search_path: Sequence[str]
+    submission: Path, experiment: Job, profile: Profile, python: list[str], search_path: Sequence[str]
 ) -> dict[str, Any]:
     slurm = experiment.slurm
     assert slurm is not None

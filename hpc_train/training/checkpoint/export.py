@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
+from hpc_train.experiment.config.schema import as_training
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.checkpoints import committed, find_step, verify
@@ -143,7 +144,8 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
     }
     if not any(name.endswith(f".{lora.A}") for name in entries):
         return entries
-    config = frozen_experiment.read(RunPaths(checkpoint.folder.parent.parent)).model.lora
+    run = RunPaths(checkpoint.folder.parent.parent)
+    config = as_training(frozen_experiment.read(run)).model.lora
     if config is None:  # the names belong to the model
         return entries
     readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))

@@ -26,7 +26,7 @@ from hpc_train.package_path import hidden_modules
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
-from hpc_train.run.create import effective_experiment
+from hpc_train.run.create import training_experiment
 from hpc_train.run.trust import check_run
 from hpc_train.training.checkpoint.export import find_intact, plain_weights
 from hpc_train.training.checkpoint.saved_tensors import SavedState
@@ -135,7 +135,7 @@ def load_model(
     check_run(run)
     checkpoint = find_intact(run, best=best, step=step)
     saved = SavedState.read(checkpoint)
-    experiment = with_preprocessing(effective_experiment(run, newest_number(run)))
+    experiment = with_preprocessing(training_experiment(run, newest_number(run)))
     if ema is None:
         chosen = experiment.checkpoint.best
         ema = chosen is not None and chosen.metric.startswith(_EMA_METRIC)

@@ -1,0 +1,78 @@
+"""The seam between a job and what its runs execute.
+
+An experiment file describes a job (``config.schema.Job``) plus one workload: our trainer, or a program of the
+user's. Submission, recovery, status and reports know this protocol only; ``workload_of`` returns the
+implementation, which ``hpc_train.workloads`` holds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.topology.batch_arithmetic import StepLayout
+from hpc_train.experiment.topology.degrees import Ranks
+
+J = TypeVar("J", bound=Job)
+J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
+
+#: ``Job.workload`` → the implementation of ``Workload``.
+_IMPLEMENTATIONS = {"training": "hpc_train.workloads.training:TrainingWorkload"}
+
+
+class Workload(Protocol[J_contra]):
+    """What the runs of a job execute. Constructed without arguments; methods read files, but change none."""
+
+    def start_problems(self, job: J_contra, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
+        """Return the problems that prevent a start on these ranks.
+
+        ``micro_batch_size``: the size that ``auto`` found in an earlier attempt; None before that.
+        """
+
+    def missing_code(self, jobs: Sequence[J_contra], code_root: Callable[[], Path | None]) -> list[Problem]:
+        """Return the problems of the user's own code and files that these runs name and that are missing.
+
+        ``code_root``: returns the root of the work tree around the current folder, None without one.
+        """
+
+    def misplaced_data(self, job: J_contra, *, is_queued: bool) -> Problem | None:
+        """Return the problem if the data visible from here don't have the layout that the run expects."""
+
+    def missing_data(self, job: J_contra, remedy: str | None = None) -> list[Problem]:
+        """Return the problems of data that ranks need on this machine. ``remedy``: in place of the usual."""
+
+    def notes(self, job: J_contra) -> list[str]:
+        """Return lines for ``plan`` on what ranks will read."""
+
+    def remarks(self, job: J_contra) -> list[Problem]:
+        """Return the remarks on settings that are valid but probably not intended."""
+
+    def input_facts(self, job: J_contra) -> dict[str, Any]:
+        """Return the keys of ``run.json`` that identify the inputs: ``inputs``, ``init_from``.
+
+        Raises BadFileError if one is missing.
+        """
+
+    def inputs_now(self, job: J_contra, recorded: object) -> Mapping[str, Mapping[str, str]]:
+        """Return the fingerprints of the inputs by key; ``recorded``: those to compare with."""
+
+    def data_paths(self, job: J_contra) -> list[str]:
+        """Return the paths of the data: containers see them, snapshots of the code exclude them."""
+
+    def prefetched_bytes(self, job: J_contra, ranks: int) -> int | None:
+        """Return the bytes of shared memory that ranks on one node need for data; None if unknown."""
+
+    def step_layout(
+        self, job: J_contra, ranks: int, per_node: int, micro_batch_size: int | None
+    ) -> StepLayout | None:
+        """Return the layout of a step on these ranks; None if the workload has no such steps."""
+
+
+def workload_of(job: J) -> Workload[J]:
+    """Return the workload of a job."""
+    module, _, name = _IMPLEMENTATIONS[job.workload].partition(":")
+    return cast("Workload[J]", getattr(importlib.import_module(module), name)())
