@@ -110,6 +110,8 @@ class AttemptPaths:
 
     #: ``attempt.json``: process and place of the attempt, and its termination reason.
     record = _Entry("attempt.json")
+    #: Address and port of rank 0's program, for the others; written once the working folder is ready.
+    program = _Entry("program.json")
     #: Rank 0's published address of the store that the others connect to.
     rendezvous = _Entry("rendezvous.json")
     #: Timestamps of rank 0's events; merged into ``record`` when that is read.
@@ -131,6 +133,10 @@ class AttemptPaths:
     def error(self, rank: int) -> Path:
         """Why a rank ended, if it caused the end itself."""
         return self.folder / f"rank-{rank}.error"
+
+    def ended(self, rank: int) -> Path:
+        """Exists once the rank's program has ended without an error; the others' supervisors wait for it."""
+        return self.folder / f"rank-{rank}.ended"
 
     def files_of_ranks(self, ending: str) -> dict[int, Path]:
         """The ranks' files with this ending, such as ``.log``, by rank; in the order of their names."""
@@ -248,6 +254,8 @@ class RunPaths:
         """Return the files of all ranks, in no order."""
         return list(self.folder.glob("predictions-*.jsonl"))
 
+    #: The folder in which a program works.
+    work = _Entry("work")
     #: Link to the snapshot of the code.
     code = _Entry("code")
     #: The result of ``micro_batch_size: auto``, from the run's first attempt on.

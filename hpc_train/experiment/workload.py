@@ -21,7 +21,10 @@ J = TypeVar("J", bound=Job)
 J_contra = TypeVar("J_contra", bound=Job, contravariant=True)
 
 #: ``Job.workload`` → the implementation of ``Workload``.
-_IMPLEMENTATIONS = {"training": "hpc_train.workloads.training:TrainingWorkload"}
+_IMPLEMENTATIONS = {
+    "training": "hpc_train.workloads.training:TrainingWorkload",
+    "program": "hpc_train.workloads.program:ProgramWorkload",
+}
 
 
 class Workload(Protocol[J_contra]):

@@ -31,7 +31,7 @@ TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
 
 #: ``workload`` of ``run.json`` → the module whose ``run(paths, attempt)`` a rank executes. This is the only
 #: way from launchers into training, which imports torch.
-_MODULES = {"training": "hpc_train.training.main"}
+_MODULES = {"training": "hpc_train.training.main", "program": "hpc_train.workloads.supervisor"}
 
 
 @dataclass(frozen=True)

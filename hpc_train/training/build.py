@@ -21,6 +21,7 @@ from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import evaluation_rows
+from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.training import batch_size_search
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
@@ -47,7 +48,6 @@ from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.logger_threads import start_loggers
 from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
-from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks

@@ -26,10 +26,10 @@ from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, Withdr
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
+from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.logger_threads import CONTINUES, HangingLoggerError, LoggerThread, call_all
-from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)

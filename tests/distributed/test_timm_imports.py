@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.entry import Entry
 from hpc_train.training.distributed import timm_imports
 from tests.cli.commands import REPOSITORY
 from tests.waiting import HANG_LIMIT_S
@@ -64,13 +63,12 @@ print("wandb" in sys.modules)
     assert not list(tmp_path.glob("*wandb*"))
 
 
-def test_a_rank_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[bool] = []
-
-    def ask() -> None:
-        asked.append(True)
-        raise KeyboardInterrupt  # far enough
-
-    monkeypatch.setattr("hpc_train.launchers.entry.keep_wandb_out", ask)
-    assert Entry(tmp_path)._run(1) == 1 and asked
+@pytest.mark.slow
+def test_a_rank_does_it_before_it_can_import_timm(tmp_path: Path) -> None:
+    script = """
+import sys
+import hpc_train.training.main
+print("timm" in sys.modules, any("NoWandb" in type(finder).__name__ for finder in sys.meta_path))
+"""
+    assert run_python(script, tmp_path).split() == ["False", "True"]
     assert timm_imports._IMPORTER == "timm.utils.summary"

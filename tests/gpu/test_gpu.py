@@ -29,6 +29,7 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.found_micro_batch import kept
 from hpc_train.run.metric_rows import iter_rows
+from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.datasets.batches import evaluation_batches, training_batches
@@ -40,7 +41,6 @@ from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.health import node_check
 from hpc_train.training.meters import Meters, MetricsWriter
-from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import FiniteWatch, Guard
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.strategies.base import RankContext

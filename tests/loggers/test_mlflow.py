@@ -19,7 +19,7 @@ from hpc_train.loggers.mlflow import TAG, MlflowMirror, _Run, flattened, metrics
 from hpc_train.loggers.process_logger import MlflowLogger
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
-from hpc_train.training.metrics_file import MetricsFile
+from hpc_train.run.metrics_file import MetricsFile
 from tests.loggers.attempts import preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, row
 

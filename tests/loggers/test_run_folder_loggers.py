@@ -19,8 +19,8 @@ from hpc_train.loggers.csv_files import CsvLogger
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
+from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.training.meters import MetricsWriter
-from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S, came_true
 

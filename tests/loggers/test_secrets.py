@@ -14,9 +14,9 @@ import pytest
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
 from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.training.logger_threads import make_logger
 from hpc_train.training.meters import MetricsWriter
-from hpc_train.training.metrics_file import MetricsFile
 from tests.cli.commands import hpc_train
 from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import context_of

@@ -11,14 +11,18 @@ from itertools import pairwise
 from typing import Any
 
 from hpc_train.experiment.config.fields import Section
-from hpc_train.experiment.config.schema import Experiment, keys_of
+from hpc_train.experiment.config.schema import Experiment, Job, Program, keys_of
 
 Node = dict[str, Any]
 
 
 def json_schema() -> Node:
     """Return a copy of the schema with a description of each key, which the caller may change."""
-    return deepcopy(described_schema())
+    schema = deepcopy(described_schema())
+    required = schema.pop("required")
+    own = [key for key in required if key not in Job.model_fields]
+    shared = [key for key in required if key in Job.model_fields]
+    return schema | {"required": shared, "oneOf": [{"required": own}, {"required": ["program"]}]}
 
 
 @cache
@@ -27,7 +31,8 @@ def described_schema() -> Node:
     schema = cached_schema()
     # This takes 60 ms (measured), which commands that only look up keys don't take
     sections = {section.__name__: section for section in _subclasses(Section)}
-    for name, node in [*schema["$defs"].items(), (Experiment.__name__, schema)]:
+    files = [(kind.__name__, schema) for kind in (Experiment, Program)]
+    for name, node in [*schema["$defs"].items(), *files]:
         for key, text in _field_docstrings(sections[name]).items():
             node["properties"][key]["description"] = text
     return schema
@@ -37,7 +42,10 @@ def described_schema() -> Node:
 def cached_schema() -> Node:
     """Return the cached schema, which must not be changed and may lack the descriptions."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
-    schema["properties"] = {key: schema["properties"][key] for key in keys_of(Experiment)}
+    program = Program.model_json_schema()
+    schema["$defs"] |= program["$defs"]
+    properties = program["properties"] | schema["properties"]
+    schema["properties"] = {key: properties[key] for key in [*keys_of(Experiment), *keys_of(Program)]}
     node = schema["properties"]["compile"]
     node["anyOf"] = [{"type": "boolean"}, {"$ref": node.pop("$ref")}]
     node["default"] = False
@@ -45,6 +53,9 @@ def cached_schema() -> Node:
     _allow_also(
         schema["$defs"]["DataConfig"]["properties"]["normalize"], {"const": "weights", "type": "string"}
     )
+    outputs = schema["$defs"]["ProgramConfig"]["properties"]["outputs"]
+    kept = {key: outputs.pop(key) for key in ("items", "type")}
+    outputs["anyOf"] = [kept, deepcopy(kept["items"])]
     name = schema["$defs"]["TransformConfig"]["properties"]["name"]
     _allow_also(schema["$defs"]["DataConfig"]["properties"]["transform"], deepcopy(name))
     _for_editors(schema)

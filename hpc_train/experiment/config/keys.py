@@ -43,6 +43,8 @@ PARAMETERS: tuple[KeyPath, ...] = (("sweep", "random", "parameters"), ("sweep", 
 _BY_KEY_PATH: tuple[KeyPath, ...] = (GRID, *PARAMETERS)
 #: The section with the resources that a job requests from its queue; without effect on this machine.
 JOB = "slurm"
+#: The section in place of our trainer's.
+PROGRAM = "program"
 
 
 class BadKeyError(Exception):
@@ -127,12 +129,24 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
 
     ``rest``: the keys below it, where a dotted path names it.
     """
+    if len(path) == 1 and node_at(path) is not None:  # the other kind of file has it
+        message = "belongs to hpc-train's own trainer, and this file has a program"
+        return Problem(
+            path, message, "take it out, or take program out", on_key=True, code="program.trainer-key"
+        )
     return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
     if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
         return with_blank(*unspaced)
+    if path[0] == PROGRAM:  # the user's own names, of which ours are no synonyms
+        close = nearest(str(path[-1]), known_keys(path[:-1]))
+        return (
+            f"did you mean {close}?"
+            if close
+            else f"write {PROGRAM}.args.{path[-1]} for an argument of the script"
+        )
     called = key_for(path)
     if called and called != dotted(path):
         return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"

@@ -27,6 +27,7 @@ from hpc_train.experiment.config.fields import (
     TaskName,
     pattern,
 )
+from hpc_train.experiment.config.program_section import ProgramConfig, as_section
 from hpc_train.experiment.config.sweep_sections import SweepConfig
 from hpc_train.experiment.config.training_sections import (
     CompileConfig,
@@ -38,7 +39,7 @@ from hpc_train.experiment.config.training_sections import (
 )
 
 #: What plug-ins receive, from one place.
-__all__ = ["DataConfig", "Experiment", "Job", "ModelConfig"]
+__all__ = ["DataConfig", "Experiment", "Job", "ModelConfig", "Program"]
 
 
 class CheckpointConfig(Section):
@@ -288,6 +289,16 @@ class Experiment(Job):
         return self.model_copy(update={"optimization": optimization})
 
 
+class Program(Job):
+    """A file whose runs execute a program of the user's."""
+
+    workload: ClassVar[str] = "program"
+
+    program: Annotated[
+        ProgramConfig, BeforeValidator(as_section), Field(examples=[{"command": ["python", "train.py"]}])
+    ]
+
+
 def keys_of(kind: type[Job]) -> list[str]:
     """Return the keys of a file in the order in which they are shown."""
     shared = [*Job.model_fields]
@@ -296,7 +307,7 @@ def keys_of(kind: type[Job]) -> list[str]:
 
 def kind_of(data: Mapping[str, Any]) -> type[Job]:
     """Return the kind of file with this content."""
-    return Experiment
+    return Program if "program" in data else Experiment
 
 
 def as_training(job: Job) -> Experiment:
@@ -310,3 +321,4 @@ def as_training(job: Job) -> Experiment:
 
 CheckpointConfig.model_rebuild()
 Experiment.model_rebuild()
+Program.model_rebuild()

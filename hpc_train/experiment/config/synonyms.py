@@ -205,8 +205,8 @@ _ADVICE = {
     ),
     "metrics": "take it out; the task defines the metrics (docs/plugins.md)",
     "script command entrypoint main train_script": (
-        "take it out; an existing training script can't be run, its model and data can: "
-        "model.name and data.name take package.module:factory (docs/plugins.md)"
+        "write program: {command: [python, train.py]} for a training script of your own, in place of task, "
+        "model, data and optimization"
     ),
     "pin_memory persistent_workers prefetch_factor shuffle drop_last": (
         "take it out; the loader handles this automatically, and data.workers is the number of its processes"

@@ -30,6 +30,7 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     logging_rules,
     model_rules,
     part_rules,
+    program_rules,
     slurm_rules,
     sweep_rules,
     task_rules,

@@ -309,6 +309,11 @@ def search_path(paths: RunPaths) -> list[str]:
     return entries
 
 
+def folder_in_tree(folder: Path) -> str:
+    """Return the folder of ``submit`` relative to the snapshot's tree; empty for its root."""
+    return str(_manifest(folder)["cwd"])
+
+
 def check_owner(folder: Path) -> None:
     """Raise UntrustedError if another user could have written files in ``folder``, or can replace it."""
     check_holder(folder.parent)

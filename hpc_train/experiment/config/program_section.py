@@ -1,0 +1,126 @@
+"""The section ``program``: a training script of the user's own, in place of our trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hpc_train.experiment.config.fields import Section, pattern
+
+#: Names that ``{…}`` may have in ``command``, ``args`` and ``env`` → their meaning.
+PLACEHOLDERS = {
+    "run": "the run's folder",
+    "name": "the experiment's name",
+    "seed": "the file's seed",
+    "attempt": "the number of the attempt, from 1",
+    "nodes": "the number of nodes",
+    "node_rank": "the node's number, from 0",
+    "ranks": "the number of all ranks",
+    "ranks_per_node": "the ranks of this node",
+    "master_addr": "the host of rank 0",
+    "master_port": "a free port there",
+}
+
+#: Text that YAML would not read as text in a list.
+_NEEDS_QUOTES = re.compile(
+    r"[^A-Za-z0-9_./=+-]|^[^A-Za-z_./-]|^-$|^-[^-A-Za-z]|^(true|false|null|yes|no|on|off|y|n)$", re.I
+)
+_Word = Annotated[str, Field(min_length=1, max_length=4096)]
+_RelativePath = Annotated[
+    str,
+    pattern(
+        r"[^/~\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,1023}",
+        "a path relative to the program's working folder, like out/ckpt.pt",
+    ),
+]
+_Variable = Annotated[
+    str, pattern(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "the name of an environment variable, like WANDB_PROJECT")
+]
+_Argument = Annotated[
+    str,
+    pattern(r"[A-Za-z_][A-Za-z0-9_.+/@-]{0,255}", "the name of an argument, without leading dashes, like lr"),
+]
+
+
+def _as_words(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    raise ValueError(f"needs a list, since no shell reads it; write command: {_listed(value)}")
+
+
+def as_section(value: object) -> object:
+    """Refuse a command in place of the section, with the section to write."""
+    if not isinstance(value, str | list):
+        return value
+    command = _listed(value if isinstance(value, str) else shlex.join(map(str, value)))
+    raise ValueError(f"needs a section; write program: {{command: {command}}}")
+
+
+def _listed(text: str) -> str:
+    """Return a command line as a list of YAML."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        words = text.split()
+    return f"[{', '.join(json.dumps(word) if _NEEDS_QUOTES.search(word) else word for word in words)}]"
+
+
+class ProgramConfig(Section):
+    """A training script of your own, which takes the place of ``task``, ``model``, ``data`` and
+    ``optimization``.
+    """
+
+    command: Annotated[
+        list[_Word],
+        BeforeValidator(_as_words),
+        Field(min_length=1, max_length=1000, examples=[["python", "train.py"]]),
+    ]
+    """The program and its first arguments, as a list; no shell reads it. ``python`` is the interpreter of the
+    run. ``{run}``, ``{seed}`` and other names in braces are replaced (see the how-to); ``{{`` is a brace."""
+    per: Literal["rank", "node", "job"] = "rank"
+    """How often the command is started: once per ``rank``, with torchrun's variables; once per ``node``, for
+    scripts that start their own ranks, as torchrun does; or once per ``job``, on the first node."""
+    args: dict[_Argument, Any] = {}
+    """Further arguments by name, rendered in the order of the file by ``style``. ``true``: the name alone (in
+    the style ``key=value`` the word true); ``false`` and null: not given (there: false and null); a list: its
+    items after the name (there: ``[a,b]``). Sweeps vary ``program.args.<name>``."""
+    style: Literal["--key=value", "--key value", "key=value"] = "--key=value"
+    """How an argument is written: ``key=value`` is that of Hydra and OmegaConf."""
+    env: dict[_Variable, str] = {}
+    """Environment variables of the program. Secrets belong into the environment of ``submit``."""
+    outputs: Annotated[list[_RelativePath], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []
+    """Folders or files that the program writes, such as ``out``: each run has its own, kept over attempts.
+    Other entries of the folder of ``submit`` are shared by all runs."""
+    resume: ResumeConfig | None = None
+    """Arguments for a script that continues from its own checkpoint. Default: it gets the same arguments in
+    each attempt."""
+    metrics: MetricsConfig | None = None
+    """The metrics that the program writes. Default: none are read."""
+    check: Annotated[list[_Word], Field(min_length=1)] | None = None
+    """A command that `hpc-train prepare` runs, such as the script with ``--help``. Default: none."""
+
+
+class ResumeConfig(Section):
+    """How a script that is not changed at all continues."""
+
+    if_exists: Annotated[_RelativePath, Field(examples=["out/ckpt.pt"])]
+    """The script's own checkpoint, relative to its working folder; ``*`` matches any name."""
+    args: list[_Word] = []
+    """Arguments that are added if it exists."""
+
+
+class MetricsConfig(Section):
+    """Where the rows of ``metrics.jsonl`` come from; exactly one of the two keys."""
+
+    regex: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+    """A regular expression that is searched in each line that the first rank prints. It has the group
+    ``(?P<step>…)``; each other named group is a metric."""
+    jsonl: _RelativePath | None = None
+    """A file of JSON objects, one per line, each with ``step``, that the program appends to."""
+
+
+ProgramConfig.model_rebuild()

@@ -1,0 +1,113 @@
+"""Rules on ``program``: names in braces, paths, and the metrics that it writes."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import PurePosixPath
+from typing import cast
+
+from hpc_train.experiment.config.problems import KeyPath, Problem
+from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig
+from hpc_train.experiment.config.schema import Job, Program
+from hpc_train.experiment.validate.base import rule
+from hpc_train.registry import suggestion
+
+
+def _program(job: Job) -> ProgramConfig:
+    return cast("Program", job).program
+
+
+def _texts(program: ProgramConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the texts in which names in braces are replaced, with their places."""
+    for index, word in enumerate(program.command):
+        yield ("program", "command", index), word
+    for name, value in program.args.items():
+        if isinstance(value, str):
+            yield ("program", "args", name), value
+    for name, value in program.env.items():
+        yield ("program", "env", name), value
+    for index, word in enumerate(program.resume.args if program.resume else []):
+        yield ("program", "resume", "args", index), word
+
+
+@rule("program.placeholder", "program")
+def names_in_braces_exist(job: Job) -> Iterator[Problem]:
+    """A name in braces is one of ``PLACEHOLDERS``."""
+    for path, text in _texts(_program(job)):
+        try:
+            fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        except ValueError as error:
+            yield Problem(path, f"{text!r}: {error}", "write {{ and }} for braces that belong to the text")
+            continue
+        for field in fields:
+            if field not in PLACEHOLDERS:
+                remedy = suggestion(field, PLACEHOLDERS, "write {{ and }} for braces that belong to the text")
+                yield Problem(path, f"there is no {{{field}}}", remedy)
+
+
+@rule("program.path", "program")
+def paths_are_below_the_working_folder(job: Job) -> Iterator[Problem]:
+    """No path leads out of the working folder."""
+    program = _program(job)
+    paths: list[tuple[KeyPath, str]] = [
+        (("program", "outputs", index), path) for index, path in enumerate(program.outputs)
+    ]
+    if program.resume:
+        paths.append((("program", "resume", "if_exists"), program.resume.if_exists))
+    if program.metrics and program.metrics.jsonl:
+        paths.append((("program", "metrics", "jsonl"), program.metrics.jsonl))
+    for path, text in paths:
+        if ".." in PurePosixPath(text).parts:
+            yield Problem(path, f"{text} leads out of the working folder", "write a path below it, like out")
+        elif not PurePosixPath(text).parts:
+            yield Problem(path, f"{text} is the working folder itself", "write a path below it, like out")
+
+
+@rule("program.metrics", "program")
+def metrics_have_one_source(job: Job) -> Iterator[Problem]:
+    """Exactly one of ``regex`` and ``jsonl``; the regular expression has a group for the step."""
+    metrics = _program(job).metrics
+    path: KeyPath = ("program", "metrics")
+    if metrics is None:
+        return
+    if (metrics.regex is None) == (metrics.jsonl is None):
+        yield Problem(path, "needs one of regex and jsonl", "write jsonl: out/metrics.jsonl or a regex")
+    if metrics.regex is None:
+        return
+    try:
+        groups = re.compile(metrics.regex).groupindex.keys()
+    except re.error as error:
+        yield Problem((*path, "regex"), f"is not a regular expression: {error}", "fix it")
+        return
+    if "step" not in groups or len(groups) < 2:
+        example = r"'step (?P<step>\d+).*loss (?P<loss>[-+.\deE]+|nan|inf)'"
+        yield Problem(
+            (*path, "regex"),
+            "needs the groups (?P<step>…) and at least one metric",
+            f"write one like {example}",
+        )
+
+
+#: Keys of a job that only our trainer reads: for a program they would be ignored without a word.
+_OF_OUR_TRAINER = (
+    "early_stopping",
+    "checkpoint",
+    "logging.wandb",
+    "logging.mlflow",
+    "logging.tensorboard",
+    "logging.csv",
+    "logging.loggers",
+)
+
+
+@rule("program.ignored-key", "program", *_OF_OUR_TRAINER)
+def keys_have_an_effect(job: Job) -> Iterator[Problem]:
+    """No key is given that has no effect on a program."""
+    defaults = Program.model_construct(name=job.name, program=_program(job))
+    for key in _OF_OUR_TRAINER:
+        if attrgetter(key)(job) != attrgetter(key)(defaults):
+            message = "has no effect on a program, which saves and logs by itself"
+            yield Problem(tuple(key.split(".")), message, "take it out")

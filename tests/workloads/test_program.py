@@ -1,0 +1,119 @@
+"""The words of a program's command, its metrics, its working folder, and the checks before it is queued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.program_section import MetricsConfig, ProgramConfig
+from hpc_train.experiment.config.schema import Experiment, Program
+from hpc_train.experiment.plan.planning import make_plan
+from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.workload import workload_of
+from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import iter_rows
+from hpc_train.workloads.program import ProgramWorkload
+from hpc_train.workloads.program_metrics import ProgramMetrics
+from hpc_train.workloads.supervisor import command_of, rendered
+from tests.workloads.programs import TEXT, write_program
+
+
+@pytest.mark.parametrize(("value", "style", "words"), [
+    (0.1, "--key=value", ["--lr=0.1"]),
+    (3e-4, "--key value", ["--lr", "0.0003"]),
+    (True, "--key=value", ["--lr"]),
+    (False, "--key value", []),
+    (None, "--key=value", []),
+    ([1, 2], "--key=value", ["--lr", "1", "2"]),
+    (["a b", "c"], "--key value", ["--lr", "a b", "c"]),
+    (True, "key=value", ["lr=true"]),
+    (None, "key=value", ["lr=null"]),
+    ([1, "a", False], "key=value", ["lr=[1,a,false]"]),
+    ("", "--key=value", ["--lr="]),
+])  # fmt: skip
+def test_an_argument_is_rendered_by_its_style(value: Any, style: str, words: list[str]) -> None:
+    assert rendered("lr", value, style) == words
+
+
+def test_names_in_braces_are_replaced_and_a_resume_adds_its_arguments() -> None:
+    program = ProgramConfig.model_validate({
+        "command": ["torchrun", "--nnodes={nodes}", "{{x}}"],
+        "args": {"seed": "{seed}", "deep": [1]},
+        "resume": {"if_exists": "out/*.pt", "args": ["--from", "{run}/a"]},
+    })  # fmt: skip
+    values = {"nodes": "2", "seed": "7", "run": "/runs/x"}
+    words = ["torchrun", "--nnodes=2", "{x}", "--seed=7", "--deep", "1"]
+    assert command_of(program, values, resumes=False) == words
+    assert command_of(program, values, resumes=True) == [*words, "--from", "/runs/x/a"]
+
+
+def test_a_file_with_a_program_is_a_job_of_its_own_kind(tmp_path: Path) -> None:
+    loaded = load(
+        write_program(
+            tmp_path,
+            TEXT + "sweep: {grid: {program.args.lr: [0.1, 0.2]}, seed: 1}\n".replace(", seed: 1", ""),
+        )
+    )
+    assert isinstance(loaded.experiment, Program) and not isinstance(loaded.experiment, Experiment)
+    assert isinstance(workload_of(loaded.experiment), ProgramWorkload)
+    first, second = make_plan(loaded).runs
+    assert first.id != second.id and first.total_steps is None and first.layout is None
+    assert isinstance(second.experiment, Program) and second.experiment.program.args["lr"] == 0.2
+
+
+def test_a_key_of_our_trainer_does_not_go_with_a_program(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError) as caught:
+        load(write_program(tmp_path, TEXT + "optimization: {epochs: 3}\n"))
+    (line,) = caught.value.problems
+    assert "exp.yaml:9:1: optimization: belongs to hpc-train's own trainer" in line
+
+
+def test_a_missing_script_is_reported_before_queueing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_program(tmp_path, TEXT.replace("train.py", "trian.py"))
+    monkeypatch.chdir(file.parent)
+    job = load(file).experiment
+    (problem,) = workload_of(job).missing_code([job], lambda: None)
+    assert (problem.path, problem.remedy) == (("program", "command", 1), "did you mean train.py?")
+    job = load(file, ["program.command=[torchrunn, train.py]"]).experiment
+    (problem,) = workload_of(job).missing_code([job], lambda: None)
+    assert problem.path == ("program", "command", 0) and "torchrun" in problem.remedy
+
+
+def _metrics(folder: Path, attempt: int, **config: str) -> ProgramMetrics:
+    return ProgramMetrics(MetricsConfig(**config), RunPaths(folder), attempt, folder)
+
+
+def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
+    source = tmp_path / "m.jsonl"
+    metrics = _metrics(tmp_path, 1, jsonl="m.jsonl")
+    assert not metrics.poll()
+    lines = [
+        {"step": 1, "loss": 2},
+        {"step": 2, "loss": "nan", "val_loss": 3.5},
+        {"loss": 1},
+        {"step": 2, "loss": 9},
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n" + '{"step": 3, "lo')
+    assert metrics.poll() and metrics.step == 2
+    with source.open("a") as file:
+        file.write('ss": 1.5}\n')
+    metrics.finish()
+    rows = [(row["split"], row["step"], row.get("loss")) for row in iter_rows(tmp_path / "metrics.jsonl")]
+    assert rows == [("train", 1, 2.0), ("train", 2, None), ("val", 2, 3.5), ("train", 3, 1.5)]
+
+
+def test_the_next_attempt_withdraws_the_rows_that_it_repeats(tmp_path: Path) -> None:
+    source = tmp_path / "m.jsonl"
+    for attempt, steps in ((1, range(1, 8)), (2, range(6, 10))):
+        metrics = _metrics(tmp_path, attempt, jsonl="m.jsonl")
+        with source.open("a") as file:
+            file.writelines(json.dumps({"step": step, "loss": attempt}) + "\n" for step in steps)
+        metrics.finish()
+    rows = [(row["step"], row["attempt"]) for row in iter_rows(tmp_path / "metrics.jsonl")]
+    assert rows == [*((step, 1) for step in range(1, 6)), *((step, 2) for step in range(6, 10))]

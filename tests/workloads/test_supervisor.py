@@ -1,0 +1,100 @@
+"""Runs of a script that knows nothing of hpc-train, on this machine: disturbed, they end as documented."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import read_record
+from hpc_train.run.metric_rows import iter_rows
+from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, start, status, wait_for
+from tests.waiting import HANG_LIMIT_S
+from tests.workloads.programs import result, weight_after, write_program
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    return tmp_path
+
+
+def submit(folder: Path, *arguments: str, devices: int = 1) -> tuple[Done, RunPaths]:
+    file = write_program(folder)
+    done = hpc_train("submit", file, *arguments, "--local", "--devices", str(devices), cwd=file.parent)
+    return done, only_run(folder)
+
+
+def assert_each_step_once(paths: RunPaths, steps: int) -> None:
+    rows = list(iter_rows(paths.metrics))
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert rows[-1]["loss"] == pytest.approx(weight_after(steps), abs=1e-8)
+
+
+def test_a_program_runs_on_two_ranks_in_a_folder_of_its_own(folder: Path) -> None:
+    done, paths = submit(folder, devices=2)
+    assert done.code == 0, done.err
+    assert status(paths)["state"] == "completed" and status(paths)["step"] == 20
+    assert result(paths) == {"step": 20, "weight": weight_after(20), "starts": 1}
+    assert_each_step_once(paths, 20)
+    logs = [paths.attempt(1).log(rank).read_text() for rank in (0, 1)]
+    assert [f"rank {rank} of 2" in log for rank, log in enumerate(logs)] == [True, True]
+    assert not (folder / "code" / "out").exists() and not (folder / "code" / "result.json").exists()
+
+
+def test_it_continues_from_its_own_checkpoint_after_ctrl_c(folder: Path) -> None:
+    file = write_program(folder)
+    slow = ("program.args.steps=60", "program.args.sleep=0.1")
+    process = start("submit", file, *slow, "--local", "--devices", "2", cwd=file.parent)
+    wait_for(
+        lambda: bool(list(folder.glob("runs/*/*/metrics.jsonl"))) and last_step(only_run(folder)) >= 12,
+        "step 12",
+    )
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    paths = only_run(folder)
+    assert status(paths)["state"] == "interrupted"
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    assert result(paths) == {"step": 60, "weight": weight_after(60), "starts": 2}
+    assert_each_step_once(paths, 60)
+
+
+def test_the_error_of_a_program_is_the_runs_reason(folder: Path) -> None:
+    done, paths = submit(folder, "program.args.behave=raises", devices=2)
+    assert done.code == 1
+    assert "ValueError: a bad batch" in str(status(paths)["reason"]), done.err
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.cause == "crash"
+
+
+def test_a_program_without_metrics_for_long_is_hung_and_shows_its_stacks(folder: Path) -> None:
+    done, paths = submit(folder, "program.args.behave=hangs", "recovery.hang_after_min=0.05")
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.cause == "hang", done.err
+    assert "recovery.hang_after_min" in str(status(paths)["reason"])
+    log = paths.attempt(1).log(0).read_text()
+    assert "Fatal Python error: Aborted" in log and "train.py" in log
+
+
+def test_a_process_that_a_program_leaves_behind_is_ended(folder: Path) -> None:
+    done, paths = submit(folder, "program.args.behave='leaves a child'")
+    assert done.code == 0, done.err
+    alive = [
+        entry
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and str(paths.work).encode() in _folder_of(entry)
+    ]
+    assert alive == []
+
+
+def _folder_of(process: Path) -> bytes:
+    try:
+        return os.fsencode((process / "cwd").readlink())
+    except OSError:
+        return b""
