@@ -1,0 +1,87 @@
+"""A script that knows nothing of hpc-train on two nodes of a real Slurm survives what Slurm does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import iter_rows
+from tests.end_to_end.runs import found_runs, hpc_train, wait_for
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import (
+    ENVIRONMENT,
+    LIMIT_S,
+    account,
+    job_of,
+    records,
+    start_now,
+    wait_for_attempt_end,
+    wait_for_state,
+    wait_for_step,
+)
+from tests.slurm.runs import high_job
+from tests.workloads.programs import TEXT, result, weight_after, write_program
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 400
+PROGRAM = TEXT + "slurm: {partition: low, nodes: 2, ranks_per_node: 1, time_limit: 30min}\n"
+
+
+def submit(folder: Path, *overrides: str) -> list[RunPaths]:
+    file = write_program(folder, PROGRAM)
+    environment = ENVIRONMENT | {"HPC_TRAIN_RUNS": str(folder / "runs")}
+    done = hpc_train("submit", file, *overrides, cwd=file.parent, **environment)
+    assert done.code == 0, done.err
+    return found_runs(folder)
+
+
+def programs_of(paths: RunPaths, rank: int) -> list[int]:
+    """Return the processes of the rank's script, whichever node they are on."""
+    wanted = {f"HPC_TRAIN_RUN={paths.folder}".encode(), f"RANK={rank}".encode()}
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            is_script = b"train.py" in (folder / "cmdline").read_bytes().split(b"\0")
+            if is_script and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return found
+
+
+def test_preemption_a_kill_and_a_lost_node_lose_no_step(cluster: Cluster, tmp_path: Path) -> None:
+    (paths,) = submit(tmp_path, f"program.args.steps={STEPS}", "program.args.sleep=0.1")
+    wait_for_step(paths, 12)
+    with high_job(cluster, records(paths)[-1].hosts):
+        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    start_now(cluster, paths)
+    wait_for_step(paths, 40)
+    (victim,) = programs_of(paths, 1)
+    os.kill(victim, signal.SIGKILL)
+    ended = wait_for_attempt_end(paths, 2)
+    assert ended.cause == "crash" and "killed by SIGKILL" in str(ended.reason), account(paths)
+    start_now(cluster, paths)
+    wait_for_step(paths, 80)
+    cluster.kill_node(records(paths)[-1].hosts[-1], with_jobs=True)
+    start_now(cluster, paths)
+    wait_for(lambda: len(paths.attempt_folders()) > 3, "the next attempt\n" + account(paths), LIMIT_S)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert result(paths)["step"] == STEPS and result(paths)["starts"] == 4
+    assert result(paths)["weight"] == weight_after(STEPS)
+    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, STEPS + 1))
+
+
+def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> None:
+    rates = [0.1, 0.2, 0.3]
+    runs = submit(tmp_path, f"sweep={{grid: {{program.args.lr: {rates}}}}}", "slurm.nodes=1")
+    (array,) = {job_of(paths).partition("_")[0] for paths in runs}
+    assert sorted(job_of(paths) for paths in runs) == [f"{array}_{number}" for number in range(3)]
+    for paths in runs:
+        assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+        lr = json.loads(paths.resolved.read_text())["program"]["args"]["lr"]
+        assert result(paths)["weight"] == weight_after(20, lr)
