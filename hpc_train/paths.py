@@ -134,6 +134,10 @@ class AttemptPaths:
         """Why a rank ended, if it caused the end itself."""
         return self.folder / f"rank-{rank}.error"
 
+    def session(self, rank: int) -> Path:
+        """The messages that a rank's program sends by ``hpc_train.session``, one JSON object per line."""
+        return self.folder / f"rank-{rank}.session"
+
     def ended(self, rank: int) -> Path:
         """Exists once the rank's program has ended without an error; the others' supervisors wait for it."""
         return self.folder / f"rank-{rank}.ended"

@@ -60,6 +60,14 @@ def saved_step(paths: RunPaths, attempt: int) -> int:
     return max((checkpoint.step for checkpoint in committed(paths, attempt)), default=0)
 
 
+def step_for_budgets(paths: RunPaths, attempt: int) -> int | None:
+    """Return the ``saved_step`` of the attempt's record; None for a program that has saved nothing by
+    ``session``: it may have checkpoints of its own, so attempts without progress are not counted.
+    """
+    step = saved_step(paths, attempt)
+    return None if step == 0 and run_facts(paths).get("workload") == "program" else step
+
+
 def diagnose_record(
     paths: RunPaths,
     record: AttemptRecord,
@@ -92,7 +100,7 @@ def ended_unseen(paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis) -
         cause=diagnosis.cause,
         reason=diagnosis.reason,
         bad_nodes=record.bad_nodes | diagnosis.bad_nodes,
-        saved_step=saved_step(paths, record.attempt),
+        saved_step=step_for_budgets(paths, record.attempt),
     )
 
 

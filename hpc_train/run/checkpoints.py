@@ -33,7 +33,9 @@ MIN_KEEP = 2
 #: File server errors that may be temporary. I/O errors are excluded: the file itself may be damaged.
 _SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+#: Folders of a program's checkpoint are separated by slashes; no part consists of dots alone.
+_PART = r"\.?[A-Za-z0-9_][A-Za-z0-9._=,@+ -]{0,127}"
+_PLAIN_NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,15}}")
 #: The key of a file's hash in the manifest.
 _HASH = "xxh3_128"
 #: File in a folder that was set aside.
@@ -292,7 +294,7 @@ def _try_file(path: Path, entry: FileEntry) -> str | None:
             return f"has {facts.st_size} bytes, the manifest says {entry.size}"
         if hash_file(path) != entry.digest:
             return "is damaged: its hash is not the manifest's"
-        if path.suffix == ".json":
+        if path.name == "state.json":
             read_object(path)
     except FileNotFoundError:
         return "is missing"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,27 @@ _VAL = ("val_", "val/", "eval_", "validation_")
 
 
 class ProgramMetrics:
-    """Reads the rows of one attempt. Rank 0 only.
+    """Reads the rows of one attempt: from ``session``, and from the source that the file names. Rank 0 only.
 
     The first row of an attempt withdraws earlier attempts' rows from its step on. A row whose step is not
     beyond the newest one of its split is dropped.
     """
 
-    def __init__(self, config: MetricsConfig, paths: RunPaths, attempt: int, folder: Path) -> None:
+    def __init__(self, config: MetricsConfig | None, paths: RunPaths, attempt: int, folder: Path) -> None:
         self._paths, self._attempt = paths, attempt
-        self._pattern = None if config.regex is None else re.compile(config.regex)
-        self._source = None if config.jsonl is None else folder / config.jsonl
-        # Lines of earlier attempts are rows already.
-        self._offset = _size(self._source) if self._source is not None else 0
+        regex, jsonl = (config.regex, config.jsonl) if config else (None, None)
+        self._pattern = None if regex is None else re.compile(regex)
+        #: File → the offset of the first line that was not read.
+        self._sources = {paths.attempt(attempt).session(0): 0}
+        if jsonl is not None:  # its lines of earlier attempts are rows already
+            self._sources[folder / jsonl] = _size(folder / jsonl)
         self._file: MetricsFile | None = None
         self._newest: dict[str, int] = {}
-        self._last_row_at: float | None = None
+        #: Of all rows and messages; None before the first.
+        self.newest_at: float | None = None
+        #: The number of steps in all, if the program tells it.
+        self.total_steps: int | None = None
+        self._progress = 0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -49,13 +56,9 @@ class ProgramMetrics:
         return self._pattern is not None
 
     @property
-    def step(self) -> int | None:
-        """The newest step of this attempt; None before the first row."""
-        return max(self._newest.values(), default=None)
-
-    def silent_s(self) -> float:
-        """Return the seconds since the newest row; 0 before the first: nobody knows how long it takes."""
-        return 0.0 if self._last_row_at is None else time.monotonic() - self._last_row_at
+    def step(self) -> int:
+        """The newest step of this attempt; 0 before the first row."""
+        return max([self._progress, *self._newest.values()])
 
     def read_output(self, child: subprocess.Popen[bytes]) -> None:
         """Copy the program's output to this process's, and search it, in a thread."""
@@ -64,10 +67,10 @@ class ProgramMetrics:
             self._thread.start()
 
     def poll(self) -> bool:
-        """Read new lines of the file; return True if there are rows."""
-        if self._source is not None:
-            self._read_file(self._source)
-        return self._last_row_at is not None
+        """Read new lines of the files; return True if there have been rows."""
+        for path in self._sources:
+            self._read_file(path)
+        return self.newest_at is not None
 
     def finish(self) -> None:
         """Read the rest, after the program's end."""
@@ -92,24 +95,25 @@ class ProgramMetrics:
     def _read_file(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
-                if _size(path) < self._offset:  # the program began the file again
-                    self._offset = 0
-                file.seek(self._offset)
+                if _size(path) < self._sources[path]:  # the program began the file again
+                    self._sources[path] = 0
+                file.seek(self._sources[path])
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
-                    self._offset += len(line)
-                    try:
+                    self._sources[path] += len(line)
+                    with suppress(ValueError):
                         row = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(row, dict):
-                        self._add(row)
+                        if isinstance(row, dict):
+                            self._add(row)
         except OSError:
             return
 
     def _add(self, found: Mapping[str, Any]) -> None:
         values = {name: number for name, value in found.items() if (number := _number(value)) is not None}
+        if "total" in values and "progress" in values:
+            self.total_steps, self._progress = int(values["total"]), int(values["progress"])
+            self.newest_at = time.monotonic()
         step = values.pop("step", None)
         if step is None or not 0 <= step < _MAX_STEP:
             return
@@ -124,7 +128,7 @@ class ProgramMetrics:
                 self._append(split, int(step), metrics)
 
     def _append(self, split: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._last_row_at = time.monotonic()
+        self.newest_at = time.monotonic()
         if step <= self._newest.get(split, -1):
             return
         if self._file is None:
@@ -141,10 +145,9 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = float(value)
+        return float(value)
     except (ValueError, OverflowError):
         return None
-    return number
 
 
 def _size(path: Path) -> int:

@@ -84,8 +84,10 @@ class _Supervisor:
         self._attempt: AttemptPaths = paths.attempt(attempt)
         self._events = EventLog(self._attempt) if facts.rank == 0 else None
         self._metrics: ProgramMetrics | None = None
-        self._child: subprocess.Popen[bytes] | None = None
         self._heartbeat_at = self._status_at = 0.0
+        #: When this rank's program last sent a message or touched its file, and the file's time then.
+        self._message_at: float | None = None
+        self._message_time = 0.0
 
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
@@ -136,19 +138,19 @@ class _Supervisor:
         values = self._values(meeting)
         resumes = program.resume is not None and any(folder.glob(program.resume.if_exists))
         words = command_of(program, values, resumes=resumes)
-        if program.metrics is not None and self._facts.rank == 0:
+        if self._facts.rank == 0:
             self._metrics = ProgramMetrics(program.metrics, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(words)}", flush=True)
         try:
-            self._child = self._start(words, folder, meeting, values, resumes=resumes)
+            child = self._start(words, folder, meeting, values, resumes=resumes)
         except OSError as error:
             raise UserError(f"program.command: {words[0]}: {error.strerror or error}") from error
         if self._events is not None:
             self._events.note("first_step")  # from here on a stop counts as a preemption of a run that works
         if self._metrics is not None:
-            self._metrics.read_output(self._child)
-        return self._judge(self._wait(self._child))
+            self._metrics.read_output(child)
+        return self._judge(self._wait(child))
 
     def _start(
         self, words: list[str], folder: Path, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool
@@ -233,7 +235,7 @@ class _Supervisor:
                 child.wait()
                 minutes = self._job.recovery.hang_after_min
                 limit = f"for {minutes:g} min (recovery.hang_after_min)"
-                raise _HungError(f"no metrics {limit}; the log has the program's stacks")
+                raise _HungError(f"no progress {limit}; the log has the program's stacks")
             time.sleep(_POLL_S)
         if self._metrics is not None:
             self._metrics.finish()
@@ -242,17 +244,29 @@ class _Supervisor:
         return code
 
     def _is_hung(self) -> bool:
+        """Return True if the program has shown progress before, and none for longer than the file allows."""
+        with suppress(OSError):
+            written = self._attempt.session(self._facts.rank).stat().st_mtime
+            if written != self._message_time:
+                self._message_at, self._message_time = time.monotonic(), written
+        shown = [self._message_at, None if self._metrics is None else self._metrics.newest_at]
+        newest = max((at for at in shown if at is not None), default=None)
         limit_s = self._job.recovery.hang_after_min * 60
-        return self._metrics is not None and self._metrics.silent_s() > limit_s and not self._flag
+        return newest is not None and time.monotonic() - newest > limit_s and not self._flag
 
     def _judge(self, code: int) -> ExitCode:
         """Return this rank's exit code for the program's."""
         if code == 0:
-            return ExitCode.DONE
+            return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
         if self._flag or code == ExitCode.TRY_AGAIN:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
         return ExitCode.FAILED
+
+    def _has_stopped(self) -> bool:
+        """Return True if the program has ended because ``session.should_stop`` was true."""
+        logs = self._attempt.files_of_ranks(".session").values()
+        return any('"stopping"' in tail_text(path, _TAIL_BYTES) for path in logs)
 
     def _error_text(self, code: int) -> str:
         text = tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
@@ -299,8 +313,10 @@ class _Supervisor:
         if newest_number(self._paths) != self._number or (self._paths.cancelled.exists()):
             return
         status: RunStatus = read_status(self._paths)
-        step = status.step if self._metrics is None else self._metrics.step or status.step
-        status = replace(status, state=state, attempt=self._number, step=step, reason=None)
+        step, total = status.step, status.total_steps
+        if self._metrics is not None:
+            step, total = self._metrics.step or step, self._metrics.total_steps or total
+        status = replace(status, state=state, attempt=self._number, step=step, total_steps=total, reason=None)
         if state == "completed":
             write_status(self._paths, status)
             return

@@ -32,7 +32,7 @@ from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
+from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, step_for_budgets
 from hpc_train.run import resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
@@ -170,7 +170,7 @@ def _ended_record(
         events=record.events | {"end": ended},
         exit_codes=_all_codes(record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code),
         bad_nodes=diagnosis.bad_nodes,
-        saved_step=saved_step(paths, record.attempt),
+        saved_step=step_for_budgets(paths, record.attempt),
     )
 
 

@@ -1,0 +1,189 @@
+"""What a training script of your own imports to stop, save and resume exactly under ``hpc-train submit``.
+
+    from hpc_train import session
+
+    for step in range(start, steps):
+        train(step)
+        session.log(step + 1, loss=loss)
+        if session.should_stop(step + 1):
+            with session.checkpoint(step + 1) as folder:
+                torch.save(state, folder / "state.pt")
+            break
+
+Without hpc-train's launcher the script runs as before: nothing is sent anywhere, checkpoints are folders
+below ``./checkpoints``, and SIGTERM makes ``should_stop`` true. Steps count from 1: the number of steps done.
+
+Functions marked collective are called by all ranks, in the same order with the same step. Ranks are counted
+by the variables ``RANK`` and ``WORLD_SIZE``. Importing this package imports neither torch nor anything else
+that takes time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from hpc_train.session.sampling import PositionedSampler
+    from hpc_train.session.saving import Saving
+
+__all__ = ["checkpoint", "heartbeat", "latest", "log", "progress", "sampler", "should_stop"]
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
+class _Session:
+    """The state of this process's session."""
+
+    def __init__(self) -> None:
+        run = os.environ.get("HPC_TRAIN_RUN")
+        self.attempt = _number("HPC_TRAIN_ATTEMPT", 1)
+        self.run = None if run is None else Path(run)
+        self.rank, self.ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        self.is_stopping = False
+        self._handles_signals = False
+        #: The exchange of the previous call of ``should_stop``: the ranks' flag, and the work to wait for.
+        self._exchange: tuple[Any, Any] | None = None
+        self._group: Any = None
+        self._messages: Any = None
+
+    def handle_signals(self) -> None:
+        """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well."""
+        if self._handles_signals:
+            return
+        self._handles_signals = True
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            before = signal.getsignal(number)
+
+            def note(number: int, frame: FrameType | None, before: Any = before) -> None:
+                self.is_stopping = True
+                if callable(before):
+                    before(number, frame)
+
+            with suppress(ValueError):  # not the main thread
+                signal.signal(number, note)
+
+    def all_stop(self) -> bool:
+        """Return True if a rank had received a signal at the previous call. Collective."""
+        if self.ranks == 1:
+            return self.is_stopping
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise RuntimeError("session.should_stop: initialize torch.distributed first: ranks must agree")
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        agreed = False
+        if self._exchange is not None:
+            flag, work = self._exchange
+            work.wait()
+            agreed = bool(flag.item())
+        flag = torch.tensor(int(self.is_stopping))
+        # Its result is read at the next call: no rank waits for another within a step.
+        self._exchange = (flag, dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        return agreed
+
+    def send(self, **message: Any) -> None:
+        """Pass a message to the supervisor of this rank; nothing without one."""
+        if self.run is None:
+            return
+        if self._messages is None:
+            path = self.run / "attempts" / str(self.attempt) / f"rank-{self.rank}.session"
+            self._messages = path.open("a", encoding="utf-8")
+        self._messages.write(json.dumps(message) + "\n")
+        self._messages.flush()
+
+    @property
+    def saving(self) -> Saving:
+        from hpc_train.session.saving import Saving
+
+        return Saving(self.run, self.attempt, self.rank, self.ranks, heartbeat)
+
+
+_session = _Session()
+
+
+def should_stop(step: int) -> bool:
+    """Return True if the script is to save and end: after SIGTERM or the time limit's warning. Collective.
+
+    ``step``: the steps done. On several ranks it needs an initialized ``torch.distributed``; a signal then
+    counts from the next call on, on all ranks at the same step. Call it in the main thread.
+    """
+    _session.handle_signals()
+    heartbeat()
+    stops = _session.all_stop()
+    if stops:
+        _session.send(stopping=step)
+    return stops
+
+
+def heartbeat() -> None:
+    """Tell the watchdog that this rank makes progress; ``should_stop`` and ``log`` do so too."""
+    if _session._messages is not None:
+        with suppress(OSError):
+            os.utime(_session._messages.fileno())
+
+
+def log(step: int, *, split: str = "train", **metrics: float) -> None:
+    """Record metrics after ``step`` steps, in the run's ``metrics.jsonl``. Only rank 0's are recorded.
+
+    ``split``: ``train`` or ``val``; ``compare``, ``report`` and searches read both.
+    """
+    if _session.rank == 0:
+        _session.send(step=step, split=split, **{name: float(value) for name, value in metrics.items()})
+
+
+def progress(step: int, total: int) -> None:
+    """Show that ``step`` of ``total`` steps are done, in ``hpc-train status``."""
+    if _session.rank == 0:
+        _session.send(progress=step, total=total)
+
+
+@contextmanager
+def checkpoint(step: int) -> Iterator[Path]:
+    """Yield a folder into which all ranks write what they like; commit it when all have left. Collective.
+
+    The files are hashed and synced to disk, then the folder gets its name: a checkpoint is complete or does
+    not exist. Older ones are removed, except the newest three. If a rank raises within it, nothing is
+    committed. Blocks until the checkpoint is committed.
+    """
+    saving = _session.saving
+    yield saving.begin(step)
+    saving.commit(step)
+    _session.send(saved=step)
+
+
+def latest() -> Path | None:
+    """Return the folder of the newest intact checkpoint; None if there is none. Collective.
+
+    Rank 0 reads all files again and compares their hashes; a damaged checkpoint is set aside.
+    """
+    return _session.saving.latest()
+
+
+def sampler(
+    dataset: Sized, *, global_batch_size: int, step: int = 0, seed: int = 0, shuffle: bool = True
+) -> PositionedSampler:
+    """Return a sampler of this rank's indices that begins at ``step``, for any number of ranks.
+
+    A sampler for ``torch.utils.data.DataLoader``; call ``set_epoch(epoch)`` before each epoch, as of
+    ``DistributedSampler``. An epoch has ``len(dataset) // global_batch_size`` steps; the rest is left out.
+    The samples of a step are the same on any number of ranks that divides ``global_batch_size``; each rank
+    gets ``global_batch_size // ranks`` of them in turn. Raises ValueError if it does not divide it.
+    """
+    from hpc_train.session.sampling import PositionedSampler
+
+    return PositionedSampler(
+        len(dataset), global_batch_size, _session.rank, _session.ranks, step=step, seed=seed, shuffle=shuffle
+    )

@@ -1,0 +1,141 @@
+"""Checkpoints of a program: folders that all ranks write, committed by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.checkpoints import FileEntry, Manifest, committed, hash_file, prune, set_aside, verify
+from hpc_train.run.files import sync_folder, write_json
+
+_POLL_S = 0.01
+#: Checkpoints that are kept.
+_KEEP = 3
+#: Files by which ranks tell that they are ready to write, have written, and have hashed their share.
+_READY, _LEFT, _HASHED = ".ready", ".left", ".hashed"
+
+
+class Saving:
+    """Saves and finds the checkpoints of one attempt. ``beat`` is called while this rank waits for others."""
+
+    def __init__(
+        self, run: Path | None, attempt: int, rank: int, ranks: int, beat: Callable[[], None]
+    ) -> None:
+        self._run = RunPaths(Path.cwd() if run is None else run)
+        self._has_launcher = run is not None
+        self._attempt, self._rank, self._ranks, self._beat = attempt, rank, ranks, beat
+
+    def begin(self, step: int) -> Path:
+        """Return the folder into which this rank writes. Collective."""
+        folder = self._unfinished(step)
+        if self._rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            (folder / _READY).touch()
+        self._await([folder / _READY])
+        return folder
+
+    def commit(self, step: int) -> None:
+        """Hash and sync the files once all ranks have written, and give the folder its name. Collective."""
+        folder, target = self._unfinished(step), self._run.checkpoint(step)
+        (folder / f"{_LEFT}-{self._rank}").touch()
+        self._await([folder / f"{_LEFT}-{rank}" for rank in range(self._ranks)])
+        names = sorted(
+            str(path.relative_to(folder))
+            for path in folder.rglob("*")
+            if path.is_file() and not _is_mark(folder, path)
+        )
+        hashed = {name: _hashed(folder / name) for name in names[self._rank :: self._ranks]}
+        _write_whole(folder / f"{_HASHED}-{self._rank}", json.dumps(hashed))
+        if self._rank == 0:
+            self._await([folder / f"{_HASHED}-{rank}" for rank in range(self._ranks)])
+            self._finish(folder, target, step)
+        self._await([target.manifest])
+
+    def latest(self) -> Path | None:
+        """Return the folder of the newest intact checkpoint. Collective."""
+        checkpoints = self._run.checkpoints
+        answer = checkpoints / f".resume-{self._attempt}"
+        if self._rank > 0:
+            self._await([answer])
+            name = answer.read_text(encoding="utf-8")
+        else:
+            name = self._newest_intact()
+            if self._ranks > 1:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                _write_whole(answer, name)
+        return checkpoints / name if name else None
+
+    def _newest_intact(self) -> str:
+        found = committed(self._run, self._attempt) if self._has_launcher else self._complete()
+        for checkpoint in found:
+            problems = verify(checkpoint)
+            if not problems:
+                return checkpoint.folder.name
+            print(f"hpc-train: {checkpoint.folder} is set aside: {problems[0]}", file=sys.stderr)
+            set_aside(checkpoint, "\n".join(problems))
+        return ""
+
+    def _finish(self, folder: Path, target: CheckpointPaths, step: int) -> None:
+        files = {
+            name: FileEntry(*entry)
+            for rank in range(self._ranks)
+            for name, entry in json.loads((folder / f"{_HASHED}-{rank}").read_text("utf-8")).items()
+        }
+        for path in list(folder.iterdir()):
+            if _is_mark(folder, path):
+                path.unlink()
+        unfinished = CheckpointPaths(folder)
+        write_json(unfinished.state, {"version": 1, "step": step, "program": True}, sync=True)
+        files[unfinished.state.name] = FileEntry(*_hashed(unfinished.state))
+        Manifest(step, self._attempt, self._ranks, files).write(unfinished)
+        for inner in {path.parent for path in folder.rglob("*")}:
+            sync_folder(inner)
+        if target.folder.exists():  # the same step again, after one that is not intact
+            shutil.rmtree(target.folder)
+        folder.rename(target.folder)
+        sync_folder(target.folder.parent)
+        if self._has_launcher:
+            prune(self._run, _KEEP, self._attempt)
+        else:
+            for old in self._complete()[_KEEP:]:
+                shutil.rmtree(old.folder)
+
+    def _complete(self) -> list[CheckpointPaths]:
+        """Return the checkpoints of a script without hpc-train's launcher, newest first."""
+        return [each for each in self._run.checkpoint_folders()[::-1] if each.manifest.is_file()]
+
+    def _unfinished(self, step: int) -> Path:
+        folder = self._run.checkpoint(step).folder
+        return folder.with_name(f"{folder.name}.tmp-{self._attempt}")
+
+    def _await(self, files: Sequence[Path]) -> None:
+        """Wait until the files exist. If a rank dies meanwhile, its launcher ends this process."""
+        for file in files:
+            while not file.exists():
+                self._beat()
+                time.sleep(_POLL_S)
+
+
+def _is_mark(folder: Path, path: Path) -> bool:
+    return path.parent == folder and path.name.partition("-")[0] in {_READY, _LEFT, _HASHED}
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that others see all of it or none."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _hashed(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return [path.stat().st_size, hash_file(path)]

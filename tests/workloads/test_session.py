@@ -1,0 +1,159 @@
+"""``hpc_train.session``: alone, as a plain script sees it, and under the launcher."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train import session
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import read_record
+from hpc_train.run.metric_rows import iter_rows
+from hpc_train.session.sampling import PositionedSampler
+from tests.end_to_end.runs import hpc_train, last_step, only_run, start, status, wait_for
+from tests.waiting import HANG_LIMIT_S
+
+SCRIPT = Path(__file__).with_name("session_script.py")
+TEXT = """
+name: prog
+program: {command: [python, train.py], args: {steps: 30}}
+"""
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder without a launcher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "_session", session._Session())
+    return tmp_path
+
+
+def save(step: int) -> None:
+    with session.checkpoint(step) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / ".metadata").write_text(f"step {step}")
+        (folder / "rank-0.pt").write_bytes(bytes(step))
+
+
+def test_checkpoints_are_complete_folders_and_three_are_kept(alone: Path) -> None:
+    assert session.latest() is None
+    for step in (1, 2, 3, 4):
+        save(step)
+    assert sorted(path.name for path in (alone / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (2, 3, 4)
+    ]
+    newest = session.latest()
+    assert newest is not None and (newest / "model" / ".metadata").read_text() == "step 4"
+
+
+def test_a_damaged_checkpoint_is_set_aside(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(1)
+    save(2)
+    (alone / "checkpoints" / "step-00000002" / "model" / ".metadata").write_text("step 9")
+    newest = session.latest()
+    assert newest is not None and newest.name == "step-00000001"
+    assert "step-00000002 is set aside" in capsys.readouterr().err
+    assert (alone / "checkpoints" / "step-00000002.bad").is_dir()
+
+
+def test_nothing_is_committed_if_the_script_raises(alone: Path) -> None:
+    with pytest.raises(KeyError), session.checkpoint(1) as folder:
+        (folder / "half").touch()
+        raise KeyError
+    assert session.latest() is None
+
+
+def test_should_stop_is_true_after_sigterm_and_the_scripts_own_handler_is_called(alone: Path) -> None:
+    called: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+        assert not session.should_stop(1)
+        signal.raise_signal(signal.SIGTERM)
+        assert session.should_stop(2) and called == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_samples_of_a_step_are_the_same_on_any_number_of_ranks_and_from_any_start(ranks: int) -> None:
+    def step_samples(start: int, epoch: int) -> list[list[int]]:
+        samplers = [PositionedSampler(50, 8, rank, ranks, step=start, seed=3) for rank in range(ranks)]
+        for each in samplers:
+            each.set_epoch(epoch)
+        shares = [torch.tensor(list(each)).split(8 // ranks) for each in samplers]
+        return [sorted(torch.cat(parts).tolist()) for parts in zip(*shares, strict=True)]
+
+    whole = [
+        sorted(batch.tolist())
+        for batch in torch.tensor(list(PositionedSampler(50, 8, 0, 1, seed=3))).split(8)
+    ]
+    assert step_samples(0, 0) == whole and len(whole) == 6
+    assert step_samples(4, 0) == whole[4:]
+    later = step_samples(9, 1)
+    assert len(later) == 3 and later == step_samples(0, 1)[3:] and later != whole[3:]
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 is not a multiple of 3 ranks"):
+        PositionedSampler(50, 8, 0, 3)
+
+
+def test_importing_it_imports_no_torch() -> None:
+    program = (
+        "import sys; from hpc_train import session; print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.slow
+def test_a_script_with_five_lines_resumes_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    code = tmp_path / "code"
+    code.mkdir()
+    shutil.copy(SCRIPT, code / "train.py")
+    (code / "exp.yaml").write_text(TEXT)
+    plain = subprocess.run(
+        [sys.executable, "train.py", "--output", "plain.pt"], cwd=code, check=True, timeout=HANG_LIMIT_S
+    )
+    assert plain.returncode == 0
+    process = start("submit", "exp.yaml", "program.args.sleep=0.2", "--local", "--devices", "2", cwd=code)
+    wait_for(
+        lambda: bool(list(tmp_path.glob("runs/*/*/metrics.jsonl"))) and last_step(only_run(tmp_path)) >= 12,
+        "step 12",
+    )
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    paths = only_run(tmp_path)
+    stopped = status(paths)
+    assert (stopped["state"], stopped["total_steps"]) == ("interrupted", 30)
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    record = read_record(paths.attempt(2))
+    assert record is not None and record.checkpoints[0] == f"step-{stopped['step']:08d}"
+    assert f"starts at {stopped['step']}" in paths.attempt(2).log(0).read_text()
+    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
+    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", "--local", "--devices", "2", cwd=code)
+    assert again.code == 0, again.err
+    quiet = next(
+        RunPaths(path.parent) for path in tmp_path.glob("runs/prog/*/run.json") if path.parent != paths.folder
+    )
+    assert _weights(paths) == _weights(quiet)
+    verified = hpc_train("verify", paths.folder)
+    assert verified.code == 0, verified.err
+
+
+def _weights(paths: RunPaths) -> str:
+    state = torch.load(paths.work / "weights.pt")
+    return json.dumps({name: value.tolist() for name, value in state.items()})
