@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.measuring import cannot_run, comparison, conditions, parser, report, rounds_of
-from hpc_train.training.distributed.network import loopback_interface
+from hpc_train.rank.network import loopback_interface
 from hpc_train.training.distributed.shared_sum import open_shared_sum
 
 GLOO, SHARED = "gloo", "shared memory"

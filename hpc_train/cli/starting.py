@@ -157,7 +157,7 @@ def starts_again(paths: RunPaths, status: RunStatus) -> bool:
     This loses nothing, and the run uses the current code and file: it can't fail again because of an error
     that has been fixed. A cancelled run is only started by ``resume``.
     """
-    return status.state in {"failed", INTERRUPTED} and not has_saved(paths)
+    return status.state in {"failed", INTERRUPTED} and not has_saved(paths) and not paths.work.is_dir()
 
 
 def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
@@ -180,7 +180,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
         return [f"`{resume}` omits {' '.join(refused)} and {_continues(paths)}"]
     if _all_damaged(paths):
         return [f"no checkpoint is intact: `{new_run_command(paths, [])} --new` starts again at step 0"]
-    if not has_saved(paths):
+    if not has_saved(paths) and not paths.work.is_dir():
         return ["fix the cause and submit the file again: the run then uses the current code and file"]
     is_crash = record is None or record.cause in {None, "crash"}
     if is_crash and (place := own_code_place(paths)):
@@ -261,6 +261,8 @@ def _continues(paths: RunPaths) -> str:
         return "continues it"
     if saved:
         return f"continues from step {saved[0].step}"
+    if paths.work.is_dir():  # a program's own checkpoint, if it has one
+        return "continues it"
     return "finds no intact checkpoint" if has_saved(paths) else "starts at step 0, as nothing was saved"
 
 

@@ -178,7 +178,7 @@ def sampler(
     """Return a sampler of this rank's indices that begins at ``step``, for any number of ranks.
 
     A sampler for ``torch.utils.data.DataLoader``; call ``set_epoch(epoch)`` before each epoch, as of
-    ``DistributedSampler``. An epoch has ``len(dataset) // global_batch_size`` steps; the rest is left out.
+    ``DistributedSampler``. An epoch has ``len(dataset) // global_batch_size`` steps; the rest is skipped.
     The samples of a step are the same on any number of ranks that divides ``global_batch_size``; each rank
     gets ``global_batch_size // ranks`` of them in turn. Raises ValueError if it does not divide it.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, node_name
+from hpc_train.rank.network import listen
 from hpc_train.rank.parent_process import die_with
 from hpc_train.run.attempts import EventLog, newest_number
 from hpc_train.run.create import effective_experiment
@@ -109,11 +109,9 @@ class _Supervisor:
         self._events.note("rank")
         self._write_status("running")
         folder = working_folder.make(self._paths, self._job.program.outputs)
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        address = "127.0.0.1" if self._facts.num_nodes == 1 else node_name(os.environ)
-        meeting = _Meeting(address, port, str(folder))
+        listener, hosts = listen(os.environ, self._facts.num_nodes, 1)
+        with listener:  # the program's first rank takes the port after this
+            meeting = _Meeting(hosts[0], listener.getsockname()[1], str(folder))
         write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
         return meeting
 

@@ -17,8 +17,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from hpc_train.errors import ExitCode, NetworkFaultError, PeerLostError
+from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import nccl, network
+from hpc_train.training.distributed import nccl
 from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
 from hpc_train.training.distributed.nccl import Fault, fault_in
 from hpc_train.training.distributed.process_group import join

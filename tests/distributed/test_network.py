@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.training.distributed import network
+from hpc_train.rank import network
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,18 +27,27 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.runs import high_job
-from tests.workloads.programs import TEXT, result, weight_after, write_program
+from tests.workloads.programs import (
+    SCRIPT,
+    SESSION_SCRIPT,
+    SESSION_TEXT,
+    TEXT,
+    final_weights,
+    result,
+    weight_after,
+    write_program,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 400
-PROGRAM = TEXT + "slurm: {partition: low, nodes: 2, ranks_per_node: 1, time_limit: 30min}\n"
+SLURM = "slurm: {partition: low, nodes: 2, ranks_per_node: 1, time_limit: 30min}\n"
 
 
-def submit(folder: Path, *overrides: str) -> list[RunPaths]:
-    file = write_program(folder, PROGRAM)
+def submit(folder: Path, *words: str, text: str = TEXT, script: Path = SCRIPT) -> list[RunPaths]:
+    file = write_program(folder, text + SLURM, script)
     environment = ENVIRONMENT | {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    done = hpc_train("submit", file, *overrides, cwd=file.parent, **environment)
+    done = hpc_train("submit", file, *words, cwd=file.parent, **environment)
     assert done.code == 0, done.err
     return found_runs(folder)
 
@@ -85,3 +95,19 @@ def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> N
         assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
         lr = json.loads(paths.resolved.read_text())["program"]["args"]["lr"]
         assert result(paths)["weight"] == weight_after(20, lr)
+
+
+def test_a_script_with_a_session_stops_on_both_nodes_at_one_step(cluster: Cluster, tmp_path: Path) -> None:
+    session: dict[str, Any] = {"text": SESSION_TEXT, "script": SESSION_SCRIPT}
+    (paths,) = submit(tmp_path / "slurm", "program.args.sleep=0.3", **session)
+    for number, step in enumerate((5, 15), start=1):
+        wait_for_step(paths, step)
+        with high_job(cluster, records(paths)[-1].hosts):
+            ended = wait_for_attempt_end(paths, number)
+        assert ended.cause == "preemption" and (ended.saved_step or 0) >= step, account(paths)
+        start_now(cluster, paths)
+        wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
+    (quiet,) = submit(tmp_path / "quiet", "--local", "--devices", "2", **session)
+    assert final_weights(paths) == final_weights(quiet)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_train.paths import RunPaths
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -21,11 +23,19 @@ program:
 """
 
 
-def write_program(folder: Path, text: str = TEXT) -> Path:
+#: A DDP script with ``hpc_train.session``.
+SESSION_SCRIPT = SCRIPT.with_name("session_script.py")
+SESSION_TEXT = """
+name: prog
+program: {command: [python, train.py], args: {steps: 30}}
+"""
+
+
+def write_program(folder: Path, text: str = TEXT, script: Path = SCRIPT) -> Path:
     """Write the script and the experiment file into a new folder of code; return the file."""
     code = folder / "code"
     code.mkdir(parents=True, exist_ok=True)
-    shutil.copy(SCRIPT, code / "train.py")
+    shutil.copy(script, code / "train.py")
     file = code / "exp.yaml"
     file.write_text(text)
     return file
@@ -43,3 +53,9 @@ def weight_after(steps: int, lr: float = 0.01) -> float:
     for step in range(1, steps + 1):
         weight = weight * (1 - lr) + 1e-3 * step
     return weight
+
+
+def final_weights(paths: RunPaths) -> dict[str, Any]:
+    """Return the weights that ``SESSION_SCRIPT`` wrote at its end."""
+    state = torch.load(paths.work / "weights.pt")
+    return {name: value.tolist() for name, value in state.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,18 +11,12 @@ import pytest
 import torch
 
 from hpc_train import session
-from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session.sampling import PositionedSampler
-from tests.end_to_end.runs import hpc_train, last_step, only_run, start, status, wait_for
+from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
-
-SCRIPT = Path(__file__).with_name("session_script.py")
-TEXT = """
-name: prog
-program: {command: [python, train.py], args: {steps: 30}}
-"""
+from tests.workloads.programs import SESSION_SCRIPT, SESSION_TEXT, final_weights, write_program
 
 
 @pytest.fixture
@@ -108,9 +100,7 @@ def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
 
 
 def test_importing_it_imports_no_torch() -> None:
-    program = (
-        "import sys; from hpc_train import session; print('torch' in sys.modules, 'pydantic' in sys.modules)"
-    )
+    program = "import sys; from hpc_train import session; print(*({'torch', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
@@ -120,19 +110,13 @@ def test_a_script_with_five_lines_resumes_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(SCRIPT, code / "train.py")
-    (code / "exp.yaml").write_text(TEXT)
-    plain = subprocess.run(
-        [sys.executable, "train.py", "--output", "plain.pt"], cwd=code, check=True, timeout=HANG_LIMIT_S
-    )
-    assert plain.returncode == 0
+    code = write_program(tmp_path, SESSION_TEXT, SESSION_SCRIPT).parent
+    plain = [sys.executable, "train.py", "--output", "plain.pt"]
+    subprocess.run(plain, cwd=code, check=True, timeout=HANG_LIMIT_S)
+    assert (code / "plain.pt").exists()
     process = start("submit", "exp.yaml", "program.args.sleep=0.2", "--local", "--devices", "2", cwd=code)
-    wait_for(
-        lambda: bool(list(tmp_path.glob("runs/*/*/metrics.jsonl"))) and last_step(only_run(tmp_path)) >= 12,
-        "step 12",
-    )
+    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
+    wait_for(lambda: last_step(only_run(tmp_path)) >= 12, "step 12")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=HANG_LIMIT_S)
     paths = only_run(tmp_path)
@@ -146,14 +130,7 @@ def test_a_script_with_five_lines_resumes_to_the_same_bits(
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
     again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", "--local", "--devices", "2", cwd=code)
     assert again.code == 0, again.err
-    quiet = next(
-        RunPaths(path.parent) for path in tmp_path.glob("runs/prog/*/run.json") if path.parent != paths.folder
-    )
-    assert _weights(paths) == _weights(quiet)
+    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
+    assert final_weights(paths) == final_weights(quiet)
     verified = hpc_train("verify", paths.folder)
     assert verified.code == 0, verified.err
-
-
-def _weights(paths: RunPaths) -> str:
-    state = torch.load(paths.work / "weights.pt")
-    return json.dumps({name: value.tolist() for name, value in state.items()})

@@ -51,10 +51,8 @@ def test_it_continues_from_its_own_checkpoint_after_ctrl_c(folder: Path) -> None
     file = write_program(folder)
     slow = ("program.args.steps=60", "program.args.sleep=0.1")
     process = start("submit", file, *slow, "--local", "--devices", "2", cwd=file.parent)
-    wait_for(
-        lambda: bool(list(folder.glob("runs/*/*/metrics.jsonl"))) and last_step(only_run(folder)) >= 12,
-        "step 12",
-    )
+    wait_for(lambda: any(folder.glob("runs/*/*/metrics.jsonl")), "metrics")
+    wait_for(lambda: last_step(only_run(folder)) >= 12, "step 12")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=HANG_LIMIT_S)
     paths = only_run(folder)

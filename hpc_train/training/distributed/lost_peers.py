@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from hpc_train.errors import NetworkFaultError, PeerLostError, UsageError, UserError
+from hpc_train.rank import network
 from hpc_train.rank.env import node_name
-from hpc_train.training.distributed import nccl, network
+from hpc_train.training.distributed import nccl
 
 #: gloo's RuntimeErrors if the peer is gone or silent.
 _GLOO_LOST = (

@@ -28,9 +28,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 
 from hpc_train.errors import PeerLostError, TryAgainError
-from hpc_train.rank import signals
+from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import nccl, network
+from hpc_train.training.distributed import nccl
 from hpc_train.training.distributed.lost_peers import connection_faults_named
 from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Meeting, Timeouts, meet
 from hpc_train.training.distributed.shared_flags import SharedFlags, open_shared_flags

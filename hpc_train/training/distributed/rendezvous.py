@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
+from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import read_json, write_json
-from hpc_train.training.distributed import network
 from hpc_train.training.distributed.lost_peers import first_line, this_node
 
 #: Keys of the store: number of ranks that arrived, the verdict (all continue or all leave), its readers.
