@@ -115,13 +115,20 @@ def _surplus(used: Mapping[Column, int], width: int) -> int:
 
 
 def failures(runs: Sequence[LiveRun], columns: Mapping[Column, int]) -> list[str]:
-    """Return ``NAME: REASON`` of the failed runs whose reason does not fit the table, the newest first."""
+    """Return ``NAME: REASON`` of the failed runs whose reason does not fit the table, the newest first.
+
+    Runs with the same reason share a text: ``NAME and 3 more: REASON``.
+    """
     width = columns.get(COLUMNS[-1], 0)
-    failed = [run for run in runs if run.state == "failed" and len(one_line(_note(run))) > width]
-    return [
-        one_line(f"{run.name}: {run.status.reason}")
-        for run in sorted(failed, key=lambda run: run.since, reverse=True)
-    ]
+    names: dict[str, list[str]] = {}
+    for run in sorted(runs, key=lambda run: run.since, reverse=True):
+        if run.state == "failed" and len(one_line(_note(run))) > width:
+            names.setdefault(run.status.reason or "", []).append(run.name)
+    return [one_line(f"{_first(of_reason)}: {reason}") for reason, of_reason in names.items()]
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def newest(runs: Sequence[LiveRun]) -> LiveRun | None:

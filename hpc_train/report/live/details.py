@@ -70,6 +70,8 @@ _LABEL = 11
 _CHART_LINES, _REASON_LINES = 16, 6
 #: Bytes of metric rows that are read for a curve. Assumed: thousands of rows, in milliseconds.
 _CURVE_BYTES = 1 << 20
+#: Curves of a file larger than that are drawn again once it has grown by this factor.
+_GROWTH = 1.02
 #: A row with more metrics, such as one per class, is cut here.
 _MAX_METRICS = 40
 
@@ -116,6 +118,7 @@ class DetailsReader:
         self._curves: dict[str, Points] = {}
         self._reader = MetricsReader(paths.metrics, part=b'"val"')
         self._stamp: tuple[int, int, int] | None = None
+        self._curves_size = 0
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
         """Return the current details; ``is_full``: with all attempts."""
@@ -145,9 +148,13 @@ class DetailsReader:
         if seen == self._stamp:
             return
         if seen is None or self._stamp is None or seen[0] != self._stamp[0]:
-            self._evaluations = []  # a resume replaced the file: all of its rows come again
+            self._evaluations, self._curves_size = [], 0  # a resume replaced the file: its rows come again
         self._stamp = seen
         self._evaluations += [row for row in self._reader.new_rows() if row.get("split") == "val"]
+        size = seen[1] if seen else 0
+        if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
+            return
+        self._curves_size = size
         rows = [*self._evaluations, *_training_rows(self.paths)]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}

@@ -83,6 +83,8 @@ class Command:
 _HINT = "⏎ details  l log  c cancel  r resume  / filter  s sort  ? help  q quit"
 _NO_RUNS = "no runs yet; `hpc-train submit FILE` starts some"
 _COMMANDS_EVERY_S = 0.5
+#: Columns of the scroll bar that a long table has, and of the gap before it.
+_SCROLL_BAR = 3
 #: Lines about a failed run below the table.
 _FAILURE_LINES = 3
 _QUESTIONS = {
@@ -229,7 +231,7 @@ class WatchApp(App[None]):
         self._listed = selected(self._runs, self._words, self._sort)
         self._show_head()
         table = self.query_one(RunTable)
-        columns = table_cells.columns_for(self._listed, table.size.width - 2)  # the width of a scroll bar
+        columns = table_cells.columns_for(self._listed, self.size.width - _SCROLL_BAR)
         lines = {str(run.paths.folder): table_cells.cells(run, columns) for run in self._listed}
         if columns != self._columns or list(lines) != list(self._shown):
             self._rebuild(columns, lines)
@@ -258,7 +260,7 @@ class WatchApp(App[None]):
         room = max(_FAILURE_LINES, self.size.height // 6)
         while texts and len(lines) + _FAILURE_LINES <= room:
             lines += textwrap.wrap(texts.pop(0), self.size.width, max_lines=_FAILURE_LINES, placeholder="…")
-        lines += [f"and {len(texts)} more failed; the filter `failed` lists them"] if texts else []
+        lines += [f"and {len(texts)} other reasons; the filter `failed` lists the runs"] if texts else []
         self._show_lines("#failures", *lines)
 
     def _rebuild(self, columns: Mapping[Column, int], lines: Mapping[str, Sequence[str]]) -> None:

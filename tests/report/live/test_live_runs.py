@@ -195,7 +195,7 @@ def test_the_newest_run_that_runs_is_preferred() -> None:
 
 
 def test_swept_values_are_a_column_and_filter_runs() -> None:
-    for run_id, lr in (("a1", 0.1), ("b2", 0.2)):
+    for run_id, lr in (("a1", 0.1), ("b2", 0.2000000000000001)):
         made_run(runs_root(), run_id, values={"optimization.optimizer.lr": lr, "seed": 3})
     runs = RunsReader([]).read()
     assert [run.values for run in runs] == ["lr=0.1 seed=3", "lr=0.2 seed=3"]

@@ -129,7 +129,8 @@ def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None:
         await shows(pilot, "r01 of small, failed")
         _, pane = text_of(app).split("r01 of small, failed")
         assert _REASON in " ".join(pane.split())
-        assert "and 9 more failed" in text_of(app)
+        assert " and 9 more: rank 3" in text_of(app)
+        assert not app.query_one(DataTable).show_horizontal_scrollbar
 
     on_screen(test)
 
