@@ -70,7 +70,7 @@ task.yaml:7:22: optimization.global_batch_size: 64 is not a multiple of micro_ba
    Slurm omit `--local`. The same file is not started twice.
 
 ```console
-$ hpc-train plan task.yaml --local --no-memory --json
+$ hpc-train plan task.yaml --local --json
  "name": "task",
 $ hpc-train submit task.yaml --local --json
    "state": "completed",
