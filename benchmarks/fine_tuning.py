@@ -1,10 +1,11 @@
 """Fine-tuning against training from random weights: cats and dogs of CIFAR-10 after 50 images of each.
 
-    python -m benchmarks.fine_tuning [--data data/cifar10-images] [--quick] [--folders FOLDER]
+    python -m benchmarks.fine_tuning [--model convnet|vit] [--data data/cifar10-images] [--quick]
+                                     [--folders FOLDER]
 
-Trains examples/fine-tuning-pretrain.yaml on the eight other classes, then examples/fine-tuning.yaml on the
-few images: from those weights, and from random ones with all layers trained, at three learning rates, of
-which the best counts. Each with three seeds; the accuracy is of the 2,000 test images. Writes
+Trains the first example of ``MODELS`` on the eight other classes, then the second one on the few images: from
+those weights, and from random ones with all layers trained, at three learning rates, of which the best
+counts. Each with three seeds; the accuracy is of the 2,000 test images. Writes
 benchmarks/results/fine_tuning.json. ``--folders`` only makes the folders of images that the examples name, of
 links; ``--quick`` trains a few steps with one seed and writes nothing.
 """
@@ -21,13 +22,14 @@ from pathlib import Path
 
 from benchmarks.measuring import ROOT, cannot_run, conditions, parser, report, table
 
-PRETRAIN = ROOT / "examples" / "fine-tuning-pretrain.yaml"
-TUNE = ROOT / "examples" / "fine-tuning.yaml"
+#: Model → its examples, and the learning rates from random weights, with which all layers learn.
+MODELS = {
+    "convnet": ("fine-tuning-pretrain", "fine-tuning", (0.01, 0.05, 0.25)),
+    "vit": ("vit-small-pretrain", "vit-small", (1e-4, 5e-4, 2e-3)),
+}
 FEW_CLASSES = ("cat", "dog")
 FEW_IMAGES = 50
 SEEDS = (0, 1, 2)
-#: Factors of the file's rate: from random weights all layers learn, which may need another one.
-RATES = (0.01, 0.05, 0.25)
 FROM_RANDOM = ("model.init_from=null", "model.freeze=[]")
 TITLE = f"cats and dogs, {FEW_IMAGES} training images of each"
 
@@ -38,6 +40,7 @@ def main() -> None:
     options.add_argument(
         "--folders", type=Path, help="make the folders cifar8 and cats-and-dogs here, and end"
     )
+    options.add_argument("--model", choices=MODELS, default="convnet")
     arguments = options.parse_args()
     data = arguments.data.absolute()
     if not data.is_dir():
@@ -48,8 +51,9 @@ def main() -> None:
     measured_with = conditions(["torchvision"])
     with tempfile.TemporaryDirectory() as folder:
         make_folders(data, Path(folder))
-        rows = measure(Path(folder), is_quick=arguments.quick)
-    report("fine_tuning", arguments, measured_with, tables=[table(TITLE, "accuracy", rows)])
+        rows = measure(arguments.model, Path(folder), is_quick=arguments.quick)
+    title = TITLE if arguments.model == "convnet" else f"{TITLE}, {arguments.model}"
+    report("fine_tuning", arguments, measured_with, tables=[table(title, "accuracy", rows)])
 
 
 def make_folders(data: Path, target: Path) -> None:
@@ -72,16 +76,18 @@ def link(path: Path, target: Path) -> None:
         path.symlink_to(target.absolute())
 
 
-def measure(folder: Path, *, is_quick: bool) -> dict[str, dict[str, float | None]]:
+def measure(model: str, folder: Path, *, is_quick: bool) -> dict[str, dict[str, float | None]]:
     """Return accuracies by arm: mean, minimum and maximum over the seeds."""
+    *names, rates = MODELS[model]
+    pretrain, tune = (ROOT / "examples" / f"{name}.yaml" for name in names)
     steps = 5 if is_quick else None
     seeds = SEEDS[:1] if is_quick else SEEDS
-    pretrained = accuracy(PRETRAIN, folder, "cifar8", 2, steps)
-    tuned = [accuracy(TUNE, folder, "cats-and-dogs", 1, steps, f"seed={seed}") for seed in seeds]
+    pretrained = accuracy(pretrain, folder, "cifar8", 2, steps)
+    tuned = [accuracy(tune, folder, "cats-and-dogs", 1, steps, f"seed={seed}") for seed in seeds]
     by_rate = {
         rate: [
             accuracy(
-                TUNE,
+                tune,
                 folder,
                 "cats-and-dogs",
                 1,
@@ -92,7 +98,7 @@ def measure(folder: Path, *, is_quick: bool) -> dict[str, dict[str, float | None
             )
             for seed in seeds
         ]
-        for rate in (RATES[:1] if is_quick else RATES)
+        for rate in (rates[:1] if is_quick else rates)
     }
     best = max(by_rate, key=lambda rate: statistics.mean(by_rate[rate]))
     return {

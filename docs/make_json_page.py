@@ -63,24 +63,23 @@ def _title(kind: Any) -> str:
 
 
 def _section(shape: Any) -> str:
-    said = _comments(shape)
+    said = comments(shape)
     rows = [
-        f"| `{name}` | {_words(hint)} | {said.get(name, '')} |"
-        for name, hint in get_type_hints(shape).items()
+        f"| `{name}` | {words(hint)} | {said.get(name, '')} |" for name, hint in get_type_hints(shape).items()
     ]
     head = "| field | value | meaning |\n| --- | --- | --- |"
     return "\n".join([f"{_plain(inspect.getdoc(shape) or '')}\n", head, *rows, ""])
 
 
-def _words(hint: Any) -> str:
+def words(hint: Any) -> str:
     """Return a type in the words of JSON."""
     arguments = get_args(hint)
     if get_origin(hint) in {Union, UnionType}:
-        return " or ".join(map(_words, arguments))
+        return " or ".join(map(words, arguments))
     if get_origin(hint) is list:
-        return f"list of {_words(arguments[0])}"
+        return f"list of {words(arguments[0])}"
     if get_origin(hint) is dict:
-        return f"object: {_words(arguments[1])} by name"
+        return f"object: {words(arguments[1])} by name"
     if isinstance(hint, type) and issubclass(hint, str):
         return "string"
     if is_object(hint):
@@ -88,7 +87,7 @@ def _words(hint: Any) -> str:
     return _NAMES[hint]
 
 
-def _comments(shape: Any) -> dict[str, str]:
+def comments(shape: Any) -> dict[str, str]:
     """Return the text of the ``#:`` lines above each field."""
     found: dict[str, str] = {}
     lines: list[str] = []

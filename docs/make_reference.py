@@ -34,17 +34,17 @@ def updated(page: str) -> str:
 
 def tables() -> str:
     """Return one table per section of the file, outer sections first."""
-    return "\n\n".join(_section(path, node) for path, node in _sections((), json_schema())) + "\n"
+    return "\n\n".join(_section(path, node) for path, node in sections((), json_schema())) + "\n"
 
 
-def _sections(path: tuple[str, ...], node: Node) -> Iterator[tuple[tuple[str, ...], Node]]:
+def sections(path: tuple[str, ...], node: Node) -> Iterator[tuple[tuple[str, ...], Node]]:
     """Yield every mapping with fixed keys, then those below it."""
     mapping = as_mapping(node)
     if mapping is None or "properties" not in mapping:
         return
     yield path, mapping
     for key, below in mapping["properties"].items():
-        yield from _sections((*path, key), below)
+        yield from sections((*path, key), below)
 
 
 def _section(path: tuple[str, ...], mapping: Node) -> str:
@@ -73,11 +73,11 @@ def _cell_and_rest(meaning: str) -> tuple[str, str]:
 
 
 def _row(key: str, node: Node, parent: Node) -> str:
-    cells = [f"`{key}`", _takes(node), _default(key, node, parent), _cell_and_rest(_meaning(node))[0]]
+    cells = [f"`{key}`", takes(node), default(key, node, parent), _cell_and_rest(_meaning(node))[0]]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _takes(node: Node) -> str:
+def takes(node: Node) -> str:
     """Return what the value may be; a nested section is described in its own table."""
     if any("properties" in member for member in members(node)):
         plain = [wanted(member) for member in members(node) if "properties" not in member]
@@ -85,11 +85,12 @@ def _takes(node: Node) -> str:
     return wanted(node)
 
 
-def _default(key: str, node: Node, parent: Node) -> str:
+def default(key: str, node: Node, parent: Node) -> str:
+    """Return the default as code, ``**required**``, or nothing."""
     if key in parent.get("required", []):
         return "**required**"
-    default = node.get("default")
-    return "" if default is None or isinstance(default, dict) or default == [] else f"`{json.dumps(default)}`"
+    value = node.get("default")
+    return "" if value is None or isinstance(value, dict) or value == [] else f"`{json.dumps(value)}`"
 
 
 def _meaning(node: Node) -> str:

@@ -18,7 +18,7 @@ from hpc_train.report.live.live_runs import LiveRun, RunsReader
 from hpc_train.report.live.watch_app import WatchApp
 
 PICTURE = Path(__file__).with_name("watch.svg")
-_SIZE = (116, 30)
+_SIZE = (120, 36)
 _LIMIT_S = 600.0
 #: What would be loaded from other hosts, and a comment.
 _EXTERNAL = re.compile(r"@font-face\s*{[^}]*}\s*|<!--.*?-->\s*")

@@ -29,6 +29,16 @@ DOCS = REPOSITORY / "docs"
 _CITING = re.compile(r"benchmarks[./](?!results\b)\w+|benchmarks/results/|performance\.md|make bench")
 _TABLE = re.compile(r"^\s*\|")
 _FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|times\b|/\s?\d)|\d+ open files")
+#: Figures of trained models, and of time and memory that something took.
+_TRAINED = re.compile(r"(?:accuracy|mIoU|mAP50|mAP|loss|perplexity)(?: of)? (\d*\.\d+)")
+_TOOK = re.compile(
+    r"\b(?:took|reached|opens|keeps|uses)\b[^.;]*? (\d[\d.,]*\d|\d) (?:s|ms|MB|GB|MiB|GiB|minutes)\b"
+)
+#: Measured times in words have no result to be compared with.
+_VAGUE = re.compile(r"\b(?:under|about) (?:a|one|two|three|four|five) (?:seconds?|minutes?)\b")
+_RESULT = re.compile(r"benchmarks/results/(\w+)\.json")
+_EXAMPLES = REPOSITORY / "examples"
+_NOT_TRAINED = "not trained to its end"
 
 
 def test_the_page_is_what_the_results_give() -> None:
@@ -76,11 +86,89 @@ def test_a_figure_of_a_paragraph_that_names_a_benchmark_was_measured() -> None:
     for page in PAGES:
         if page.name in ("CHANGELOG.md", "performance.md"):
             continue
-        known = [said for name, said in _said() if name == page.name]
+        known = [said for name, said in _said() if Path(name).name == page.name]
         for paragraph in _citing(page.read_text(encoding="utf-8")):
             if found := _figures(paragraph, known):
                 unknown[page.name, paragraph[:60]] = found
     assert unknown == {}
+
+
+def test_a_figure_of_time_memory_or_training_names_its_result() -> None:
+    wrong = {}
+    for page in PAGES:
+        if page.name in ("CHANGELOG.md", "performance.md"):
+            continue
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for paragraph in _paragraphs(prose):
+            if unknown := _without_result(paragraph):
+                wrong[page.name, paragraph[:60]] = unknown
+    assert wrong == {}
+
+
+def test_a_figure_without_a_result_is_found() -> None:
+    cited = "It took {1} s and reached an accuracy of {0} ([result](../benchmarks/results/headlines.json))."
+    assert _without_result("Reached an accuracy of 0.82.") == ["0.82"]
+    assert _without_result(cited.format("0.82", "160")) == []
+    assert _without_result(cited.format("0.83", "160")) == ["0.83"]
+    assert _without_result(cited.format("0.82", "161")) == ["161"]
+    assert _without_result("It trains in under two minutes.") == ["under two minutes"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in _EXAMPLES.glob("*.yaml")))
+def test_an_example_has_a_figure_with_its_result_or_was_not_trained(name: str) -> None:
+    (row,) = re.findall(rf"^\| \[{name}\]\(.*$", (_EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    time, figure = (cell.strip() for cell in row.strip("| ").split("|")[-2:])
+    results = _RESULT.findall(figure)
+    assert bool(results) != figure.startswith(_NOT_TRAINED), row
+    own = re.sub(r"published[^|]*", "", re.sub(r"\(.*?\)", "", figure))
+    values = re.findall(r"\d+\.\d+", own)
+    assert bool(values) == bool(results)
+    seconds = re.findall(r"\d+", time)
+    assert [value for value in values + seconds if not _is_in(value, results, name)] == [], row
+    said = re.sub(r"\[result\]\(\.\./(.*?)\)", r"\1", figure)
+    assert f"\n# Result: {said}\n" in (_EXAMPLES / f"{name}.yaml").read_text()
+
+
+def test_each_cell_of_the_comparison_has_a_source() -> None:
+    section = (REPOSITORY / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if _TABLE.match(line)]
+    links = set(re.findall(r"^\[([\w-]+)\]: https://", section, re.MULTILINE))
+    wrong = []
+    for _, *cells in rows:
+        assert len(cells) == len(head) - 1
+        for cell in cells:
+            link = re.fullmatch(r"\[[^]]+\](?:\[([\w-]+)\]|\((docs/[\w./#-]+)\))", cell)
+            wrong += [] if link and (link[2] or link[1] in links) else [cell]
+    assert rows and wrong == []
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs, items and rows of tables, each as one line."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\|)", text):
+        yield " ".join(paragraph.split())
+
+
+def _without_result(paragraph: str) -> list[str]:
+    """Return the figures that the results files named in the paragraph do not contain."""
+    values = [*_TRAINED.findall(paragraph), *_TOOK.findall(paragraph)]
+    unknown = [value for value in values if not _is_in(value, _RESULT.findall(paragraph))]
+    return unknown + _VAGUE.findall(paragraph)
+
+
+def _is_in(value: str, results: list[str], example: str = "") -> bool:
+    """Return True if a results file contains the value, rounded as it is written.
+
+    ``example``: of a file with tables about single examples, only its own counts.
+    """
+    digits = len(value.partition(".")[2])
+    for name in results:
+        tables = [*_result(name).get("tables", []), *_result(name).get("comparisons", [])]
+        own = [table for table in tables if f"examples/{example}.yaml" in table["title"]]
+        others = [table for table in tables if "examples/" not in table["title"]]
+        numbers = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", json.dumps(own or (others if example else tables)))
+        if any(round(float(number), digits) == float(value.replace(",", "")) for number in numbers):
+            return True
+    return False
 
 
 def test_a_planted_figure_is_found() -> None:
@@ -119,6 +207,9 @@ def _said() -> list[tuple[str, str]]:
         *(("parallelism.md", said) for said in _of_compilation()),
         *(("architecture.md", said) for said in _of_open_files()),
         *(("watch.md", said) for said in _of_watching()),
+        *(("language_models.md", said) for said in _of_shakespeare()),
+        *(("gpu.md", said) for said in _of_gpu_tests()),
+        *(("../README.md", said) for said in _of_the_comparison()),
     ]
 
 
@@ -144,6 +235,40 @@ def _of_watching() -> Iterator[str]:
     (found,) = _result("watch_cpu")["tables"]
     share = found["rows"]["200 runs, 4 written to"]["share of a core, %"]
     yield f"it took [{share:.1f} % of a core]"
+
+
+def _of_shakespeare() -> Iterator[str]:
+    (row,) = _rows("examples", "examples/shakespeare.yaml, whole command").values()
+    yield f"{100 * row['accuracy']:.0f} % of characters correct"
+
+
+def _of_gpu_tests() -> Iterator[str]:
+    outcomes = [test["outcome"] for test in _result("gpu")["tests"].values()]
+    yield f"{outcomes.count('passed')} passed; {outcomes.count('failed')} failed"
+
+
+def _of_the_comparison() -> Iterator[str]:
+    titles = [f"{title}: parts" for title in preemption.TITLES.values()]
+    for side in (preemption.OURS, preemption.PEER):
+        spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)
+        yield f"[{spans[0]:.0f} to {spans[-1]:.0f} s](docs/performance.md#preemption)"
+
+
+def _of_shakespeare() -> Iterator[str]:
+    (row,) = _rows("examples", "examples/shakespeare.yaml, whole command").values()
+    yield f"{100 * row['accuracy']:.0f} % of characters correct"
+
+
+def _of_gpu_tests() -> Iterator[str]:
+    outcomes = [test["outcome"] for test in _result("gpu")["tests"].values()]
+    yield f"{outcomes.count('passed')} passed; {outcomes.count('failed')} failed"
+
+
+def _of_the_comparison() -> Iterator[str]:
+    titles = [f"{title}: parts" for title in preemption.TITLES.values() if "first step" not in title]
+    for side in (preemption.OURS, preemption.PEER):
+        spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)
+        yield f"[{spans[0]:.0f} to {spans[-1]:.0f} s](docs/performance.md#preemption)"
 
 
 def _of_packs() -> Iterator[str]:

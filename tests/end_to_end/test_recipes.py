@@ -66,6 +66,7 @@ OF_RECIPE: dict[str, tuple[str, ...]] = {
     "coco-fcos": DETECTOR,
     "coco-retinanet": DETECTOR,
     "digits": (),
+    "digits-wandb": ("logging={every_steps: 1, wandb: {project: digits, mode: offline}}",),
     "ema-syncbn-compile": (),
     "fine-tuning": ("model.args.widths=[8, 8, 8]", "model.init_from=null"),
     "fine-tuning-pretrain": ("model.args.widths=[8, 8, 8]",),
@@ -75,6 +76,8 @@ OF_RECIPE: dict[str, tuple[str, ...]] = {
     "imagenet-vit-b16": ("model={name: timm/test_vit, args: {img_size: 32}}", "data.image_size=32"),
     "shakespeare": (),
     "slurm-digits": (),
+    "vit-small": ("model.args.depth=2", "model.args.embed_dim=24", "model.init_from=null"),
+    "vit-small-pretrain": ("model.args.depth=2", "model.args.embed_dim=24"),
 }
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 #: Run by tests/end_to_end/test_language_model_recipes.py.

@@ -23,7 +23,7 @@ STATE_STYLES = {
     "requeued": "magenta",
     "unknown": "red",
 }
-_BAR, _SPARKS, _VALUE = 8, 10, 9
+_BAR, _SPARKS = 8, 10
 _GAP = 1
 #: From the lowest to the highest; NaN and infinity are shown as a cross.
 _BLOCKS, _NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
@@ -38,7 +38,7 @@ class Column:
     text: Callable[[LiveRun], str]
     #: Columns with a higher number are dropped first if the screen is too narrow; 0: always shown.
     rank: int = 0
-    #: Kept even if it is cut to this width.
+    #: The width to which it may be cut; None: it is not cut.
     least: int | None = None
 
 
@@ -51,15 +51,9 @@ def _note(run: LiveRun) -> str:
     return "; ".join(filter(None, (metric, slow)))
 
 
-def _loss(run: LiveRun) -> str:
-    if not run.losses:
-        return ""
-    return f"{sparkline(run.losses, _SPARKS).ljust(_SPARKS)} {run.losses[-1]:.4g}"
-
-
-def _progress(run: LiveRun) -> str:
+def _steps(run: LiveRun) -> str:
     total = run.status.total_steps
-    return f"{bar(run.share, _BAR)} {run.status.step}/{'?' if total is None else total}"
+    return f"{run.status.step}/{'?' if total is None else total}"
 
 
 def _percent(share: float | None) -> str:
@@ -74,41 +68,72 @@ def rate_words(run: LiveRun) -> str:
 #: In the order in which they are shown.
 COLUMNS = (
     Column("run", 16, lambda run: run.name, least=10),
-    Column("experiment", 16, lambda run: run.experiment, rank=5, least=8),
+    Column("values", 32, lambda run: run.values, rank=2, least=20),
+    Column("experiment", 16, lambda run: run.experiment, rank=8, least=8),
     Column("state", 11, lambda run: run.state),
-    Column("progress", 24, _progress, least=_BAR),
+    Column("progress", _BAR, lambda run: bar(run.share, _BAR), rank=4),
+    Column("step", 15, _steps, least=8),
     Column("ETA", 6, lambda run: short_duration(run.eta_s)),
-    Column("loss", _SPARKS + 1 + _VALUE, _loss, least=_SPARKS),
-    Column("rate", 16, rate_words, rank=2),
-    Column("wait", 4, lambda run: _percent(run.data_wait), rank=3),
-    Column("MFU", 4, lambda run: _percent(run.mfu), rank=4),
-    Column("nodes", 14, lambda run: ",".join(run.nodes), rank=7),
-    Column("job", 12, lambda run: run.job or "", rank=8),
-    Column("tries", 5, lambda run: str(run.status.attempt or ""), rank=6),
-    Column("error or metric", 200, _note, rank=1, least=16),
+    Column("trend", _SPARKS, lambda run: sparkline(run.losses, _SPARKS), rank=3),
+    Column("loss", 9, lambda run: format(run.losses[-1], ".4g") if run.losses else ""),
+    Column("rate", 16, rate_words, rank=5),
+    Column("wait", 4, lambda run: _percent(run.data_wait), rank=6),
+    Column("MFU", 4, lambda run: _percent(run.mfu), rank=7),
+    Column("nodes", 14, lambda run: ",".join(run.nodes), rank=10),
+    Column("job", 12, lambda run: run.job or "", rank=11),
+    Column("tries", 5, lambda run: str(run.status.attempt or ""), rank=9),
+    Column("error or metric", 200, _note, rank=1, least=20),
 )
 
 
 def columns_for(runs: Sequence[LiveRun], width: int) -> dict[Column, int]:
-    """Return the columns that fit, in order, with their widths; empty columns are omitted."""
+    """Return the columns that fit, in order, with their widths; empty columns are omitted.
+
+    Columns of a high rank are dropped before others are cut further than to ``least``; the last column gets
+    the width that the others do not need.
+    """
     texts = {column: [one_line(column.text(run)) for run in runs] for column in COLUMNS}
-    used = {
+    full = {
         column: min(column.width, max(map(len, [column.head, *cells])))
         for column, cells in texts.items()
-        if any(cells) or column.rank == 0
+        if any(cells)
     }
+    used = {column: min(place, column.least or place) for column, place in full.items()}
     for column in sorted(used, key=lambda column: -column.rank):
-        surplus = sum(used.values()) + _GAP * (len(used) - 1) - width
-        if surplus <= 0:
+        if _surplus(used, width) <= 0 or column.rank == 0:
             break
-        if column.least is not None and used[column] - surplus >= column.least:
-            used[column] -= surplus
-        elif column.rank:
-            del used[column]
-        elif column.least is not None:
-            used[column] = max(min(column.least, used[column]), used[column] - surplus)
-    left = width - sum(used.values()) - _GAP * (len(used) - 1)
-    return {column: place + (max(0, left) if column is COLUMNS[-1] else 0) for column, place in used.items()}
+        del used[column]
+    for column in used:
+        used[column] += max(0, min(full[column] - used[column], -_surplus(used, width)))
+    if COLUMNS[-1] in used:
+        used[COLUMNS[-1]] += max(0, -_surplus(used, width))
+    return used
+
+
+def _surplus(used: Mapping[Column, int], width: int) -> int:
+    return sum(used.values()) + _GAP * (len(used) - 1) - width
+
+
+def failures(runs: Sequence[LiveRun], columns: Mapping[Column, int]) -> list[str]:
+    """Return ``NAME: REASON`` of the failed runs whose reason does not fit the table, the newest first.
+
+    Runs with the same reason share a text: ``NAME and 3 more: REASON``.
+    """
+    width = columns.get(COLUMNS[-1], 0)
+    names: dict[str, list[str]] = {}
+    for run in sorted(runs, key=lambda run: run.since, reverse=True):
+        if run.state == "failed" and len(one_line(_note(run))) > width:
+            names.setdefault(run.status.reason or "", []).append(run.name)
+    return [one_line(f"{_first(of_reason)}: {reason}") for reason, of_reason in names.items()]
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def newest(runs: Sequence[LiveRun]) -> LiveRun | None:
+    """Return the run that started last of those that run, else of all; None without runs."""
+    return max(runs, key=lambda run: (run.state == "running", run.since), default=None)
 
 
 def cells(run: LiveRun, columns: Mapping[Column, int]) -> tuple[str, ...]:
@@ -177,8 +202,8 @@ SORTS: dict[str, Callable[[LiveRun], Any]] = {
 def selected(runs: Sequence[LiveRun], filter_text: str, sort: str) -> list[LiveRun]:
     """Return the runs that match all words, in the order ``sort``.
 
-    A word that is a state matches that state; any other matches a part of a run's name, experiment, job,
-    nodes or reason, ignoring case.
+    A word that is a state matches that state; any other matches a part of a run's name, swept values,
+    experiment, job, nodes or reason, ignoring case.
     """
     matching = [run for run in runs if all(_matches(run, word) for word in filter_text.lower().split())]
     return sorted(matching, key=lambda run: (SORTS[sort](run), run.experiment, run.name))
@@ -187,7 +212,8 @@ def selected(runs: Sequence[LiveRun], filter_text: str, sort: str) -> list[LiveR
 def _matches(run: LiveRun, word: str) -> bool:
     if word in STATES:
         return run.state == word
-    texts = (run.name, run.experiment, run.state, run.job or "", *run.nodes, run.status.reason or "")
+    status = run.status
+    texts = (run.name, run.values, run.experiment, run.state, run.job or "", *run.nodes, status.reason or "")
     return any(word in text.lower() for text in texts)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_train.console import one_line
@@ -13,9 +14,10 @@ from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.report.live.cells import rate_words
+from hpc_train.report.live.charts import Points, charts
 from hpc_train.report.live.live_runs import LiveRun, stamp
 from hpc_train.report.metric_values import Metric, find_metric, last_and_best
-from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, number
+from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, metric_value, number, spread_rows
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import attempt_span, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number
@@ -61,9 +63,15 @@ class LogTail:
         return [one_line(line[:_MAX_LINE]) for line in lines[1 if skips_part else 0 : -1]]
 
 
-#: Attempts and lines of log in the pane; the view shows more.
+#: Attempts in the pane and the minimum of its log lines; the view shows more.
 FEW, MANY = 2, 100
 _LABEL = 11
+#: Lines of the charts while lines of the log would fill the rest; of a reason in the pane. Assumed.
+_CHART_LINES, _REASON_LINES = 16, 6
+#: Bytes of metric rows that are read for a curve. Assumed: thousands of rows, in milliseconds.
+_CURVE_BYTES = 1 << 20
+#: Curves of a file larger than that are drawn again once it has grown by this factor.
+_GROWTH = 1.02
 #: A row with more metrics, such as one per class, is cut here.
 _MAX_METRICS = 40
 
@@ -74,58 +82,106 @@ class Details:
 
     paths: RunPaths
     lines: tuple[tuple[str, str], ...]
+    #: The end of its log.
+    log: tuple[str, ...] = ()
+    #: By title.
+    curves: Mapping[str, Points] = field(default_factory=dict)
 
-    def fitted(self, width: int) -> list[tuple[str, str]]:
-        """Return the lines cut to ``width``, labels padded."""
-        return [(label, shortened(text, max(1, width - _LABEL))) for label, text in self.lines_wide()]
+    def fitted(self, width: int, height: int) -> list[tuple[str, str]]:
+        """Return the lines that fit: the reason in full, the end of the log, and the curves in the rest."""
+        room = max(1, width - _LABEL)
+        texts = [fit for line in self.lines for fit in _fitted(*line, room)]
+        left = height - len(texts)
+        drawn = charts(self.curves, width, max(min(left - FEW, _CHART_LINES), left - len(self.log)))
+        log = self.log[max(0, len(self.log) - max(0, left - len(drawn))) :]
+        texts += _labelled("log", [shortened(text, room) for text in log])
+        return [(label.ljust(_LABEL), text) for label, text in texts] + drawn
 
     def lines_wide(self) -> list[tuple[str, str]]:
-        """Return the lines with padded labels."""
-        return [(label.ljust(_LABEL), text) for label, text in self.lines]
+        """Return all lines with padded labels."""
+        return [(label.ljust(_LABEL), text) for label, text in (*self.lines, *_labelled("log", self.log))]
+
+
+def _fitted(label: str, text: str, room: int) -> list[tuple[str, str]]:
+    """Return the text cut to ``room``; a reason is wrapped."""
+    if label != "reason":
+        return [(label, shortened(text, room))]
+    return _labelled(label, textwrap.wrap(text, room, max_lines=_REASON_LINES, placeholder="…"))
 
 
 class DetailsReader:
-    """Reads the details of one run; keeps the rows of its evaluations."""
+    """Reads the details of one run; keeps the rows of its evaluations and its curves."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self._evaluations: list[Row] = []
+        self._curves: dict[str, Points] = {}
         self._reader = MetricsReader(paths.metrics, part=b'"val"')
-        self._inode: int | None = None
+        self._stamp: tuple[int, int, int] | None = None
+        self._curves_size = 0
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
-        """Return the current details; ``is_full``: with all attempts and more of the log."""
-        limit = MANY if is_full else FEW
+        """Return the current details; ``is_full``: with all attempts."""
         files = RunFiles.read(self.paths)
+        self._read_metrics()
         nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
         job = f", job {run.job}" if run.job else ""
+        values = f", {run.values}" if run.values else ""
         log = log_of(self.paths)
         lines = [
-            ("run", f"{run.name} of {run.experiment}, {run.state}{nodes}{job}"),
+            ("run", f"{run.name} of {run.experiment}{values}, {run.state}{nodes}{job}"),
             ("reason", run.status.reason or ""),
             ("training", _row_words(run.train)),
             ("speed", _speed(run)),
             ("evaluation", _row_words(run.evaluation)),
             ("best", self._best_words()),
-            *_labelled("attempts", _attempts(files, run, limit)),
+            *_labelled("attempts", _attempts(files, run, MANY if is_full else FEW)),
             *([("folder", str(self.paths.folder))] if is_full else []),
-            *_labelled("log", LogTail(log).new_lines()[-limit:] or [f"nothing in {log.name} yet"]),
         ]
-        return Details(self.paths, tuple((label, one_line(text)) for label, text in lines if text))
+        end = LogTail(log).new_lines()[-MANY:] or [f"nothing in {log.name} yet"]
+        texts = tuple((label, one_line(text)) for label, text in lines if text)
+        return Details(self.paths, texts, tuple(map(one_line, end)), self._curves)
+
+    def _read_metrics(self) -> None:
+        """Read new evaluations and, if the file has changed, the curves."""
+        seen = stamp(self.paths.metrics)
+        if seen == self._stamp:
+            return
+        if seen is None or self._stamp is None or seen[0] != self._stamp[0]:
+            self._evaluations, self._curves_size = [], 0  # a resume replaced the file: its rows come again
+        self._stamp = seen
+        self._evaluations += [row for row in self._reader.new_rows() if row.get("split") == "val"]
+        size = seen[1] if seen else 0
+        if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
+            return
+        self._curves_size = size
+        rows = [*self._evaluations, *_training_rows(self.paths)]
+        metrics = filter(None, (Metric("train", "loss"), self._metric()))
+        self._curves = {str(metric): _points(rows, metric) for metric in metrics}
+
+    def _metric(self) -> Metric | None:
+        newest = self._evaluations[-1] if self._evaluations else {}
+        return find_metric((Metric("val", name) for name in newest), None)
 
     def _best_words(self) -> str:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
         with suppress(HpcTrainError):  # a checkpoint of a later version
             if best := kept_best(self.paths):
                 return f"{best}, saved"
-        seen = stamp(self.paths.metrics)
-        if seen is None or seen[0] != self._inode:
-            self._evaluations, self._inode = [], seen[0] if seen else None
-        self._evaluations += [row for row in self._reader.new_rows() if row.get("split") == "val"]
-        newest = self._evaluations[-1] if self._evaluations else {}
-        metric = find_metric((Metric("val", name) for name in newest), None)
+        metric = self._metric()
         best_point = last_and_best(self._evaluations, metric)[1] if metric else None
         return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
+
+
+def _training_rows(paths: RunPaths) -> list[Row]:
+    return [row for row in spread_rows(paths.metrics, _CURVE_BYTES)[0] if row.get("split") == "train"]
+
+
+def _points(rows: Sequence[Row], metric: Metric) -> Points:
+    pairs = (
+        (row.get("step"), metric_value(row, metric.name)) for row in rows if row.get("split") == metric.split
+    )
+    return [(step, value) for step, value in pairs if type(step) is int and value is not None]
 
 
 def _row_words(row: Row) -> str:

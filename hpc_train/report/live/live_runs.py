@@ -13,16 +13,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, metric_value, number
 from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_facts import recorded_values, run_facts
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
 #: Number of training rows whose losses are drawn and whose rate is averaged.
@@ -42,6 +44,10 @@ class LiveRun:
     name: str
     experiment: str
     status: RunStatus
+    #: The swept keys with the run's values: ``lr=0.01 seed=1``; empty if it belongs to no sweep.
+    values: str = ""
+    #: UTC, ISO 8601: the start of the newest attempt or, before the first, of the run's creation.
+    since: str = ""
     job: str | None = None
     nodes: tuple[str, ...] = ()
     #: Seconds until the last step; None if unknown.
@@ -169,6 +175,8 @@ class _TrackedRun:
             name=name,
             experiment=str(facts.get("name", self.paths.folder.parent.name)),
             status=self._status,
+            values=in_words({key: _short(value) for key, value in recorded_values(self.paths).items()}),
+            since=self._record.start if self._record else str(facts.get("created", "")),
             job=jobs[-1] if jobs else None,
             nodes=tuple(self._record.hosts) if self._record else (),
             eta_s=remaining_s(self._status, self._metrics.training),
@@ -176,6 +184,11 @@ class _TrackedRun:
             train=self._metrics.training[-1] if self._metrics.training else {},
             evaluation=self._metrics.evaluation,
         )
+
+
+def _short(value: Any) -> Any:
+    """Return a number as it is read at a glance: drawn values have 16 digits."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class MetricsTail:

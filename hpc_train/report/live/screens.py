@@ -13,6 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Log, Static
 from typing_extensions import override
 
@@ -28,7 +29,7 @@ KEYS = {
     "l": "log of rank 0, followed",
     "c": "cancel the run for good; asks first",
     "r": "resume the run; asks first",
-    "/ or f": "filter: words of name, job, node or reason; a state",
+    "/ or f": "filter: words of name, values, job, node or reason; a state",
     "s": "sort by name, state, progress, ETA, loss",
     "u": "update now",
     "?": "this list",
@@ -71,6 +72,21 @@ class Help(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         width = max(map(len, KEYS))
         yield Static(Text("\n".join(f"{key.ljust(width)}  {what}" for key, what in KEYS.items())))
+
+
+class Pane(Widget):
+    """What of a run's details has room below the table."""
+
+    _details: Details | None = None
+
+    def show(self, details: Details | None) -> None:
+        """Show the details, or nothing."""
+        self._details = details
+        self.refresh()
+
+    @override
+    def render(self) -> Text:
+        return styled(self._details.fitted(*self.size)) if self._details else Text()
 
 
 class DetailsView(Screen[None]):

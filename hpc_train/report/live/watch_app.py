@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 from textual import events
 from textual.app import App, ComposeResult
-from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 from typing_extensions import override
@@ -30,7 +30,7 @@ from hpc_train.report.live import cells as table_cells
 from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column, counts, next_sort, selected
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
 from hpc_train.report.live.reading_thread import Reading, ReadingThread
-from hpc_train.report.live.screens import DetailsView, Help, LogView, Question, styled
+from hpc_train.report.live.screens import DetailsView, Help, LogView, Pane, Question
 from hpc_train.run.processes import exit_code, start_in_own_session
 
 
@@ -83,6 +83,10 @@ class Command:
 _HINT = "⏎ details  l log  c cancel  r resume  / filter  s sort  ? help  q quit"
 _NO_RUNS = "no runs yet; `hpc-train submit FILE` starts some"
 _COMMANDS_EVERY_S = 0.5
+#: Columns of the scroll bar that a long table has, and of the gap before it.
+_SCROLL_BAR = 3
+#: Lines about a failed run below the table.
+_FAILURE_LINES = 3
 _QUESTIONS = {
     "cancel": "Cancel {} for good? What it saved is kept.",
     "resume": "Resume {} from its newest checkpoint?",
@@ -110,12 +114,13 @@ class WatchApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #head, #hint { height: 1; text-style: reverse; }
-    #runs { height: 1fr; }
+    #runs { height: auto; max-height: 45%; }
+    #failures { height: auto; color: $error; display: none; }
     #runs > .datatable--cursor { background: $primary 50%; }
     App:nocolor #runs > .datatable--cursor { text-style: reverse; }
-    #details { height: 40%; min-height: 8; max-height: 14; border-top: solid $primary; }
+    #details { height: 1fr; min-height: 8; border-top: solid $primary; }
     #problem { height: auto; max-height: 2; color: $error; display: none; }
-    #message { height: 1; }
+    #message { height: 1; display: none; }
     #filter { height: 1; border: none; padding: 0; display: none; }
     """
     BINDINGS = [
@@ -141,6 +146,8 @@ class WatchApp(App[None]):
         self._shown: dict[str, tuple[str, ...]] = {}
         self._columns: Mapping[Column, int] = {}
         self._selected: RunPaths | None = None
+        #: Without a choice by the user, the newest run that runs is selected.
+        self._is_chosen = False
         self._words, self._sort = "", "name"
         self._has_read = False
         self._said = self._message = ""
@@ -155,8 +162,8 @@ class WatchApp(App[None]):
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
         yield RunTable(id="runs", cursor_type="row", cell_padding=0, cursor_foreground_priority="renderable")
-        with Vertical(id="details"):
-            yield Static(id="about", markup=False)
+        yield Static(id="failures", markup=False)
+        yield Pane(id="details")
         yield Static(id="problem", markup=False)
         yield Input(id="filter", placeholder="words or a state; enter keeps, escape clears", compact=True)
         yield Static(id="message", markup=False)
@@ -191,19 +198,21 @@ class WatchApp(App[None]):
             return  # the screen is being closed
         reading = message.reading
         if reading.runs is not self._runs or reading.problem:
-            text = " ".join((reading.problem or self._said).split())
-            line = self.query_one("#problem", Static)
-            line.display = bool(text)
-            line.update(Text(one_line(text)))
+            self._show_lines("#problem", " ".join((reading.problem or self._said).split()))
             self._said = ""
         if reading.runs is not self._runs:
             self._runs, self._has_read = reading.runs, True
             self._show_runs()
         if reading.details is not None and reading.details.paths == self._selected:
-            width = self.query_one("#about").size.width
-            self.query_one("#about", Static).update(styled(reading.details.fitted(width)))
+            self.query_one(Pane).show(reading.details)
             if isinstance(self.screen, DetailsView):
                 self.screen.show(reading.details)
+
+    def _show_lines(self, selector: str, *texts: str) -> None:
+        """Show the texts as lines, or hide the widget if there are none."""
+        for widget in self.query(selector).results(Static):
+            widget.display = any(texts)
+            widget.update(Text("\n".join(map(one_line, texts))))
 
     def _show_head(self) -> None:
         number_of_runs = counts(self._listed) if self._has_read else "reading…"
@@ -215,15 +224,14 @@ class WatchApp(App[None]):
 
     def _say(self, text: str) -> None:
         self._message = text
-        for line in self.query("#message").results(Static):
-            line.update(Text(one_line(text), no_wrap=True))
+        self._show_lines("#message", text)
 
     def _show_runs(self) -> None:
         """Bring the table up to date: changed cells only, unless rows or columns differ."""
         self._listed = selected(self._runs, self._words, self._sort)
         self._show_head()
         table = self.query_one(RunTable)
-        columns = table_cells.columns_for(self._listed, table.size.width - 2)  # the event of a scroll bar
+        columns = table_cells.columns_for(self._listed, self.size.width - _SCROLL_BAR)
         lines = {str(run.paths.folder): table_cells.cells(run, columns) for run in self._listed}
         if columns != self._columns or list(lines) != list(self._shown):
             self._rebuild(columns, lines)
@@ -237,25 +245,45 @@ class WatchApp(App[None]):
                     if old != text:
                         table.update_cell(key, column.head, cell)
         self._shown = lines
+        self._move_cursor()
+        self._show_failures(columns)
         if self._has_read:
             if not self._runs:
                 self._say(_NO_RUNS)
             elif self._message == _NO_RUNS:
                 self._say("")
 
+    def _show_failures(self, columns: Mapping[Column, int]) -> None:
+        """Show why runs failed below the table if it is too narrow for that."""
+        texts = table_cells.failures(self._listed, columns)
+        lines: list[str] = []
+        room = max(_FAILURE_LINES, self.size.height // 6)
+        while texts and len(lines) + _FAILURE_LINES <= room:
+            lines += textwrap.wrap(texts.pop(0), self.size.width, max_lines=_FAILURE_LINES, placeholder="…")
+        lines += [f"and {len(texts)} other reasons; the filter `failed` lists the runs"] if texts else []
+        self._show_lines("#failures", *lines)
+
     def _rebuild(self, columns: Mapping[Column, int], lines: Mapping[str, Sequence[str]]) -> None:
-        table, selected = self.query_one(RunTable), self._selected
+        table = self.query_one(RunTable)
         with self.prevent(DataTable.RowHighlighted):
             table.clear(columns=True)
             for column, width in columns.items():
                 table.add_column(Text(shortened(column.head, width)), key=column.head, width=width + 1)
             for key, texts in lines.items():
                 table.add_row(*self._texts(columns, texts), key=key)
-            places = [run.paths for run in self._listed]
-            if selected in places:
-                table.move_cursor(row=places.index(selected), animate=False)
         self._columns = columns
-        self._select(selected if selected in places else next(iter(places), None))
+
+    def _move_cursor(self) -> None:
+        """Select the run that the user chose, else the newest one that runs."""
+        places = [run.paths for run in self._listed]
+        newest = table_cells.newest(self._listed)
+        if newest and not (self._is_chosen and self._selected in places):
+            self._select(newest.paths)
+        elif not places:
+            self._select(None)
+        with self.prevent(DataTable.RowHighlighted):
+            if self._selected in places:
+                self.query_one(RunTable).move_cursor(row=places.index(self._selected), animate=False)
 
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
@@ -266,7 +294,7 @@ class WatchApp(App[None]):
     def _select(self, paths: RunPaths | None) -> None:
         if paths != self._selected:
             self._selected = paths
-            self.query_one("#about", Static).update("")
+            self.query_one(Pane).show(None)
         self._thread.select(paths, is_full=isinstance(self.screen, DetailsView))
 
     def _run(self) -> LiveRun | None:
@@ -275,7 +303,9 @@ class WatchApp(App[None]):
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """Select the run under the cursor."""
         if 0 <= event.cursor_row < len(self._listed):
-            self._select(self._listed[event.cursor_row].paths)
+            paths = self._listed[event.cursor_row].paths
+            self._is_chosen = self._is_chosen or paths != self._selected
+            self._select(paths)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         """Open the details of the run on enter."""

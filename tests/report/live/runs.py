@@ -14,13 +14,22 @@ from hpc_train.run.run_status import RunStatus, write_status
 from tests.run.runs import small_experiment
 
 
-def made_run(folder: Path, run_id: str = "abc", state: str = "running", step: int = 30) -> RunPaths:
-    """Create a run of 100 steps; one that is running has this process as its launcher."""
+def made_run(
+    folder: Path,
+    run_id: str = "abc",
+    state: str = "running",
+    step: int = 30,
+    reason: str = "rank 0: ValueError: no",
+    values: dict[str, Any] | None = None,
+) -> RunPaths:
+    """Create a run of 100 steps; one that is running has this process as its launcher.
+
+    ``reason``: of a failed run. ``values``: the swept keys and their values.
+    """
     paths = RunPaths(folder / "small" / run_id)
-    assert create_run(paths, small_experiment(), run_id, 100)
+    assert create_run(paths, small_experiment(), run_id, 100, values=values)
     claim_attempt(paths, "local", hosts=["n1"])
-    reason = "rank 0: ValueError: no" if state == "failed" else None
-    write_status(paths, RunStatus(state, step, 100, 1.0, 1, reason))
+    write_status(paths, RunStatus(state, step, 100, 1.0, 1, reason if state == "failed" else None))
     add_rows(paths, step)
     return paths
 

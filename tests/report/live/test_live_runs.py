@@ -17,6 +17,7 @@ from hpc_train.report.live.cells import (
     cells,
     columns_for,
     counts,
+    newest,
     next_sort,
     selected,
     short_number,
@@ -178,17 +179,41 @@ def test_runs_are_filtered_by_words_and_states_and_sorted() -> None:
     assert counts(runs) == "3 runs: 1 failed, 1 running, 1 completed"
 
 
+def test_the_newest_run_that_runs_is_preferred() -> None:
+    def run(name: str, state: str, since: str) -> LiveRun:
+        return LiveRun(RunPaths(Path(name)), name, "small", RunStatus(state), since=since)
+
+    runs = [
+        run("a", "running", "1"),
+        run("b", "running", "3"),
+        run("c", "pending", "4"),
+        run("d", "failed", "2"),
+    ]
+    assert newest(runs) is runs[1]
+    assert newest([runs[3], runs[2]]) is runs[2]
+    assert newest([]) is None
+
+
+def test_swept_values_are_a_column_and_filter_runs() -> None:
+    for run_id, lr in (("a1", 0.1), ("b2", 0.2000000000000001)):
+        made_run(runs_root(), run_id, values={"optimization.optimizer.lr": lr, "seed": 3})
+    runs = RunsReader([]).read()
+    assert [run.values for run in runs] == ["lr=0.1 seed=3", "lr=0.2 seed=3"]
+    assert [run.name for run in selected(runs, "lr=0.2", "name")] == ["b2"]
+    assert "values" in [column.head for column in columns_for(runs, 78)]
+
+
 @pytest.mark.parametrize("width", [40, 60, 78, 100, 118, 158, 198, 300])
 def test_the_columns_fit_the_screen(width: int) -> None:
     runs = _runs()
     columns = columns_for(runs, width)
     heads = [column.head for column in columns]
     assert sum(columns.values()) + len(columns) - 1 <= max(width, 60)
-    assert heads[0] == "run" and {"state", "progress", "ETA", "loss"} <= set(heads)
+    assert heads[0] == "run" and {"state", "step", "ETA", "loss"} <= set(heads)
     if width >= 78:
         assert heads[-1] == COLUMNS[-1].head
     if width >= 158:
-        assert {"rate", "wait", "MFU", "nodes", "tries", "experiment"} <= set(heads)
+        assert {"progress", "trend", "rate", "wait", "MFU", "nodes", "tries", "experiment"} <= set(heads)
     for run in runs:
         line = cells(run, columns)
         assert all(len(text) <= place for text, place in zip(line, columns.values(), strict=True))
@@ -225,7 +250,7 @@ def test_a_loss_that_is_nan_is_shown() -> None:
     assert math.isnan(run.losses[-1]) and len(run.losses) == 10
     columns = columns_for([run], 200)
     shown = dict(zip((column.head for column in columns), cells(run, columns), strict=True))
-    assert shown["loss"] == "█▄▃▂▁▁▁▁▁× nan"
+    assert (shown["trend"], shown["loss"]) == ("█▄▃▂▁▁▁▁▁×", "nan")
     assert "loss nan" in dict(DetailsReader(paths).read(run, is_full=False).lines)["training"]
 
 

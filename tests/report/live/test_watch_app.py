@@ -58,6 +58,83 @@ def test_runs_and_details_fit_80_columns() -> None:
     on_screen(test)
 
 
+_REASON = (
+    "rank 3: torch.OutOfMemoryError: CUDA out of memory: 76.2 of 79.1 GiB are in use at batch size 512; "
+    "lower optimization.micro_batch_size to 256, or set checkpoint_activations"
+)
+_SIZES = pytest.mark.parametrize("size", [(80, 24), (120, 30), (160, 45)], ids="{0[0]}x{0[1]}".format)
+
+
+def _sweep() -> list[RunPaths]:
+    """Four runs of which the third runs, in the order of the table."""
+    return [
+        made_run(
+            runs_root(), run_id, state, step, _REASON, {"optimization.optimizer.lr": lr, "seed": 1}
+        )
+        for run_id, state, step, lr in (
+            ("a1", "completed", 100, 0.01), ("b2", "failed", 20, 10.0), ("c3", "running", 50, 0.1),
+            ("d4", "pending", 0, 1.0),
+        )
+    ]  # fmt: skip
+
+
+@_SIZES
+def test_a_sweep_can_be_read_without_a_key(size: tuple[int, int]) -> None:
+    """The running run is selected; values, why a run failed, and the curves are on the screen."""
+    _sweep()[2].attempt(1).log(0).write_text("".join(f"line {number} of the log\n" for number in range(200)))
+
+    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+        await shows(
+            pilot, "c3 of small, lr=0.1 seed=1, running on n1", "line 199", "train/loss: 0.04 at step 50"
+        )
+        await shows(pilot, *(f" lr={lr} seed=1 " for lr in ("0.01", "10.0", "0.1", "1.0")))
+        lines = lines_of(app)
+        text = " ".join(text_of(app).split())
+        assert len(lines) == size[1] and all(len(line) <= size[0] for line in lines)
+        assert _REASON in text
+        assert "val/accuracy: 0.5 at step 50" in text
+        assert [line for line in lines if not line.strip()] == [], "no blank line"
+        assert sum(any("⠀" <= character <= "⣿" for character in line) for line in lines) >= 3
+
+    on_screen(test, size)
+
+
+def test_the_selection_follows_what_runs_until_the_user_chooses() -> None:
+    paths = _sweep()
+
+    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+        await shows(pilot, "c3 of small")
+        write_status(paths[2], RunStatus("completed", 100, 100, 1.0, 1))
+        write_status(paths[3], RunStatus("running", 1, 100, 1.0, 1))
+        await pilot.press("u")
+        await shows(pilot, "d4 of small")
+        assert app.query_one(DataTable).cursor_row == 3
+        await pilot.press("up")
+        await shows(pilot, "c3 of small, lr=0.1 seed=1, completed")
+        write_status(paths[2], RunStatus("cancelled", 100, 100, 1.0, 1))
+        await pilot.press("u")
+        await shows(pilot, "c3 of small, lr=0.1 seed=1, cancelled")
+
+    on_screen(test)
+
+
+@pytest.mark.slow
+def test_a_selected_failure_is_explained_in_full_among_many_runs() -> None:
+    for number in range(20):
+        made_run(runs_root(), f"r{number:02}", "failed" if number % 2 else "completed", 5, _REASON)
+
+    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
+        await shows(pilot, "20 runs")
+        await pilot.press("home", "down")
+        await shows(pilot, "r01 of small, failed")
+        _, pane = text_of(app).split("r01 of small, failed")
+        assert _REASON in " ".join(pane.split())
+        assert " and 9 more: rank 3" in text_of(app)
+        assert not app.query_one(DataTable).show_horizontal_scrollbar
+
+    on_screen(test)
+
+
 def test_a_wide_screen_has_all_columns() -> None:
     _three()
 
@@ -312,11 +389,12 @@ def test_run_texts_are_escaped(texts: tuple[str, str, str, str], values: list[ob
     shown = [
         *cells(run, columns),
         *(text for _, text in details.lines),
-        *(t for _, t in details.fitted(width)),
+        *(t for _, t in details.fitted(width, 20)),
     ]
     assert not [text for text in shown if _ACTING.search(text)]
     assert (
-        styled(details.fitted(width)).spans == styled(Details(run.paths, details.lines).fitted(width)).spans
+        styled(details.fitted(width, 20)).spans
+        == styled(Details(run.paths, details.lines, details.log).fitted(width, 20)).spans
     )
 
 
