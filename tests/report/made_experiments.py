@@ -164,7 +164,7 @@ def _add_sheet(paths: RunPaths, kind: _Kind, number: int) -> None:
             targets[:, 60:] = (sample + 1) % 4
         scores = torch.randn(1, info.num_classes, *shape, generator=noise)
         correct = functional.one_hot(targets, info.num_classes).movedim(-1, 1)
-        outputs = scores + (2.5 if shape else 1.0) * correct
+        outputs = scores + (2.5 if shape else 1.5) * correct
         batch = Batch(0, 0, 1.0, outputs, targets, torch.ones(1, dtype=torch.bool))
         titled.append((f"sample {37 * sample}", task.picture(outputs, batch, 0, _image(kind, sample))))
     folder = paths.evaluation(_STEPS)
