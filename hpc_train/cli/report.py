@@ -70,7 +70,7 @@ def report(options: ReportOptions) -> ExitCode:
 
 def _to_json(collected: Collected, output: Path, size_bytes: int) -> Page:
     metrics = {
-        run.paths: ranking.metric and str(ranking.metric)
+        run.paths: None if ranking.metric is None else str(ranking.metric)
         for ranking in collected.rankings
         for run in ranking.runs
     }
@@ -83,5 +83,5 @@ def _to_json(collected: Collected, output: Path, size_bytes: int) -> Page:
         )
         for run in collected.runs
     ]
-    metric = collected.metric and str(collected.metric)
+    metric = None if collected.metric is None else str(collected.metric)
     return Page(version=JSON_VERSION, file=str(output), bytes=size_bytes, metric=metric, runs=runs)
