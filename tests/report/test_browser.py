@@ -77,7 +77,7 @@ _FLAWS = """() => {
         if (!ownText || node.closest("script, style, .skip")) continue;
         if (parseFloat(getComputedStyle(node).fontSize) < 11) flaws.push(`small: ${node.textContent}`);
         const box = node.getBoundingClientRect();
-        const scrolled = node.closest(".scroll, pre, option") && !node.closest(".runs");
+        const scrolled = node.closest(".scroll, pre, option") && !node.closest(".runs, .stacked");
         if (!scrolled && (box.left < 0 || box.right > innerWidth)) flaws.push(`cut: ${node.textContent}`);
     }
     for (const frame of all(".frame")) {
@@ -92,9 +92,11 @@ _FLAWS = """() => {
         const names = all("text.name", frame).map((text) => text.textContent);
         if (names.length !== 2 || names.includes("")) flaws.push(`axes are called ${names}`);
     }
-    for (const table of all("table.runs")) {
-        const { scrollWidth, clientWidth } = table.parentElement;
+    for (const scroll of all(".scroll:has(.runs, .stacked)")) {
+        const { scrollWidth, clientWidth } = scroll;
         if (scrollWidth > clientWidth) flaws.push(`${scrollWidth} pixels of a table on ${clientWidth}`);
+    }
+    for (const table of all("table.runs")) {
         const heads = all("th", table.tHead);
         if (heads.length > 8) flaws.push(`${heads.length} columns`);
         const metric = heads.find((head) => head.textContent.startsWith("best "));

@@ -137,6 +137,14 @@
     });
   }
 
+  // On a narrow screen, the cells of these tables are below each other, each after the title of its column.
+  for (const table of all("table.stacked")) {
+    const titles = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+    for (const row of table.tBodies[0].rows) {
+      [...row.cells].forEach((cell, column) => { cell.dataset.title = titles[column]; });
+    }
+  }
+
   // Legend: shows or hides a run in all charts.
   const hiddenRuns = new Set();
   all("#legend button").forEach((button) => button.addEventListener("click", () => {
