@@ -23,6 +23,8 @@ class ReportedRun(TypedDict):
     id: str
     name: str
     path: str
+    #: By which it is compared with the runs of its task.
+    metric: str | None
 
 
 class Page(TypedDict):
@@ -31,9 +33,9 @@ class Page(TypedDict):
     version: int
     file: str
     bytes: int
-    #: By which the runs are compared: ``val/accuracy``; null if nothing was measured yet.
+    #: By which the runs of the first task are compared: ``val/accuracy``; null if nothing was measured yet.
     metric: str | None
-    #: The best one first.
+    #: The best one of each task, then the second ones, and so on.
     runs: list[ReportedRun]
 
 
@@ -67,8 +69,18 @@ def report(options: ReportOptions) -> ExitCode:
 
 
 def _to_json(collected: Collected, output: Path, size_bytes: int) -> Page:
+    metrics = {
+        run.paths: None if ranking.metric is None else str(ranking.metric)
+        for ranking in collected.rankings
+        for run in ranking.runs
+    }
     runs = [
-        ReportedRun(id=run.paths.folder.name, name=run.experiment, path=str(run.paths.folder.absolute()))
+        ReportedRun(
+            id=run.paths.folder.name,
+            name=run.experiment,
+            path=str(run.paths.folder.absolute()),
+            metric=metrics[run.paths],
+        )
         for run in collected.runs
     ]
     metric = None if collected.metric is None else str(collected.metric)

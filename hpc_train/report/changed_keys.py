@@ -69,7 +69,7 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest suffix of each dotted key that identifies it uniquely."""
+    """Return the shortest suffix of each dotted key that identifies it uniquely; never ``name`` alone."""
     return {key: next(end for end in _suffixes(key) if _identifies(end, key, keys)) for key in keys}
 
 
@@ -82,7 +82,7 @@ def _identifies(suffix: str, key: str, keys: Sequence[str]) -> bool:
     """Return True if ``suffix`` belongs to no other of the keys; a whole key always identifies itself."""
     if suffix == key:
         return True
-    return suffix not in keys and sum(other.endswith(f".{suffix}") for other in keys) == 1
+    return suffix not in {"name", *keys} and sum(other.endswith(f".{suffix}") for other in keys) == 1
 
 
 @lru_cache

@@ -19,6 +19,7 @@ Legend: K chosen samples, C channels, H rows, W columns; T tokens of a sequence,
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from typing_extensions import override
 
@@ -216,9 +218,11 @@ def evenly_spaced(length: int, count: int) -> tuple[int, ...]:
 
 
 def png(image: Image.Image) -> bytes:
-    """Return the image as a PNG file, always identical for the same pixels."""
-    content = io.BytesIO()
-    image.save(content, "PNG")
+    """Return the image and its description as a PNG file, always identical for the same values."""
+    content, text = io.BytesIO(), PngInfo()
+    if description := image.info.get(drawing.DESCRIPTION):
+        text.add_text(drawing.DESCRIPTION, json.dumps(description))
+    image.save(content, "PNG", pnginfo=text)
     return content.getvalue()
 
 
@@ -227,26 +231,39 @@ def on_rank_0(
 ) -> dict[int, Image.Image]:
     """Return on rank 0 the pictures of all ranks, numbered below ``count``, in order. Collective.
 
-    Each picture is on one rank at most. The others add zeros, so that two reductions gather all pictures.
+    Each picture is on one rank at most. The others add zeros, so that two reductions gather all pictures and
+    their descriptions.
     """
-    sizes_K2 = torch.zeros(count, 2, dtype=torch.int64)
+    contents = {number: _bytes_of(picture) for number, picture in drawn.items()}
+    sizes_K3 = torch.zeros(count, 3, dtype=torch.int64)
     for number, picture in drawn.items():
-        sizes_K2[number] = torch.tensor(picture.size)
-    dist.all_reduce(sizes_K2, group=group)
-    lengths = (3 * sizes_K2.prod(dim=1)).tolist()
+        sizes_K3[number] = torch.tensor([*picture.size, len(contents[number])])
+    dist.all_reduce(sizes_K3, group=group)
+    lengths = sizes_K3[:, 2].tolist()
     pixels = torch.zeros(sum(lengths), dtype=torch.uint8)
     parts = pixels.split(lengths)
-    for number, picture in drawn.items():
-        parts[number].copy_(torch.from_numpy(np.array(picture).reshape(-1)))
+    for number, content in contents.items():
+        parts[number].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     if len(pixels) > 0:
         dist.all_reduce(pixels, group=group)  # along the ring: a reduce would connect rank 0 with every rank
     if dist.get_rank() != 0:
         return {}
     return {
-        number: Image.fromarray(part.view(height, width, 3).numpy())
-        for number, (part, (width, height)) in enumerate(zip(parts, sizes_K2.tolist(), strict=True))
+        number: _picture_of(bytes(part.numpy()), width, height)
+        for number, (part, (width, height, _)) in enumerate(zip(parts, sizes_K3.tolist(), strict=True))
         if len(part) > 0
     }
+
+
+def _bytes_of(picture: Image.Image) -> bytes:
+    """Return the pixels, RGB, and the description."""
+    return picture.tobytes() + json.dumps(picture.info.get(drawing.DESCRIPTION, {})).encode()
+
+
+def _picture_of(content: bytes, width: int, height: int) -> Image.Image:
+    pixels = 3 * width * height
+    picture = Image.frombytes("RGB", (width, height), content[:pixels])
+    return drawing.described(picture, **json.loads(content[pixels:]))
 
 
 def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray[Any, Any]:

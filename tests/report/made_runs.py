@@ -53,13 +53,13 @@ def _made_run(
     paths.run.write_text(json.dumps(facts | {"id": paths.folder.name, "code": code}))
     is_failed = number % 11 == 5
     last = steps * 2 // 3 if is_failed else steps
-    rows, ends = _rows(number, last, steps, every, lr, decay)
+    rows, ends = metric_rows(number, last, steps, every, lr, decay)
     paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reason = "rank 1 on n2: killed by SIGKILL; out of memory?" if is_failed else None
     state = "failed" if is_failed else "completed"
     paths.status.write_text(json.dumps(RunStatus(state, last, steps, 3.0, len(ends), reason).to_json()))
     for attempt, (begin, end, step, cause) in enumerate(ends, start=1):
-        _attempt(paths, attempt, begin, end, step, cause, number, reason)
+        add_attempt(paths, attempt, begin, end, step, cause, number, reason)
     saved = paths.checkpoint(last).folder
     saved.mkdir(parents=True)
     if number < 12:
@@ -67,7 +67,7 @@ def _made_run(
     return paths
 
 
-def _rows(
+def metric_rows(
     number: int, last: int, steps: int, every: int, lr: float, decay: float
 ) -> tuple[list[dict[str, Any]], list[tuple[float, float, int, str]]]:
     """Return the rows, and (begin, end, step, cause) of the attempts."""
@@ -105,7 +105,7 @@ def _rows(
     return rows, ends
 
 
-def _attempt(
+def add_attempt(
     paths: RunPaths,
     attempt: int,
     begin: float,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.report.html.collecting import collect
 from hpc_train.report.html.page import render
 from hpc_train.report.metrics_reader import rows_in
 from tests.report.browser import chromium, missing, opened, violations
+from tests.report.made_experiments import made_experiments
 from tests.report.made_runs import made_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
-_WIDTHS = (400, 1600)
+_WIDTHS = (400, 1280, 1600)
 _SCHEMES = ("light", "dark")
 _ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -50,16 +55,106 @@ def _requests(said: list[str], file: Path) -> list[str]:
     return [line for line in said if not line.startswith(own)]
 
 
-@pytest.mark.parametrize("scheme", _SCHEMES)
-def test_the_page_is_accessible_and_asks_for_nothing(browser: Any, file: Path, scheme: str) -> None:
-    for width in _WIDTHS:
-        page, said = opened(browser, file, viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert _requests(said, file) == []
-        if width == _WIDTHS[_SCHEMES.index(scheme)]:  # axe takes seconds
-            assert violations(page) == []
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Return pages of 1, 9 and 200 runs of several tasks."""
+    folder = tmp_path_factory.mktemp("experiments")
+    files = {}
+    for count in (1, 9, 200):
+        files[count] = folder / f"{count}.html"
+        files[count].write_text(render(collect(made_experiments(folder / str(count), count))))
+    return files
+
+
+#: Texts that are cut, too small, or cover others of the same chart; returned as words.
+_FLAWS = """() => {
+    const seen = (node) => node.checkVisibility();
+    const all = (selector, root = document) => [...root.querySelectorAll(selector)].filter(seen);
+    const flaws = [];
+    if (document.documentElement.scrollWidth > innerWidth) flaws.push("the page is wider than the screen");
+    for (const node of all("body *")) {
+        const ownText = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+        if (!ownText || node.closest("script, style, .skip")) continue;
+        if (parseFloat(getComputedStyle(node).fontSize) < 11) flaws.push(`small: ${node.textContent}`);
+        const box = node.getBoundingClientRect();
+        const scrolled = node.closest(".scroll, pre, option") && !node.closest(".runs, .stacked");
+        if (!scrolled && (box.left < 0 || box.right > innerWidth)) flaws.push(`cut: ${node.textContent}`);
+    }
+    for (const frame of all(".frame")) {
+        const boxes = all("text", frame).map((text) => [text.textContent, text.getBoundingClientRect()]);
+        for (const [place, [one, a]] of boxes.entries()) {
+            for (const [other, b] of boxes.slice(place + 1)) {
+                const [x, y] = [Math.max(a.left, b.left), Math.max(a.top, b.top)];
+                const covers = x < Math.min(a.right, b.right) && y < Math.min(a.bottom, b.bottom);
+                if (covers) flaws.push(`${one} covers ${other}`);
+            }
+        }
+        const names = all("text.name", frame).map((text) => text.textContent);
+        if (names.length !== 2 || names.includes("")) flaws.push(`axes are called ${names}`);
+    }
+    for (const scroll of all(".scroll:has(.runs, .stacked)")) {
+        const { scrollWidth, clientWidth } = scroll;
+        if (scrollWidth > clientWidth) flaws.push(`${scrollWidth} pixels of a table on ${clientWidth}`);
+    }
+    for (const table of all("table.runs")) {
+        const heads = all("th", table.tHead);
+        if (heads.length > 8) flaws.push(`${heads.length} columns`);
+        const metric = heads.find((head) => head.textContent.startsWith("best "));
+        if (!metric) flaws.push("the metric has no column");
+    }
+    const charts = new Set(all(".charts figure").map((figure) => figure.getBoundingClientRect().left));
+    if (innerWidth < 600 && charts.size !== 1) flaws.push("charts are side by side");
+    return flaws;
+}"""
+
+
+def test_nothing_is_cut_covered_or_small_at_any_width(
+    browser: Any, pages: dict[int, Path], tmp_path: Path
+) -> None:
+    """The screenshots are kept in ``HPC_TRAIN_SCREENSHOTS`` if it is set."""
+    folder = Path(os.environ.get("HPC_TRAIN_SCREENSHOTS", tmp_path))
+    for (count, file), width in product(pages.items(), _WIDTHS):
+        page, said = opened(browser, file, viewport={"width": width, "height": 900})
+        assert (page.evaluate(_FLAWS), _requests(said, file)) == ([], []), (count, width)
+        for scheme in _SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            content = page.screenshot(path=folder / f"{count}-{width}-{scheme}.png", full_page=True)
+            assert Image.open(BytesIO(content)).width == width
+            if (count, width, scheme) in {(9, 400, "light"), (9, 1600, "dark")}:  # axe takes seconds
+                page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+                assert violations(page) == []
         page.context.close()
+
+
+def test_other_columns_are_behind_a_menu(browser: Any, pages: dict[int, Path]) -> None:
+    for width, count in ((1280, 8), (400, 3)):
+        page, _ = opened(browser, pages[9], viewport={"width": width, "height": 900})
+        table, menu = page.locator("table.runs").first, page.locator("details.menu").first
+        heads = table.locator("thead th:visible")
+        assert heads.all_inner_texts()[:3] == ["run", "state", "best val/accuracy"]
+        assert heads.count() == count
+        menu.locator("summary").press("Enter")
+        menu.get_by_label("goodput").check()
+        assert heads.count() == count + 1 and heads.last.inner_text() == "goodput"
+        assert table.locator("tbody tr").first.locator("td:visible").count() == count
+        page.keyboard.press("Escape")
+        assert menu.get_by_label("goodput").is_hidden()
+        page.context.close()
+
+
+def test_wrong_predictions_are_first_and_filtered_by_class(browser: Any, pages: dict[int, Path]) -> None:
+    page, _ = opened(browser, pages[9], viewport={"width": 1280, "height": 900})
+    sheet = page.locator(".sheet").first
+    captions = sheet.locator("figcaption").all_inner_texts()
+    are_wrong = ["(wrong)" in caption for caption in captions]
+    assert are_wrong == sorted(are_wrong, reverse=True) and len(set(are_wrong)) == 2
+    sheet.get_by_label("Class").select_option("dog (3)")
+    shown = sheet.locator("figcaption:visible").all_inner_texts()
+    assert len(shown) == 3 and all("dog" in caption for caption in shown)
+    assert page.locator(".sheet").nth(1).locator("figure:visible").count() == 8
+    crop = sheet.locator("figure:visible svg.crop").first.bounding_box()
+    assert crop is not None and crop["width"] >= 128
+    page.context.close()
 
 
 def _wait_for_scrolling(page: Any) -> None:
@@ -84,11 +179,12 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     assert "step 100" in tip.inner_text().replace("\n", " ")
-    best = collect(runs).runs[0]
+    collected = collect(runs)
+    best, label = collected.runs[0], collected.labels[0]
     (value,) = [
         row["accuracy"] for row in rows_in(best.paths.metrics) if row["split"] == "val" and row["step"] == 100
     ]
-    assert f"{best.name} {float(f'{value:.6g}')!r}" in (frame.get_attribute("aria-valuetext") or "")
+    assert f"{label} {float(f'{value:.6g}')!r}" in (frame.get_attribute("aria-valuetext") or "")
     page.keyboard.press("Escape")
     assert tip.is_hidden()
     frame.scroll_into_view_if_needed()
@@ -112,14 +208,14 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
 
 def test_runs_are_sorted_filtered_and_hidden(browser: Any, file: Path) -> None:
     page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
-    rows = page.locator("#table tbody tr")
-    page.locator("#table th button", has_text="seed").focus()
+    rows = page.locator("table.runs tbody tr")
+    page.locator("table.runs th button", has_text="seed").focus()
     page.keyboard.press("Enter")
-    seeds = [int(row.locator("td").nth(2).inner_text()) for row in rows.all()]
+    seeds = [int(row.locator("td").nth(4).inner_text()) for row in rows.all()]
     assert seeds == list(range(10))
-    assert page.locator("#table [aria-sort=ascending]").inner_text().startswith("seed")
+    assert page.locator("table.runs [aria-sort=ascending]").inner_text().startswith("seed")
     page.keyboard.press("Enter")
-    assert rows.first.locator("td").nth(2).inner_text() == "9"
+    assert rows.first.locator("td").nth(4).inner_text() == "9"
     page.get_by_label("Filter").fill("failed")
     assert [row.is_visible() for row in rows.all()].count(True) == 1
     assert page.locator("#found").inner_text() == "1 of 10 runs"
@@ -139,7 +235,7 @@ def test_runs_are_sorted_filtered_and_hidden(browser: Any, file: Path) -> None:
 
 def test_without_scripts_the_page_shows_its_tables_and_charts(browser: Any, file: Path) -> None:
     page, said = opened(browser, file, java_script_enabled=False, viewport={"width": 1200, "height": 900})
-    assert page.locator("#table tbody tr").count() == 10
+    assert page.locator("table.runs tbody tr").count() == 10
     assert page.locator(".frame[role=img]").count() > 5
     box = page.locator(".charts .curve.c0").first.bounding_box()
     assert box is not None and box["width"] > 100

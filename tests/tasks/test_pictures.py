@@ -179,7 +179,11 @@ def test_detections_are_drawn_over_the_boxes(monkeypatch: pytest.MonkeyPatch) ->
     assert not {color_of(0), color_of(1)} & colors(truth)
     assert {drawing.WHITE, drawing.GRAY, color_of(0), color_of(1)} <= colors(prediction)
     written.clear()
-    detection().picture(outputs, Batch(0, 0, 1.0, None, targets, valid), 0, IMAGE)
+    described = found.info[drawing.DESCRIPTION]
+    assert (described["classes"], described["error"]) == (["cell", "plate"], 0)
+    assert described["lines"] == ["2 in the ground truth, 2 detections"]
+    nothing = detection().picture(outputs, Batch(0, 0, 1.0, None, targets, valid), 0, IMAGE)
+    assert nothing.info[drawing.DESCRIPTION]["error"] == 0
     assert written == ["ground truth", "prediction"], "nothing there, and nothing certain"
 
 
@@ -234,6 +238,31 @@ def test_a_sheet_is_about_square_and_shows_every_picture() -> None:
     )
     assert found.size == (2 * 76, 3 * 83) or found.size == (3 * 76, 2 * 83)
     assert [(pixels(found) == shade).all(axis=2).sum() for shade in shades] == [3000] * 5
+
+
+def test_a_sheet_describes_its_samples_for_the_report() -> None:
+    logits = torch.tensor([[0.0, 0, 0, 0, 0, 3], [0.0, 4, 0, 0, 0, 0]])
+    batch = test_classification.batch(logits, torch.tensor([5, 0]))
+    right, wrong = (classification().picture(logits, batch, place, IMAGE) for place in range(2))
+    masks = torch.tensor([[[0, 1], [1, 1]]])
+    scores = functional.one_hot(torch.tensor([[[0, 1], [1, 0]]]), 4).movedim(-1, 1).float()
+    street = test_segmentation.task().picture(scores, test_segmentation.batch(masks), 0, IMAGE)
+    pictures = [("a", right), ("b", wrong), ("c", street), ("own", Image.new("RGB", (7, 5)))]
+    found = drawing.sheet(pictures)
+    described = found.info[drawing.DESCRIPTION]
+    assert [(facts.get("classes"), facts.get("error")) for facts in described] == [
+        (["hen"], 0), (["cat", "dog"], 1), (["0", "1"], 0.25), (None, None),
+    ]  # fmt: skip
+    assert described[1]["lines"] == ["true: cat", "predicted: dog 0.92 (wrong)"]
+    assert described[2]["lines"] == ["25.0% of the pixels wrong"]
+    assert described[2]["legend"] == [("0", "#4363d8"), ("1", "#e6194b")]
+    assert [title for title, *_ in described[2]["parts"]] == ["image", "ground truth", "prediction"]
+    for (title, picture), facts in zip(pictures, described, strict=True):
+        assert facts["title"] == title
+        _, left, top, width, height = facts["parts"][0]
+        shown = pixels(found.crop((left, top, left + width, top + height)))
+        inner = 17 if title == "c" else 0
+        assert (shown == pixels(picture)[inner : inner + height, :width]).all(), title
 
 
 def test_the_tasks_draw_pictures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +133,9 @@ def test_a_sheet_has_the_chosen_samples_in_order() -> None:
         picture = task().picture(outputs_of(batch), batch, index % SIZE, image)
         expected.append((f"sample {index}", picture))
     content = evaluated(made)["predictions.png"]
-    assert Image.open(io.BytesIO(content)).tobytes() == drawing.sheet(expected).tobytes()
+    found, sheet = Image.open(io.BytesIO(content)), drawing.sheet(expected)
+    assert found.tobytes() == sheet.tobytes()
+    assert found.info[drawing.DESCRIPTION] == json.dumps(sheet.info[drawing.DESCRIPTION])
     assert evaluated(made)["predictions.png"] == content, "the next evaluation has the same"
 
 

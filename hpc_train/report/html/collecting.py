@@ -1,25 +1,24 @@
 """Reads runs for the page: each file once, only rows of metrics and evaluations that are shown.
 
-Another user may have written the files: reading is bounded, and links out of a run's folder are not followed.
+Another user may have written the files, so reading is bounded.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import shortened
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
-from hpc_train.report.changed_keys import changed_keys
+from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.html import limits
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import Row, number, sampled_rows
@@ -27,9 +26,9 @@ from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.time_use import attempt_cause, time_use
 from hpc_train.run.attempts import AttemptRecord
-from hpc_train.run.files import open_regular, read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.metric_rows import POSITION
+from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.run_status import RunStatus
 
 #: Prefixes of metrics of single classes.
@@ -129,17 +128,87 @@ class RunData:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The runs, the best by ``metric`` first; runs without it last."""
+class Ranking:
+    """Runs that can be compared, the best by ``metric`` first; runs without it last."""
 
-    runs: list[RunData]
-    #: None: no run has measured any.
+    #: None: none of the runs has measured any.
     metric: Metric | None
+    runs: list[RunData]
+    #: Empty if there is one ranking.
+    task: str
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The runs in rankings: one, or one per task, since values of different tasks can't be compared."""
+
+    rankings: list[Ranking]
+
+    @cached_property
+    def runs(self) -> list[RunData]:
+        """The best run of each ranking, then the second ones, and so on."""
+        rounds = zip_longest(*(ranking.runs for ranking in self.rankings))
+        return [run for same_rank in rounds for run in same_rank if run is not None]
+
+    @cached_property
+    def places(self) -> dict[RunPaths, int]:
+        """The place of each of the runs."""
+        return {run.paths: place for place, run in enumerate(self.runs)}
+
+    @property
+    def metric(self) -> Metric | None:
+        """The metric of the first ranking that has one."""
+        return next((ranking.metric for ranking in self.rankings if ranking.metric), None)
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys in which the runs differ, the same for all runs that can be read."""
         return list(dict.fromkeys(key for run in self.runs for key in run.values))
+
+    @cached_property
+    def swept(self) -> dict[str, list[str]]:
+        """The keys of each experiment that its sweep varied, or in which its runs differ."""
+        by_experiment: dict[str, list[RunData]] = {}
+        for run in self.runs:
+            by_experiment.setdefault(run.experiment, []).append(run)
+        return {experiment: self._swept(runs) for experiment, runs in by_experiment.items()}
+
+    def _swept(self, runs: Sequence[RunData]) -> list[str]:
+        """Return the keys in the order of the sweep, then others, the seed last."""
+        recorded = dict.fromkeys(key for run in runs for key in recorded_values(run.paths))
+        differing = [
+            key
+            for key in self.keys
+            if len({value_text(run.values[key]) for run in runs if key in run.values}) > 1
+        ]
+        differing.sort(key="seed".__eq__)
+        return list(dict.fromkeys([key for key in recorded if key in self.keys] + differing))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The name of each of the keys on the page: its shortest suffix that identifies it."""
+        return short_names(self.keys)
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The name of each of the runs in legends: ``lr=0.01 seed=1``, after its experiment if there are
+        several, and before its id if other runs have the same values.
+        """
+        labels = [self._label(run) for run in self.runs]
+        counts = Counter(labels)
+        return [
+            label if counts[label] == 1 else f"{label} {run.paths.folder.name}"
+            for label, run in zip(labels, self.runs, strict=True)
+        ]
+
+    def _label(self, run: RunData) -> str:
+        experiment = [shortened(run.experiment, limits.LABEL_PART)] if len(self.swept) > 1 else []
+        values = [
+            f"{self.names[key]}={shortened(value_text(run.values[key]), limits.LABEL_PART)}"
+            for key in self.swept[run.experiment]
+            if key in run.values
+        ]
+        return " ".join(experiment + values) or run.name
 
     @cached_property
     def metrics(self) -> list[Metric]:
@@ -148,11 +217,12 @@ class Collected:
 
 
 def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
-    """Read the runs. ``wanted``: the metric by which they are compared, else the first of ``PREFERRED``.
+    """Read the runs. ``wanted``: the metric by which all are compared, else the first of ``PREFERRED`` that
+    the runs of a task have.
 
     If no run has ``wanted``, ``metric`` is None.
     """
-    names, values = run_names(runs), changed_keys(runs)
+    names, values = _names(runs), changed_keys(runs)
     has_details = len(runs) > limits.DETAILED
     share = limits.ALL_ROWS // max(len(runs), 1) // 2
     # Metrics of classes are shown for the best runs only.
@@ -161,18 +231,40 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
         _read(paths, status, names[paths], values[paths], share, omitted)
         for paths, status in zip(runs, statuses(runs), strict=True)
     ]
-    metric = find_metric((metric for run in read for metric in run.curves), wanted)
-    if metric is not None:
-        read.sort(key=lambda run: sort_key(run.best(metric), metric))
+    collected = _ranked(read, wanted)
     if has_details:
         best = [
             _read(run.paths, run.status, run.name, run.values, limits.DETAILED_ROWS)
-            for run in read[: limits.DETAILED]
+            for run in collected.runs[: limits.DETAILED]
         ]
+        collected = _ranked([*best, *collected.runs[limits.DETAILED :]], wanted)
+    return collected
+
+
+def _names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
+    """Return ``run_names``; of runs in another folder, whose name is their path, the shortest unique end."""
+    named = {paths: [name] for paths, name in run_names(runs).items()}
+    for paths, names in named.items():
+        if Path(names[0]).is_absolute():
+            names[:0] = ["/".join(paths.folder.parts[-count:]) for count in (1, 2)]
+    counts = Counter(name for names in named.values() for name in names)
+    return {
+        paths: next((name for name in names if counts[name] == 1), names[-1])
+        for paths, names in named.items()
+    }
+
+
+def _ranked(runs: Sequence[RunData], wanted: str | None) -> Collected:
+    by_task: dict[str, list[RunData]] = {}
+    for run in runs:
+        by_task.setdefault("" if wanted else str(run.values.get("task", "")), []).append(run)
+    rankings = []
+    for task, comparable in by_task.items():
+        metric = find_metric((metric for run in comparable for metric in run.curves), wanted)
         if metric is not None:
-            best.sort(key=lambda run: sort_key(run.best(metric), metric))
-        read[: limits.DETAILED] = best
-    return Collected(read, metric)
+            comparable.sort(key=lambda run, metric=metric: sort_key(run.best(metric), metric))  # type: ignore[misc]
+        rankings.append(Ranking(metric, comparable, task))
+    return Collected(rankings)
 
 
 def _read(
@@ -295,85 +387,3 @@ def _data_wait(row: Row) -> float | None:
         return None
     step_s, wait_s = number(row.get("step_s")), number(row.get("data_wait_s"))
     return 100 * wait_s / step_s if step_s and wait_s is not None and step_s > 0 else None
-
-
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A CSV file of an evaluation, such as a confusion matrix."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The files of one evaluation."""
-
-    step: int
-    tables: list[Table] = field(default_factory=list)
-    #: Title and data URI of each PNG file.
-    pictures: list[tuple[str, str]] = field(default_factory=list)
-    texts: list[tuple[str, str]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.tables or self.pictures or self.texts)
-
-
-def confined_text(path: Path, run: RunPaths, max_bytes: int) -> str | None:
-    """Return the text of a file of the run; None if it is missing, too large, or a link out of the folder."""
-    with suppress(OSError, ValueError):
-        if is_confined(path, run):
-            return read_text(path, max_bytes, errors="replace")
-    return None
-
-
-def is_confined(path: Path, run: RunPaths) -> bool:
-    """Return True if the file is in the run's folder once links are followed."""
-    return path.resolve().is_relative_to(run.folder.resolve())
-
-
-def newest_evaluation(run: RunPaths) -> Evaluation | None:
-    """Return the newest evaluation with files that can be shown."""
-    try:
-        folders = run.evaluation_folders()
-    except OSError:
-        return None
-    for step in sorted(folders, reverse=True):
-        with suppress(OSError):
-            if evaluation := _evaluation(step, folders[step], run):
-                return evaluation
-    return None
-
-
-def _evaluation(step: int, folder: Path, run: RunPaths) -> Evaluation:
-    evaluation = Evaluation(step)
-    for path in sorted(folder.iterdir())[:1000]:
-        match path.suffix:
-            case ".csv" if text := confined_text(path, run, limits.TABLE_BYTES):
-                evaluation.tables.extend(_table(path.stem, text))
-            case ".png" if len(evaluation.pictures) < limits.PICTURES and (uri := _picture(path, run)):
-                evaluation.pictures.append((path.stem, uri))
-            case ".txt" if text := confined_text(path, run, limits.TABLE_BYTES):
-                evaluation.texts.append((path.stem, text[: limits.SAMPLE_CHARS]))
-    return evaluation
-
-
-def _table(title: str, text: str) -> Iterator[Table]:
-    with suppress(csv.Error):
-        if rows := [row for row in csv.reader(io.StringIO(text)) if row]:
-            yield Table(title, rows[0], rows[1:])
-
-
-def _picture(path: Path, run: RunPaths) -> str | None:
-    content = b""
-    with suppress(OSError, ValueError):
-        if is_confined(path, run):
-            with open_regular(path) as file:
-                content = file.read(limits.PICTURE_BYTES + 1)
-    if not content.startswith(_PNG) or len(content) > limits.PICTURE_BYTES:
-        return None
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.errors import counted
 from hpc_train.report.html.collecting import CLASSES, DATA_WAIT, Collected, Curve, RunData
 from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED
 from hpc_train.report.metric_values import Metric
@@ -24,15 +25,16 @@ _TRAINING = (
     "loss", "accuracy", "lr", "samples_per_s", "tokens_per_s", DATA_WAIT.name, "peak_memory_gib", "mfu",
     "grad_norm", "tflops_per_s",
 )  # fmt: skip
+#: Title of a chart and name of its vertical axis, if they are not the metric and its name.
 _TITLES = {
-    "train/lr": "Learning rate",
-    "train/samples_per_s": "Throughput (samples/s)",
-    "train/tokens_per_s": "Throughput (tokens/s)",
-    f"train/{DATA_WAIT.name}": "Data wait (% of the step)",
-    "train/peak_memory_gib": "Peak memory (GiB)",
-    "train/mfu": "Model FLOP utilization",
-    "train/grad_norm": "Gradient norm",
-    "train/tflops_per_s": "TFLOP/s",
+    "train/lr": ("Learning rate", "lr"),
+    "train/samples_per_s": ("Throughput", "samples/s"),
+    "train/tokens_per_s": ("Throughput", "tokens/s"),
+    f"train/{DATA_WAIT.name}": ("Data wait", "% of the step"),
+    "train/peak_memory_gib": ("Peak memory", "GiB"),
+    "train/mfu": ("Model FLOPs utilization", "mfu"),
+    "train/grad_norm": ("Gradient norm", "grad_norm"),
+    "train/tflops_per_s": ("Arithmetic throughput", "TFLOP/s"),
 }
 
 
@@ -84,7 +86,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Line:
-    """One run's curve; ``color`` is the number of its colour, None in the background."""
+    """One run's curve; ``color`` is the number of its color, None in the background."""
 
     run: int
     color: int | None
@@ -99,12 +101,22 @@ class LineChart:
     """One metric of all runs."""
 
     title: str
+    #: Name of the vertical axis.
+    unit: str
     metric: Metric
     lines: list[Line]
     x: Scale
     y: Scale
     #: Description of the chart for screen readers.
     summary: str
+    #: Number of runs of its experiments without a value.
+    missing: int
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what distinguishes the chart from a plain one: a logarithmic scale, runs without a value."""
+        without = f"{counted(self.missing, 'run')} {'has' if self.missing == 1 else 'have'} no value"
+        return ["log scale"] * self.y.is_log + [without] * (self.missing > 0)
 
     @property
     def x_ticks(self) -> list[tuple[float, str]]:
@@ -118,7 +130,7 @@ class LineChart:
 
     @property
     def background(self) -> Markup:
-        """The curves without a colour as SVG: a loop of the template takes seconds for thousands of runs."""
+        """The curves without a color as SVG: a loop of the template takes seconds for thousands of runs."""
         from markupsafe import Markup  # with the template engine
 
         paths = ((line.run, line.path) for line in self.lines if line.color is None)
@@ -128,7 +140,7 @@ class LineChart:
 
     @property
     def highlighted(self) -> list[Line]:
-        """The curves with a colour, drawn on top of the others."""
+        """The curves with a color, drawn on top of the others."""
         return [line for line in self.lines if line.color is not None]
 
     def data(self) -> dict[str, Any]:
@@ -174,9 +186,11 @@ def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int) -> L
     y = Scale.over(values)
     # The best run is drawn last, on top of the others.
     lines = [_line(place, curve, x, y, max_points) for place, curve in reversed(curves)]
-    title = _TITLES.get(str(metric), str(metric))
-    summary = _summary(metric, title, [collected.runs[place] for place, _ in curves])
-    return LineChart(title, metric, lines, x, y, summary)
+    title, unit = _TITLES.get(str(metric), (str(metric), metric.name))
+    runs = [collected.runs[place] for place, _ in curves]
+    experiments = {run.experiment for run in runs}
+    missing = sum(run.experiment in experiments for run in collected.runs) - len(runs)
+    return LineChart(title, unit, metric, lines, x, y, _summary(metric, title, runs), missing)
 
 
 def _line(run: int, curve: Curve, x: Scale, y: Scale, max_points: int) -> Line:
@@ -195,9 +209,9 @@ def _summary(metric: Metric, title: str, runs: Sequence[RunData]) -> str:
     if not lasts:
         return title
     if len(lasts) == 1:
-        return f"{title} over steps; last value {short(finite[0]) if finite else 'nan'}"
+        return f"{title} over steps; last value {short(finite[0]) if finite else 'NaN'}"
     span = [f"{short(min(finite))} to {short(max(finite))}"] if finite else []
-    nans = [f"nan in {len(lasts) - len(finite)}"] if len(finite) < len(lasts) else []
+    nans = [f"NaN in {len(lasts) - len(finite)}"] if len(finite) < len(lasts) else []
     return f"{title} over steps of {len(lasts)} runs; last values {', '.join(span + nans)}"
 
 

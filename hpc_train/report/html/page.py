@@ -9,17 +9,18 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from hpc_train import __version__
-from hpc_train.errors import printable, shortened
-from hpc_train.report.changed_keys import short_names, value_text
+from hpc_train.errors import counted, printable, shortened
+from hpc_train.report.changed_keys import value_text
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import Collected, RunData, confined_text, newest_evaluation
+from hpc_train.report.html.collecting import Collected, Ranking, RunData
+from hpc_train.report.html.evaluation_files import confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
 from hpc_train.report.run_times import first_step_words, short_duration
@@ -42,6 +43,8 @@ _PART_TITLES = {
 
 #: Text and sort key of a cell of the table of runs; an empty text is last.
 _Cell = tuple[str, float | str | None]
+#: Of a run that has not measured the metric.
+_NO_VALUE: _Cell = ("–", "")
 
 
 def render(collected: Collected) -> str:
@@ -62,21 +65,21 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "counted": counted,
         "cut": _cut,
         "duration": short_duration,
         "first_step": first_step_words,
         "short": short,
         "thousands": lambda number: f"{number:,}",
     }
+    environment.globals["zip"] = zip
     return environment
 
 
 def _content(collected: Collected) -> dict[str, Any]:
-    runs, metric = collected.runs, collected.metric
-    keys = collected.keys
+    runs, labels = collected.runs, [_cut(label) for label in collected.labels]
     charts = line_charts(collected)
     style, script = _style(), _file("report.js")
-    bests = [point for run in runs if metric and (point := run.best(metric))]
     names = list(dict.fromkeys(run.experiment for run in runs))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     causes = Counter(attempt.cause for run in runs for attempt in run.attempts).most_common()
@@ -92,24 +95,22 @@ def _content(collected: Collected) -> dict[str, Any]:
         ),
         "limits": limits,
         "runs": runs,
-        "metric": metric,
-        "best": bests[0] if bests else None,
+        "labels": labels,
+        "tables": [_table(ranking, collected) for ranking in collected.rankings],
         "states": Counter(run.status.state for run in runs).most_common(),
         "interruptions": [pair for pair in causes if pair[0] not in {"completed", "running", "unknown"}],
         "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
-        "keys": [short_names(keys)[key] for key in keys],
-        "cells": [_cells(run, collected) for run in runs],
         "charts": charts,
-        "data": _Trusted(_embedded_json(runs, charts)),
+        "data": _Trusted(_embedded_json(labels, charts)),
         "has_attempts": any(run.attempts for run in runs),
         "times": _time_rows(runs),
         "parts": [_PART_TITLES[part] for part in PARTS],
         "evaluations": [
-            (run, evaluation)
-            for run in runs[: limits.EVALUATED]
+            (_heading(label, run), evaluation)
+            for label, run in zip(labels[: limits.EVALUATED], runs, strict=False)
             if (evaluation := newest_evaluation(run.paths)) is not None
         ],
-        "ious": _ious(runs),
+        "ious": _ious(labels, runs),
         "details": [_details(run) for run in runs[: limits.DETAILED]],
         "is_sampled": any(run.is_sampled for run in runs),
     }
@@ -122,10 +123,14 @@ class _Trusted(str):
         return str(self)
 
 
-def _embedded_json(runs: Sequence[RunData], charts: Sequence[LineChart]) -> str:
+def _embedded_json(labels: Sequence[str], charts: Sequence[LineChart]) -> str:
     """Return the data of the page's script as JSON that can't end the element around it."""
-    names = [_cut(run.name, limits.NAME_LENGTH) for run in runs]
-    data = {"runs": names, "highlighted": limits.HIGHLIGHTED, "charts": [chart.data() for chart in charts]}
+    data = {
+        "runs": labels,
+        "highlighted": limits.HIGHLIGHTED,
+        "columns": {"wide": limits.COLUMNS, "narrow": limits.NARROW_COLUMNS},
+        "charts": [chart.data() for chart in charts],
+    }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for char in "<>&'":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -157,20 +162,71 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _cells(run: RunData, collected: Collected) -> list[_Cell]:
-    """Return the run's cells after its state."""
-    metric, total = collected.metric, run.status.total_steps
-    last, best = (run.last(metric), run.best(metric)) if metric else (None, None)
-    return [
-        *(_value_cell(run.values.get(key)) for key in collected.keys),
-        (f"{run.status.step:,} / {'?' if total is None else f'{total:,}'}", run.status.step),
-        _point_cell(last),
-        _point_cell(best),
-        ("", None) if best is None else (f"{best.step:,}", best.step),
-        (str(len(run.attempts)), len(run.attempts)),
-        (short_duration(run.elapsed_s), run.elapsed_s),
-        (_share(run.goodput), run.goodput),
+def _table(ranking: Ranking, collected: Collected) -> dict[str, Any]:
+    """Return the table of a ranking. Columns are (title, kind, cells), the most important ones first; rows
+    are (place on the page, run, cells).
+    """
+    runs, metric = ranking.runs, ranking.metric
+    bests = [run.best(metric) if metric else None for run in runs]
+    experiments = {run.experiment: None for run in runs}
+    swept = {key: None for experiment in experiments for key in collected.swept[experiment]}
+    rest = [key for key in collected.keys if key not in swept]
+    columns = [
+        ("run", "name", [_text_cell(_short_name(run, experiments)) for run in runs]),
+        ("state", "status", [_text_cell(run.status.state) for run in runs]),
     ]
+    if metric:
+        columns += [(f"best {metric}", "number", [_point_cell(best) for best in bests])]
+    if len(experiments) > 1:
+        columns += [("experiment", "text", [_text_cell(run.experiment) for run in runs])]
+    columns += [_key_column(key, runs, collected) for key in swept]
+    columns += [
+        ("step", "number", [_step_cell(run) for run in runs]),
+        ("time", "number", [(short_duration(run.elapsed_s), run.elapsed_s) for run in runs]),
+    ]
+    if metric:
+        columns += [
+            (f"last {metric}", "number", [_point_cell(run.last(metric)) for run in runs]),
+            ("best at step", "number", [(f"{at.step:,}", at.step) if at else _NO_VALUE for at in bests]),
+        ]
+    columns += [
+        ("goodput", "number", [(_share(run.goodput), run.goodput) for run in runs]),
+        ("attempts", "number", [(str(len(run.attempts)), len(run.attempts)) for run in runs]),
+        *(_key_column(key, runs, collected) for key in rest),
+        ("reason", "text", [_text_cell(run.status.reason or "") for run in runs]),
+    ]
+    return {
+        "metric": metric,
+        "task": ranking.task,
+        "best": bests[0] if bests else None,
+        "missing": bests.count(None),
+        "columns": columns,
+        "rows": [
+            (collected.places[run.paths], run, cells)
+            for run, cells in zip(runs, zip(*(cells for *_, cells in columns), strict=True), strict=True)
+        ],
+    }
+
+
+def _key_column(key: str, runs: Sequence[RunData], collected: Collected) -> tuple[str, str, list[_Cell]]:
+    cells = [_value_cell(run.values.get(key)) for run in runs]
+    is_short = max(len(text) for text, _ in cells) <= limits.SHORT_CELL
+    return collected.names[key], "value" if is_short else "text", cells
+
+
+def _short_name(run: RunData, experiments: Mapping[str, Any]) -> str:
+    """Return the run's name, without its experiment if that has a column."""
+    run_id = run.paths.folder.name
+    return run_id if len(experiments) > 1 and run.name == f"{run.experiment}/{run_id}" else run.name
+
+
+def _text_cell(text: str) -> _Cell:
+    return _cut(text), None
+
+
+def _step_cell(run: RunData) -> _Cell:
+    total = run.status.total_steps
+    return f"{run.status.step:,} / {'?' if total is None else f'{total:,}'}", run.status.step
 
 
 def _value_cell(value: Any) -> _Cell:
@@ -181,8 +237,8 @@ def _value_cell(value: Any) -> _Cell:
 
 def _point_cell(point: Point | None) -> _Cell:
     if point is None:
-        return "", None
-    return f"{point.value:.6g}", point.value if math.isfinite(point.value) else ""
+        return _NO_VALUE
+    return (f"{point.value:.6g}", point.value) if math.isfinite(point.value) else ("NaN", "")
 
 
 def _time_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str], str]]:
@@ -202,9 +258,13 @@ def _time_rows(runs: Sequence[RunData]) -> list[tuple[str, str, list[str], str]]
     ]
 
 
-def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
+def _heading(label: str, run: RunData) -> str:
+    return label if run.name in label else f"{label} ({run.name})"
+
+
+def _ious(labels: Sequence[str], runs: Sequence[RunData]) -> list[tuple[str, int, list[tuple[str, float]]]]:
     ious = []
-    for run in runs[: limits.EVALUATED]:
+    for label, run in zip(labels[: limits.EVALUATED], runs, strict=False):
         curves = {
             metric.name.removeprefix("iou_"): curve
             for metric, curve in run.curves.items()
@@ -213,7 +273,7 @@ def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, f
         if curves:
             values = [(name, curve.values[-1]) for name, curve in curves.items()]
             step = max(curve.steps[-1] for curve in curves.values())
-            ious.append((run, step, values[: limits.TABLE_ROWS]))
+            ious.append((_heading(label, run), step, values[: limits.TABLE_ROWS]))
     return ious
 
 

@@ -173,15 +173,20 @@ class Classification:
             true, positive, chances = target > 0.5, logits >= 0, logits.sigmoid()
             names, guesses = self._label_names(true), self._label_names(positive, chances)
             is_right = torch.equal(true, positive)
+            numbers = (true | positive).nonzero().flatten().tolist()
         else:
             chances = logits.softmax(dim=0)
             number, predicted = int(_classes(target[None])), int(chances.argmax())
             names, guesses = [self._short(number)], [f"{self._short(predicted)} {chances[predicted]:.2f}"]
             is_right = number == predicted
+            numbers = sorted({number, predicted})
         color, verdict = (drawing.RIGHT, "") if is_right else (drawing.WRONG, " (wrong)")
         lines = _caption("true: ", names, drawing.INK) + _caption("predicted: ", guesses, color)
         lines[-1] = (lines[-1][0] + verdict, color)
-        return drawing.with_caption(drawing.framed(drawing.fitted(image), color), lines)
+        shown = drawing.with_caption(drawing.framed(drawing.fitted(image), color), lines)
+        return drawing.described(
+            shown, classes=[self._short(number) for number in numbers], error=int(not is_right)
+        )
 
     def _label_names(self, is_label: Tensor, chances: Tensor | None = None) -> list[str]:
         """Return the names of the first few labels, with ``chances`` in order of descending probability."""

@@ -8,6 +8,7 @@ Legend: B samples, N of the validation data, C classes, K boxes of a sample, D d
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, counted
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.joint import fitted_back
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
@@ -129,7 +130,8 @@ class Detection:
     ) -> Image.Image:
         """Return the image with its boxes, beside the image with the detections over them.
 
-        Ground truth is dashed and white, crowds gray; detections have the color of their class.
+        Ground truth is dashed and white, crowds gray; detections have the color of their class. The error is
+        the difference between their numbers, added up over the classes.
         """
         targets = [batch.targets[name][place].tolist() for name in self.target_spec]
         boxes = [
@@ -143,12 +145,17 @@ class Detection:
         ]
         unnamed = [replace(box, text="") for box in boxes]
         detections = self._shown(outputs[place])
-        return drawing.panels(
+        shown = drawing.panels(
             [
                 ("ground truth", drawing.with_boxes(image, boxes)),
                 ("prediction", drawing.with_boxes(image, [*unnamed, *detections])),
             ]
         )
+        true = Counter(box.text for box in boxes)
+        predicted = Counter(box.text.rpartition(" ")[0] for box in detections)
+        wrong = (true - predicted) + (predicted - true)
+        lines = [f"{len(boxes)} in the ground truth, {counted(len(detections), 'detection')}"]
+        return drawing.described(shown, classes=sorted(true | predicted), error=wrong.total(), lines=lines)
 
     def _shown(self, output: dict[str, Tensor]) -> list[drawing.Box]:
         """Return the detections that are drawn, in order of ascending score."""

@@ -2,6 +2,8 @@
 """Drawing of predictions on images with Pillow: masks, boxes, captions. Called by the tasks.
 
 Pictures are bitwise reproducible functions of their arguments, so a repeated evaluation has the same picture.
+What is written on a picture is also in its ``info[DESCRIPTION]``, as JSON values, so that ``report`` can show
+it as text.
 Legend: H rows, W columns.
 """
 
@@ -21,6 +23,9 @@ from PIL import Image, ImageDraw, ImageFont
 from hpc_train.errors import printable, shortened
 
 Color: TypeAlias = tuple[int, int, int]
+
+#: Key of a picture's description in its ``info``, and of a sheet's in the PNG file.
+DESCRIPTION = "hpc-train"
 
 #: Side lengths in pixels: larger images are shrunk, and smaller ones magnified by an integer.
 LONGEST, SHORTEST = 384, 128
@@ -42,8 +47,8 @@ _HUE_STEP = 0.61803398875
 #: The weight of the class color in a pixel, and the brightness of ignored pixels.
 _OPACITY, _DIMMED = 0.6, 0.35
 _TEXT_SIZE, _LINE, _PADDING = 13, 17, 4
-#: Labels of boxes are smaller because they hide a part of the image.
-_LABEL_SIZE, _LABEL_LINE = 11, 13
+#: Labels of boxes are close to their text because they hide a part of the image.
+_LABEL_SIZE, _LABEL_LINE = 13, 15
 _LONGEST_NAME = 24
 _DASH = 5
 
@@ -163,12 +168,13 @@ def panels(titled: Sequence[tuple[str, Image.Image]]) -> Image.Image:
     images = [fitted(image) for _, image in titled]
     width = sum(image.width for image in images) + _PADDING * (len(images) - 1)
     row = Image.new("RGB", (width, _LINE + max(image.height for image in images)), WHITE)
-    draw, left = ImageDraw.Draw(row), 0
+    draw, left, parts = ImageDraw.Draw(row), 0, []
     for (title, _), image in zip(titled, images, strict=True):
         draw.text((left, 0), title, fill=INK, font=_font())
         row.paste(image, (left, _LINE))
+        parts.append((title, left, _LINE, *image.size))
         left += image.width + _PADDING
-    return row
+    return described(row, parts=parts)
 
 
 def with_legend(image: Image.Image, entries: Sequence[tuple[str, Color]]) -> Image.Image:
@@ -185,7 +191,8 @@ def with_legend(image: Image.Image, entries: Sequence[tuple[str, Color]]) -> Ima
     for (name, color), (x, y) in zip(entries, places, strict=True):
         draw.rectangle((x, y + 2, x + _LINE - 6, y + _LINE - 4), fill=color, outline=GRAY)
         draw.text((x + _LINE - 2, y), name, fill=INK, font=_font())
-    return extended
+    extended.info.update(image.info)
+    return described(extended, legend=[(name, f"#{bytes(color).hex()}") for name, color in entries])
 
 
 def with_caption(image: Image.Image, lines: Sequence[tuple[str, Color]]) -> Image.Image:
@@ -195,7 +202,18 @@ def with_caption(image: Image.Image, lines: Sequence[tuple[str, Color]]) -> Imag
     draw = ImageDraw.Draw(extended)
     for number, (text, color) in enumerate(lines):
         draw.text((0, image.height + _PADDING + number * _LINE), text, fill=color, font=_font())
-    return extended
+    return described(extended, parts=[("", 0, 0, *image.size)], lines=[text for text, _ in lines])
+
+
+def described(image: Image.Image, **facts: Any) -> Image.Image:
+    """Return the image with these facts in its description. ``report`` reads:
+
+    ``parts``: images within the picture, each with its title, left, top, width and height; ``lines``: the
+    caption; ``legend``: names and colors (``#ff0000``); ``classes``: names of the classes that the sample has
+    or was predicted to have; ``error``: how wrong the prediction is, 0: right.
+    """
+    image.info[DESCRIPTION] = image.info.get(DESCRIPTION, {}) | facts
+    return image
 
 
 def framed(image: Image.Image, color: Color) -> Image.Image:
@@ -206,18 +224,28 @@ def framed(image: Image.Image, color: Color) -> Image.Image:
 
 
 def sheet(titled: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """Return all pictures on one roughly square sheet, each below its title."""
+    """Return all pictures on one roughly square sheet, each below its title.
+
+    Its description is the list of the pictures' descriptions, with their titles.
+    """
     width = max(max(image.width, _width(title)) for title, image in titled) + 4 * _PADDING
     height = max(image.height for _, image in titled) + _LINE + 4 * _PADDING
     columns = min(len(titled), max(1, math.ceil(math.sqrt(len(titled) * height / width))))
     rows = math.ceil(len(titled) / columns)
     page = Image.new("RGB", (columns * width, rows * height), WHITE)
-    draw = ImageDraw.Draw(page)
+    draw, samples = ImageDraw.Draw(page), []
     for number, (title, image) in enumerate(titled):
         left = number % columns * width + 2 * _PADDING
         top = number // columns * height + 2 * _PADDING
         draw.text((left, top), title, fill=GRAY, font=_font())
         page.paste(image, (left, top + _LINE))
+        facts = image.info.get(DESCRIPTION, {})
+        parts = [
+            (name, left + x, top + _LINE + y, *size)
+            for name, x, y, *size in facts.get("parts", [("", 0, 0, *image.size)])
+        ]
+        samples.append(facts | {"title": title, "parts": parts})
+    page.info[DESCRIPTION] = samples
     return page
 
 

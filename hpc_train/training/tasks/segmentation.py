@@ -157,7 +157,13 @@ class Segmentation:
         )
         numbers = sorted({*truth_HW[~ignored_HW].tolist(), *predicted_HW[~ignored_HW].tolist()})
         entries = [(drawing.short(self._class_names[number]), drawing.color_of(number)) for number in numbers]
-        return drawing.with_legend(shown, entries)
+        error = float((truth_HW != predicted_HW)[~ignored_HW].mean()) if numbers else 0.0
+        return drawing.described(
+            drawing.with_legend(shown, entries),
+            classes=[name for name, _ in entries],
+            error=error,
+            lines=[f"{error:.1%} of the pixels wrong"],
+        )
 
 
 def _resized(logits: Tensor, masks: Tensor) -> Tensor:

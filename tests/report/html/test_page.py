@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import read_json
-from tests.report.made_runs import made_sweep, png
+from hpc_train.training.evaluation_outputs import png
+from hpc_train.training.tasks.drawing import DESCRIPTION
+from tests.report.made_runs import made_sweep
 
 _FRAGMENTS = (
     "<script>alert(1)</script>", "</script>", "</style>", "</title>", "<!--", "-->", "]]>", "<![CDATA[",
@@ -45,13 +48,14 @@ _TAGS = {
     "html", "head", "meta", "title", "style", "body", "a", "header", "div", "p", "h1", "h2", "h3", "button",
     "nav", "ul", "li", "main", "dl", "dt", "dd", "span", "section", "label", "input", "table", "thead",
     "tbody", "tr", "th", "td", "figure", "figcaption", "svg", "text", "line", "path", "circle", "rect",
-    "img", "details", "summary", "pre", "footer", "script",
+    "img", "details", "summary", "pre", "footer", "script", "image", "use", "defs", "select", "option",
 }  # fmt: skip
 _ATTRIBUTES = {
     "lang", "charset", "http-equiv", "content", "name", "class", "href", "id", "type", "hidden",
     "aria-label", "aria-labelledby", "aria-hidden", "aria-pressed", "tabindex", "role", "scope", "title",
     "for", "data-key", "data-run", "data-chart", "width", "height", "x", "y", "x1", "x2", "y1", "y2", "dx",
     "dy", "cx", "cy", "r", "rx", "d", "viewbox", "preserveaspectratio", "src", "alt", "open", "text-anchor",
+    "transform", "aria-sort", "data-classes", "value", "fill",
 }  # fmt: skip
 
 
@@ -106,7 +110,7 @@ def _check(page: str, script: str) -> _Parsed:
 
 @cache
 def _script() -> str:
-    return _Parsed(render(Collected([], None))).scripts[1]
+    return _Parsed(render(Collected([]))).scripts[1]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,7 @@ def test_run_texts_are_escaped(texts: Iterator[str], numbers: Iterator[Any], run
         _spoil(paths, texts, numbers)
     collected = collect(runs)
     renamed = [replace(run, name=next(texts), experiment=next(texts)) for run in collected.runs]
-    _check(render(Collected(renamed, collected.metric)), _script())
+    _check(render(Collected([replace(collected.rankings[0], runs=renamed)])), _script())
 
 
 def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> None:
@@ -169,7 +173,11 @@ def _spoil(paths: RunPaths, texts: Iterator[str], numbers: Iterator[Any]) -> Non
     (evaluation / "confusion_matrix.csv").write_text(table, "utf-8", "replace")
     (evaluation / "per_class.csv").write_text(f'"{names[0]}",b\n"{names[1]}",2\n', "utf-8", "replace")
     stem = re.sub("[/\x00]", "", hostile()).encode("utf-8", "replace").decode()[:20]
-    (evaluation / f"p{stem}.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)))
+    sheet = Image.new("RGB", (1, 1))
+    facts: dict[str, Any] = {"title": hostile(), "parts": [(hostile(), 0, 0, 1, 1)], "lines": [hostile()]}
+    facts |= {"legend": [(hostile(), "#ff0000"), ("a", hostile())], "classes": [hostile(), hostile()]}
+    sheet.info[DESCRIPTION] = [facts, {"title": hostile(), "parts": [(hostile(), next(numbers))]}]
+    (evaluation / f"p{stem}.png").write_bytes(png(sheet))
     (evaluation / "sample.txt").write_text(hostile(), "utf-8", "replace")
     paths.experiment.write_text(hostile(), "utf-8", "replace")
 
@@ -183,15 +191,17 @@ def test_the_page_describes_the_runs_in_words(tmp_path: Path, monkeypatch: pytes
         "compared by val/accuracy (max)",
         "1 failed",
         "Learning rate",
-        "Throughput (samples/s)",
-        "Data wait (% of the step)",
-        "Peak memory (GiB)",
+        "Throughput",
+        "samples/s",
+        "% of the step",
+        "GiB",
+        "lr=0.03 weight_decay=0.0005 seed=9",
         "weight_decay",
         "2026-11-20 09:00",
         "preempted at step 30",
         "rank 1 on n2: killed by SIGKILL",
         "Per-class IoU",
-        "the other 4 are grey",
+        "4 other runs in gray",
         "4c2f8a90d1e7b3562f0c9d84a1b7e6035d9c2f11 with uncommitted changes",
         "prediction-0",
         "torch",
@@ -205,7 +215,7 @@ def test_the_page_describes_the_runs_in_words(tmp_path: Path, monkeypatch: pytes
 
 
 def test_runs_without_anything_have_a_page(tmp_path: Path) -> None:
-    assert "0 runs" in render(Collected([], None))
+    assert "0 runs" in render(Collected([]))
     (paths,) = made_sweep(tmp_path, 1, steps=20)
     for path in (paths.metrics, paths.attempt(1).record, paths.experiment, paths.status):
         path.unlink()

@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from hpc_train.paths import RunPaths
 from hpc_train.report.html import limits
-from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of, newest_evaluation
+from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_of
+from hpc_train.report.html.evaluation_files import newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
-from hpc_train.report.html.page import render
+from hpc_train.report.html.page import _table, render
 from hpc_train.report.metric_values import Metric, Point
 from hpc_train.report.metrics_reader import sampled_rows
 from hpc_train.report.time_use import PARTS
+from hpc_train.training.evaluation_outputs import png as sheet_png
+from hpc_train.training.tasks.drawing import DESCRIPTION
+from tests.report.made_experiments import made_experiments
 from tests.report.made_runs import made_sweep, png
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -132,11 +138,34 @@ def test_pictures_are_png_files_of_bounded_size_and_number(tmp_path: Path) -> No
     (folder / "b.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)) + b"x" * limits.PICTURE_BYTES)
     (folder / "c.png").mkdir()
     found = newest_evaluation(paths)
-    assert found is not None and [title for title, _ in found.pictures] == ["prediction-0", "prediction-1"]
+    assert found is not None
+    assert [picture.title for picture in found.pictures] == ["prediction-0", "prediction-1"]
     for number in range(20):
         (folder / f"d{number}.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)))
     found = newest_evaluation(paths)
     assert found is not None and len(found.pictures) == limits.PICTURES
+
+
+def test_samples_of_a_sheet_are_sorted_by_their_error_and_damaged_ones_omitted(tmp_path: Path) -> None:
+    (paths,) = made_sweep(tmp_path, 1, steps=100)
+    sheet = Image.new("RGB", (4, 4))
+    part = ["", 0, 0, 4, 4]
+    samples: list[dict[str, Any]] = [
+        {"title": "right", "parts": [part], "classes": ["cat"], "error": 0},
+        {"title": "worst", "parts": [part], "classes": ["dog", "cat"], "legend": [["a", "red"]], "error": 2},
+        {"title": "wrong", "parts": [part], "error": 0.5, "lines": ["x"]},
+    ]
+    damaged: list[Any] = [{"title": "x", "parts": [part[:4]]}, {"title": "x"}, 3, {"title": "", "parts": [3]}]
+    for last in damaged:
+        sheet.info[DESCRIPTION] = [*samples, last]
+        (paths.evaluation(100) / "predictions.png").write_bytes(sheet_png(sheet))
+        found = newest_evaluation(paths)
+        assert found is not None
+        picture = next(picture for picture in found.pictures if picture.title == "predictions")
+        assert [sample["title"] for sample in picture.samples] == ["worst", "wrong", "right"]
+        assert picture.classes == [("cat", 2), ("dog", 1)]
+        assert [picture.numbers(sample) for sample in picture.samples] == ["0 1", "", "0"]
+        assert picture.samples[0]["legend"] == [], "no color"
 
 
 def test_a_damaged_or_empty_table_is_not_shown(tmp_path: Path) -> None:
@@ -171,6 +200,65 @@ def test_the_best_run_and_its_metric_are_first(tmp_path: Path) -> None:
     assert [str(chart.metric) for chart in line_charts(collected)][:2] == ["val/accuracy", "val/loss"]
 
 
+def test_runs_of_each_task_are_compared_by_their_own_metric(tmp_path: Path) -> None:
+    runs = made_experiments(tmp_path, 30)
+    collected = collect(runs)
+    assert [(each.task, str(each.metric), len(each.runs)) for each in collected.rankings] == [
+        ("classification", "val/accuracy", 21),
+        ("segmentation", "val/accuracy", 6),
+        ("causal_lm", "val/loss", 3),
+    ]
+    assert collected.runs[:3] == [ranking.runs[0] for ranking in collected.rankings]
+    (by_loss,) = collect(runs, "train/loss").rankings
+    assert len(by_loss.runs) == 30 and str(by_loss.metric) == "train/loss"
+
+
+def test_a_label_names_the_swept_values_and_what_else_distinguishes_runs(tmp_path: Path) -> None:
+    runs = made_experiments(tmp_path, 9)
+    every = collect(runs)
+    labels = {run.paths: label for run, label in zip(every.runs, every.labels, strict=True)}
+    assert labels[runs[0]] == "cifar-resnet lr=0.01 seed=1"
+    assert labels[runs[-1]] == "shakespeare seed=1"
+    alone = collect(runs[:2])
+    assert sorted(alone.labels) == ["seed=1", "seed=2"], "the learning rates are equal"
+    facts = json.loads(runs[1].run.read_text())
+    resolved = json.loads(runs[1].resolved.read_text()) | {"seed": 1}
+    runs[1].resolved.write_text(json.dumps(resolved))
+    runs[1].run.write_text(json.dumps(facts | {"values": {"seed": 1}}))
+    equal = collect(runs[:3])
+    assert sorted(equal.labels) == sorted(
+        [f"seed=1 {runs[0].folder.name}", f"seed=1 {runs[1].folder.name}", "seed=3"]
+    )
+
+
+def test_a_run_outside_of_the_runs_folder_is_called_by_the_shortest_unique_end(tmp_path: Path) -> None:
+    first, second, third = (made_sweep(tmp_path / name, 2)[:2] for name in ("a", "b", "c"))
+    assert [run.name for run in sorted(collect(first).runs, key=lambda run: run.name)] == [
+        "0" * 10,
+        "0" * 9 + "1",
+    ]
+    third[0].folder.parent.rename(third[0].folder.parent.with_name("other"))
+    moved = RunPaths(tmp_path / "c" / "other" / third[0].folder.name)
+    names = {run.paths: run.name for run in collect([first[0], second[0], moved]).runs}
+    assert names == {
+        first[0]: str(first[0].folder),
+        second[0]: str(second[0].folder),
+        moved: "other/" + "0" * 10,
+    }
+
+
+def test_columns_are_in_the_order_of_their_importance(tmp_path: Path) -> None:
+    collected = collect(made_experiments(tmp_path, 9))
+    columns = [title for title, *_ in _table(collected.rankings[0], collected)["columns"]]
+    assert columns[:6] == ["run", "state", "best val/accuracy", "experiment", "lr", "seed"]
+    alone = collect(made_sweep(tmp_path, 2))
+    columns = [title for title, *_ in _table(alone.rankings[0], alone)["columns"]]
+    assert columns == [
+        "run", "state", "best val/accuracy", "lr", "seed", "step", "time", "last val/accuracy",
+        "best at step", "goodput", "attempts", "reason",
+    ]  # fmt: skip
+
+
 def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(tmp_path: Path) -> None:
     first, second = made_sweep(tmp_path, 2)
     rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
@@ -186,8 +274,8 @@ def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(tmp_path: Pat
     assert diverged.last(loss) == Point(0.25, 701)
     best, of_other = diverged.best(metric), other.last(metric)
     assert best is not None and best.step <= 600 and of_other is not None and of_other.step <= 600
-    assert '<td class="number" data-key="">nan</td>' in render(collected)
+    assert '<td class="number" data-key="">NaN</td>' in render(collected)
     assert [line_charts(collect(runs))[0].summary for runs in ([first], [second, first])] == [
-        "val/accuracy over steps; last value nan",
-        f"val/accuracy over steps of 2 runs; last values {(end := short(of_other.value))} to {end}, nan in 1",
+        "val/accuracy over steps; last value NaN",
+        f"val/accuracy over steps of 2 runs; last values {(end := short(of_other.value))} to {end}, NaN in 1",
     ]

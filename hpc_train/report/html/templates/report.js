@@ -44,9 +44,9 @@
     theme.textContent = `Theme: ${next}`;
   });
 
-  // The table of runs: sorted by a column, filtered by words.
-  const body = $("table").tBodies[0];
-  const rows = [...body.rows];
+  // Tables of runs: sorted by a column, filtered by words, columns chosen in a menu.
+  const tables = all("table.runs");
+  const rows = tables.flatMap((table) => [...table.tBodies[0].rows]);
 
   function keyOf(row, column) {
     const cell = row.cells[column];
@@ -61,19 +61,57 @@
     return typeof a === "number" ? -1 : 1;
   }
 
-  all("th", $("table").tHead).forEach((head, column) => {
+  function sortable(table, head, column) {
     const button = element("button", head.textContent);
     button.type = "button";
     head.replaceChildren(button);
     button.addEventListener("click", () => {
       const isRising = head.getAttribute("aria-sort") !== "ascending";
-      all("[aria-sort]", $("table")).forEach((other) => other.removeAttribute("aria-sort"));
+      all("[aria-sort]", table).forEach((other) => other.removeAttribute("aria-sort"));
       head.setAttribute("aria-sort", isRising ? "ascending" : "descending");
-      const keyed = rows.map((row) => [keyOf(row, column), row]);
+      const keyed = [...table.tBodies[0].rows].map((row) => [keyOf(row, column), row]);
       keyed.sort(([a], [b]) => (a === "" || b === "" || isRising ? compare(a, b) : compare(b, a)));
-      body.append(...keyed.map(([, row]) => row));
+      table.tBodies[0].append(...keyed.map(([, row]) => row));
     });
-  });
+  }
+
+  // The first columns are shown, as many as the screen has room for; the menu shows and hides the others.
+  function columnMenu(table) {
+    const heads = [...table.tHead.rows[0].cells];
+    const menu = element("details", undefined, "menu");
+    const summary = element("summary");
+    const choices = element("div");
+    const most = matchMedia("(max-width: 600px)").matches ? data.columns.narrow : data.columns.wide;
+    const count = () => { summary.textContent = `Columns: ${heads.filter((head) => !head.hidden).length} of ${heads.length}`; };
+    heads.forEach((head, column) => {
+      const label = element("label");
+      const box = element("input");
+      const toggle = () => {
+        for (const row of table.rows) row.cells[column].hidden = !box.checked;
+        count();
+      };
+      box.type = "checkbox";
+      box.checked = column < most;
+      box.addEventListener("change", toggle);
+      if (!box.checked) toggle();
+      label.append(box, head.textContent);
+      if (column > 0) choices.append(label);
+    });
+    count();
+    menu.append(summary, choices);
+    menu.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") menu.open = false;
+    });
+    document.addEventListener("pointerdown", (event) => {
+      if (!menu.contains(event.target)) menu.open = false;
+    });
+    table.closest(".ranking").querySelector(".head").append(menu);
+  }
+
+  for (const table of tables) {
+    columnMenu(table);
+    [...table.tHead.rows[0].cells].forEach((head, column) => sortable(table, head, column));
+  }
 
   if (rows.length > 8) {
     $("filter").hidden = false;
@@ -87,6 +125,24 @@
       }
       $("found").textContent = words.length ? `${count} of ${rows.length} runs` : "";
     });
+  }
+
+  // Sheets of predictions: the samples of a class.
+  for (const choice of all(".sheet select")) {
+    choice.parentElement.hidden = false;
+    choice.addEventListener("change", () => {
+      for (const sample of all("figure", choice.closest(".sheet"))) {
+        sample.hidden = choice.value !== "" && !sample.dataset.classes.split(" ").includes(choice.value);
+      }
+    });
+  }
+
+  // On a narrow screen, the cells of these tables are below each other, each after the title of its column.
+  for (const table of all("table.stacked")) {
+    const titles = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+    for (const row of table.tBodies[0].rows) {
+      [...row.cells].forEach((cell, column) => { cell.dataset.title = titles[column]; });
+    }
   }
 
   // Legend: shows or hides a run in all charts.
