@@ -19,8 +19,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, in_words
 from hpc_train.run.attempts import newest_number, read_record
 from hpc_train.run.files import read_json
-from hpc_train.run.find import run_name, run_names
-from hpc_train.run.liveness import newest_record
+from hpc_train.run.find import run_name, run_names, started
 from hpc_train.run.run_status import GOING_ON, read_status
 
 _POLL_S = 0.2
@@ -127,7 +126,7 @@ def _one_run(word: str, *, last: bool) -> RunPaths:
     if len(matches) == 1:
         return matches[0]
     if last:
-        newest = max(matches, key=_started)
+        newest = max(matches, key=started)
         say(f"{run_name(newest)}: {in_words(changed_keys(matches)[newest])}")
         return newest
     raise UsageError(
@@ -141,12 +140,6 @@ def listed_runs(matches: Sequence[RunPaths]) -> str:
     names, differences = run_names(matches), changed_keys(matches)
     rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in matches]
     return "\n".join(f"  {line}" for line in columns(rows))
-
-
-def _started(paths: RunPaths) -> str:
-    """Return when the run's newest attempt started, or the run was created: UTC, ISO 8601."""
-    record = newest_record(paths)
-    return record.start if record else str((read_json(paths.run) or {}).get("created"))
 
 
 def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
