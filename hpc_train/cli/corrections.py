@@ -5,6 +5,7 @@ Imported only after such an error, so it may import what takes time.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import shlex
@@ -199,7 +200,9 @@ class _Correction:
 
     @staticmethod
     def _may_be_value(row: OptionRow, attached: str, value: str | None) -> bool:
-        return bool(attached) or row.written in {"FILE", "KEY=VALUE"} or _may_be_value(value)
+        if row.written == "FILE":
+            return value is not None and (value.endswith(_YAML) or Path(value).is_file())
+        return bool(attached) or row.written == "KEY=VALUE" or _may_be_value(value)
 
     def _write(self, written: str, value: str) -> None:
         """Add what the table says, with the value; see ``OptionRow.written``."""
@@ -227,8 +230,8 @@ class _Correction:
         if has_value and not attached:
             self._rest.pop(0)
         if path is None:
-            self._notes.append(str(advice))
-            self._is_clear = False
+            self._notes.append(str(advice).removeprefix("take it out; "))
+            self._is_clear = self._is_clear and str(advice).startswith("take it out")
         else:
             self._add_key(path, str(value) if has_value else None)
         return True
@@ -246,7 +249,8 @@ class _Correction:
 
     def _misspelled(self, name: str) -> None:
         """Take the option of this command that is spelled almost like it, or refer to the help."""
-        if close := nearest(name, [option for option in self._options if option.startswith("--")]):
+        options = [option for option in self._options if option.startswith("--")]
+        if close := next(iter(difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None):
             self._written.append(close)
             if not self._options[close].is_flag:
                 self._written.append(self._rest.pop(0) if self._rest else "VALUE")
@@ -259,9 +263,13 @@ class _Correction:
         names = [word for word in self._positional if "=" not in word]
         takes_runs = not self._parameters.keys().isdisjoint(RUN_PARAMETERS)
         if "file" in self._parameters:
+            names = self._only_file(names)
             if self._parameters["file"].required and (not names or self._positional[0] != names[0]):
                 self._positional.insert(0, _experiment_file())
                 problems.append("FILE is missing")
+        elif self._name in _OUTPUTS and len(names) == 2 and Path(names[1]).suffix:
+            problems.append(f"{self._name} takes one RUN")
+            self._second_word(names[1])
         elif "run" in self._parameters and len(names) > 1:
             problems.append(f"{self._name} takes one RUN, not {len(names)}")
             del self._positional[1:]
@@ -271,8 +279,22 @@ class _Correction:
             problems.append(f"{self._name} takes no argument {names[0]}")
             self._positional = []
             if "output" in self._parameters and not self._output_index():
-                self._written += ["-o", names[0]]
+                self._written += ["--root" if Path(names[0]).is_dir() else "-o", names[0]]
         self._add_output(problems)
+
+    def _only_file(self, names: list[str]) -> list[str]:
+        """Keep the experiment file alone of several words: ``launch exp.yaml`` after ``accelerate``."""
+        files = [name for name in names if name.endswith(_YAML)][:1]
+        if not files or not (self._problems or self._unknown):
+            return names
+        self._positional = [*files, *(word for word in self._positional if word not in names)]
+        return files
+
+    def _second_word(self, word: str) -> None:
+        """Make a word after RUN the option that it means: ``export RUN a.onnx``, ``predict RUN a.png``."""
+        is_data = self._name == "predict" and Path(word).suffix not in {".jsonl", ".csv", ".json"}
+        self._positional.remove(word)
+        self._written += ["--data" if is_data else "-o", word]
 
     def _is_required(self, name: str) -> bool:
         return name in self._parameters and self._parameters[name].required

@@ -7,7 +7,7 @@ from typing import NamedTuple
 #: Command line that is written here → its commands in other tools.
 _VERBS = {
     "submit": (
-        "train run fit launch start sbatch srun torchrun mpirun accelerate deepspeed execute "
+        "train python python3 run fit launch start sbatch srun torchrun mpirun accelerate deepspeed execute "
         "exec begin enqueue "
         "queue-up pretrain finetune fine-tune learn main sub srun-train lightning do go up"
     ),
@@ -73,11 +73,26 @@ OPTION_ROWS = (
         "status",
         "",
         "--limit= -n= --state= --filter= --user= -u= --me --columns= --fields= --running --long -l --last=",
-        "the table has all runs, newest values last; --sort KEY orders it and --json prints all fields",
+        "the table has all runs; --sort KEY orders it, --json prints all fields",
     ),
     OptionRow(
         "watch", "", "--follow -f --live --refresh --watch -w", "watch follows runs until q is pressed"
     ),
+    OptionRow("cancel", "", "--force -f --yes -y", "cancel asks nothing"),
+    OptionRow(
+        "resume",
+        "",
+        "--checkpoint= --ckpt= --ckpt-path= --from-step= --step= --from= --resume-from-checkpoint=",
+        "a run continues from its newest intact checkpoint",
+    ),
+    OptionRow(
+        "evaluate predict",
+        "",
+        "--split= --subset= --dataset= --batch-size= --bs=",
+        "the validation data are read; data.root=PATH names others",
+    ),
+    OptionRow("export", "", "--opset= --opset-version= --fp16 --half --simplify --dynamic --dynamic-axes"),
+    OptionRow("compare", "", "--best", "the best run comes first"),
     OptionRow("logs", "--follow", "-F --watch --live --stream --tail-follow --wait"),
     OptionRow("logs", "--lines {}", "--tail= --num-lines= --head= --last-lines= --n= --num="),
     OptionRow("logs", "--follow", "--tail -t"),
@@ -86,7 +101,12 @@ OPTION_ROWS = (
     OptionRow(
         "logs", "", "--stderr --stdout --err --out --timestamps --no-pager", "a log has all output of a rank"
     ),
-    OptionRow("export", "-o {}.onnx", "--onnx --format=onnx --to=onnx --type=onnx -f=onnx --target=onnx"),
+    OptionRow(
+        "export",
+        "-o {}.onnx",
+        "--onnx --format=onnx --to=onnx --type=onnx -f=onnx "
+        "--target=onnx --output-format=onnx --export-format=onnx",
+    ),
     OptionRow("export", "-o {}.pt2", "--format=pt2 --pt2 --format=torch_export --torch-export"),
     OptionRow(
         "export",
@@ -137,7 +157,18 @@ OPTION_ROWS = (
     OptionRow(_STARTS, "slurm.time_limit={}", "-t="),
     OptionRow(_STARTS, "slurm.constraint={}", "-C="),
     OptionRow(_STARTS, "slurm.exclude={}", "-x="),
-    OptionRow(_STARTS, "slurm.gpus_per_node={}", "-G= -g="),
+    OptionRow(_STARTS, "slurm.gpus_per_node={}", "-G= -g= --gpu="),
+    OptionRow(_STARTS, "slurm.extra.nodelist={}", "--nodelist= -w="),
+    OptionRow(_STARTS, "slurm.extra.exclusive=true", "--exclusive"),
+    OptionRow(_STARTS, "slurm.extra.licenses={}", "--licenses= -L="),
+    OptionRow(_STARTS, "", "--array= -a=", "the runs of the file's `sweep` are one array job"),
+    OptionRow(
+        "",
+        "",
+        "--gpu-ids= --gpu-id= --device-ids= --cuda-devices= --visible-devices=",
+        "the variable CUDA_VISIBLE_DEVICES selects this machine's GPUs",
+    ),
+    OptionRow("", "precision={}", "--mixed-precision= --amp-dtype= --dtype= --torch-dtype="),
     OptionRow(_STARTS, "name={}", "-J="),
     OptionRow(
         "submit",
@@ -152,6 +183,10 @@ OPTION_ROWS = (
         "-m --multirun --sweep",
         "the file's `sweep: {grid: {KEY: [VALUE, …]}}` makes it several runs",
     ),
+    OptionRow(
+        "", "FILE", "--config= -c= --config-file= --config-path= --cfg= --file= -f= --yaml= --conf= --exp="
+    ),
+    OptionRow(_STARTS, "slurm.cpus_per_gpu={}", "-c="),
     OptionRow(
         "", "--dry-run", "-n --dryrun --dry --test --test-only --check --simulate --print --show --plan"
     ),
@@ -186,9 +221,6 @@ OPTION_ROWS = (
         "evaluate predict",
         "--devices {}",
         "--gpus= --nproc= --np= -n= --num-gpus= --nproc-per-node= --num-processes= --ngpus=",
-    ),
-    OptionRow(
-        "", "FILE", "--config= -c= --config-file= --config-path= --cfg= --file= -f= --yaml= --conf= --exp="
     ),
     OptionRow("", "FILE.yaml", "--config-name= -cn="),
     OptionRow(
