@@ -3,28 +3,96 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hpc_train import __version__
 from hpc_train.console import redirect_to_devnull, say_text
-from hpc_train.errors import ExitCode, HpcTrainError, UserError
+from hpc_train.errors import ExitCode, HpcTrainError, UserError, printable
 
 _O = TypeVar("_O", bound="Options")
 
 #: A command's options → imports its function.
 FUNCTIONS: dict[type[Any], Callable[[], Callable[[Any], int]]] = {}
 
+#: click's errors about the words of a command line; those about a value name it themselves.
+_UNPARSED = {"UsageError", "NoSuchOption", "MissingParameter"}
+_NEWEST = re.compile(r"-([1-9]\d*)\Z")
+
+
+#: Names of the positional parameters that are runs.
+RUN_PARAMETERS = ("run", "runs", "runs_and_overrides")
+
+
+class _Group(TyperGroup):
+    """All commands; ``corrections`` answers a word that is not one of them, or an option before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split the options before the command off."""
+        with _answering(ctx, self, args):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Look up the command."""
+        with _answering(ctx, self, args):
+            return super().resolve_command(ctx, args)
+
+
+class _Command(TyperCommand):
+    """A command; ``-1`` may be a run."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments and options."""
+        with _answering(ctx, ctx.parent.command, [str(self.name), *args]):
+            return super().parse_args(ctx, self._with_newest(args))
+
+    def _with_newest(self, args: Sequence[str]) -> list[str]:
+        """Replace ``-1``, which the parser takes for an option, by ``latest-1``."""
+        options = [option for option in self.params if option.param_type_name == "option"]
+        with_value = {
+            name for option in options if not getattr(option, "is_flag", False) for name in option.opts
+        }
+        if {"run", "runs", "runs_and_overrides"}.isdisjoint(
+            parameter.name or "" for parameter in self.params
+        ):
+            return list(args)
+        return [
+            word if before in with_value else _NEWEST.sub(r"latest-\1", word)
+            for before, word in zip(["", *args], args, strict=False)
+        ]
+
+
+@contextmanager
+def _answering(ctx: Any, group: Any, words: Sequence[str]) -> Iterator[None]:
+    """Replace click's message on a command line that can't be parsed by the command line that was meant."""
+    words = list(words)  # the parser empties it
+    try:
+        yield
+    except Exception as error:
+        if ctx.resilient_parsing or type(error).__name__ not in _UNPARSED:
+            raise
+        from hpc_train.cli.corrections import answer
+
+        if text := answer(group.commands, words):
+            ctx.fail(printable(text))
+        raise
+
+
 app = typer.Typer(
     name="hpc-train",
+    cls=_Group,
     help="Train PyTorch models from one YAML file, on a laptop or on a cluster.",
-    epilog="RUN is a run's id, name/id, its folder, or an experiment's name (then all its runs).",
+    epilog="RUN is a run's id or the start of it, name/id, its folder, latest (or -1; -2 is the one before), "
+    "or an experiment's name (then all its runs).",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -78,7 +146,7 @@ def command(name: str, *, module: str | None = None) -> Callable[[type[_O]], typ
 
         run.__doc__ = options.__doc__
         run.__signature__ = _signature(options)  # type: ignore[attr-defined]
-        app.command(name)(run)
+        app.command(name, cls=_Command)(run)
         return options
 
     return register

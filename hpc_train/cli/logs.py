@@ -19,8 +19,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, in_words
 from hpc_train.run.attempts import newest_number, read_record
 from hpc_train.run.files import read_json
-from hpc_train.run.find import run_name, run_names
-from hpc_train.run.liveness import newest_record
+from hpc_train.run.find import run_name, run_names, started
 from hpc_train.run.run_status import GOING_ON, read_status
 
 _POLL_S = 0.2
@@ -68,13 +67,21 @@ def logs(options: LogsOptions) -> ExitCode:
         lines = FOLLOWED_LINES if options.follow else 0
     if options.print_all:
         lines = 0
+    earlier = None if attempt else attempt_before_start(paths, rank)
     if options.follow:
+        if earlier and earlier < newest_number(paths):
+            _print_earlier(paths, rank, earlier, lines)
+            _say_starting(paths, earlier)
         _follow(paths, rank, attempt, lines)
         return ExitCode.DONE
     log, is_output = find_log(paths, rank, attempt)
     if options.as_json:
-        number = None if is_output else attempt or newest_number(paths)
+        number = None if is_output else attempt or earlier or newest_number(paths)
         put_json(_to_json(paths, log, number, None if is_output else rank, last_lines(log, lines)))
+    elif earlier:
+        is_all = options.print_all or options.lines == 0
+        _print_earlier(paths, rank, earlier, lines or (0 if is_all else FOLLOWED_LINES))
+        _say_starting(paths, earlier)
     else:
         _LogReader(log, lines).print_new()
         if attempt is None and not is_output:
@@ -83,15 +90,46 @@ def logs(options: LogsOptions) -> ExitCode:
 
 
 def find_log(paths: RunPaths, rank: int, attempt: int | None) -> tuple[Path, bool]:
-    """Return a rank's log, by default of the newest attempt.
+    """Return a rank's log, by default of the newest attempt that has one.
 
-    Before ranks start it is the output of the launcher's job; then the second value is True. Raises
+    Before any rank started it is the output of the launcher's job; then the second value is True. Raises
     UsageError if there is no log.
     """
+    if attempt is None and (earlier := attempt_before_start(paths, rank)):
+        return paths.attempt(earlier).log(rank), False
     output = launcher_of(paths).output(paths) if attempt is None else None
     if output is not None:
         return output, True
     return _existing(paths, rank, attempt or newest_number(paths)), False
+
+
+def attempt_before_start(paths: RunPaths, rank: int) -> int | None:
+    """Return the last attempt with output of the rank while the next one has none yet; else None."""
+    newest, state = newest_number(paths), read_status(paths).state
+    started = [number for number in range(newest, 0, -1) if _has_output(paths.attempt(number).log(rank))]
+    if not started or state not in GOING_ON or (started[0] == newest and state == "running"):
+        return None
+    logs = paths.attempt(newest).files_of_ranks(".log").values()
+    is_other_rank = started[0] != newest and any(map(_has_output, logs))
+    return None if is_other_rank or statuses([paths])[0].state not in GOING_ON else started[0]
+
+
+def _has_output(log: Path) -> bool:
+    return log.is_file() and log.stat().st_size > 0
+
+
+def _print_earlier(paths: RunPaths, rank: int, number: int, lines: int) -> None:
+    """Print the last lines of an attempt that has ended, and why it ended."""
+    _LogReader(paths.attempt(number).log(rank), lines).print_new()
+    record = read_record(paths.attempt(number))
+    if record is not None and record.reason:
+        say(f"attempt {number}: {record.reason}")
+
+
+def _say_starting(paths: RunPaths, earlier: int) -> None:
+    newest, (status,) = newest_number(paths), statuses([paths])
+    reason = f" ({status.reason})" if status.reason and newest == earlier else ""
+    say(f"attempt {newest if newest > earlier else newest + 1}: starting{reason}")
 
 
 def _to_json(paths: RunPaths, log: Path, attempt: int | None, rank: int | None, lines: list[str]) -> Log:
@@ -127,7 +165,7 @@ def _one_run(word: str, *, last: bool) -> RunPaths:
     if len(matches) == 1:
         return matches[0]
     if last:
-        newest = max(matches, key=_started)
+        newest = max(matches, key=started)
         say(f"{run_name(newest)}: {in_words(changed_keys(matches)[newest])}")
         return newest
     raise UsageError(
@@ -141,12 +179,6 @@ def listed_runs(matches: Sequence[RunPaths]) -> str:
     names, differences = run_names(matches), changed_keys(matches)
     rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in matches]
     return "\n".join(f"  {line}" for line in columns(rows))
-
-
-def _started(paths: RunPaths) -> str:
-    """Return when the run's newest attempt started, or the run was created: UTC, ISO 8601."""
-    record = newest_record(paths)
-    return record.start if record else str((read_json(paths.run) or {}).get("created"))
 
 
 def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:

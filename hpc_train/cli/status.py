@@ -16,6 +16,8 @@ from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
+from hpc_train.recovery.diagnosis import LAUNCHER_DIED
+from hpc_train.recovery.history import saved_step
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 from hpc_train.report.run_files import RunFiles, layout_of
@@ -29,6 +31,9 @@ from hpc_train.run.run_status import read_status
 from hpc_train.run.tracebacks import shortened_traceback
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "values", "last metric or reason")
+
+#: Number of runs whose ``resume`` command is printed.
+_RESUMED = 5
 
 _Key = Callable[[RunRow], Any]
 #: ``metric``: the metric that the table shows.
@@ -67,6 +72,7 @@ def status(options: StatusOptions) -> ExitCode:
         names = run_names(paths)
         cells = [row.cells(names[run]) for run, row in zip(paths, rows, strict=True)]
         print_table(_HEADS, cells, _titles(rows) if options.sort is None else {})
+    _say_how_to_resume(rows)
     if options.runs and len(rows) == 1:
         _print_details(rows[0].paths, rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
@@ -74,6 +80,17 @@ def status(options: StatusOptions) -> ExitCode:
     if len(rows) == 1 and rows[0].state == "failed":
         _print_error(rows[0].paths)
     return ExitCode.DONE
+
+
+def _say_how_to_resume(rows: Sequence[RunRow]) -> None:
+    """Print the command that continues runs whose launcher was killed: nothing else names it."""
+    died = [row.paths for row in rows if row.state == "failed" and row.reason == LAUNCHER_DIED]
+    names = run_names(died) if died else {}
+    for paths in died[:_RESUMED]:
+        step = saved_step(paths, newest_number(paths))
+        say(f"launcher died: `hpc-train resume {names[paths]}` continues from step {step}")
+    if len(died) > _RESUMED:
+        say(f"launcher died: also {len(died) - _RESUMED} more runs")
 
 
 def _titles(rows: Sequence[RunRow]) -> dict[int, str]:

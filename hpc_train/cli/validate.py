@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.command_options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
+from hpc_train.cli.offline import impossible_downloads
 from hpc_train.cli.plan import say_layouts
 from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
 from hpc_train.console import JSON_VERSION, put_json, say
@@ -112,7 +113,8 @@ def schema(options: SchemaOptions) -> ExitCode:
 def prepare(options: PrepareOptions) -> int:
     """Download and try the file's parts in a child process, which imports torch."""
     loaded = load(options.file, options.overrides)
-    if problems := lacking_parts(loaded, make_plan(loaded)):
+    plan = make_plan(loaded)
+    if problems := lacking_parts(loaded, plan) or impossible_downloads(loaded, plan):
         raise BadFileError(problems)
     flags = [*(["--no-forward"] if options.no_forward else []), *(["--json"] if options.as_json else [])]
     request = ("hpc_train.training.prepare", str(options.file), *flags, *options.overrides)

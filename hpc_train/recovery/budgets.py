@@ -29,7 +29,7 @@ _ONCE = "worker lost"
 #: Causes that count towards ``max_preemptions``.
 PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, within the limits.
-COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
+COMES_BACK = CRASHES | PREEMPTIONS | {"lost", "requeue"}
 _CHECKPOINT = "step-"
 #: Consecutive starts that may be preempted before their first step. Assumed: enough on clusters with frequent
 #: preemption; beyond it, something else sends the signal.

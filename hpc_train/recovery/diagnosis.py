@@ -102,6 +102,10 @@ class Stop:
     by: str | None = None
 
 
+#: The scheduler was told to start the job again.
+BY_HAND = Stop("requeue")
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The known facts about an attempt whose ranks have ended."""
@@ -279,6 +283,8 @@ def stop_reason(stop: Stop, step: int) -> str:
     """Return the reason of a requested stop."""
     if stop.cause == "preemption":
         return f"preempted at step {step}"
+    if stop == BY_HAND:
+        return f"requeued by hand at step {step}"
     if stop.cause == "time limit":
         return f"time limit at step {step}"
     return f"stopped by {stop.by}" if stop.by else "its ranks were asked to stop"
@@ -308,7 +314,7 @@ class LostAttempt:
 
 def diagnose_lost(attempt: LostAttempt) -> Diagnosis:
     """Return the diagnosis of an attempt whose launcher could not write its end."""
-    if attempt.has_stopped and attempt.stop is not None:
+    if attempt.stop is not None and (attempt.has_stopped or attempt.stop == BY_HAND):
         return _diagnosis(attempt.stop.cause, stop_reason(attempt.stop, attempt.step))
     cause = "lost" if attempt.is_requeued else "crash"
     blamed = dict.fromkeys(attempt.dead_nodes, DIED) | dict(attempt.unfit_nodes)

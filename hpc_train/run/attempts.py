@@ -19,10 +19,11 @@ from hpc_train.run.file_shapes import JSON_KEY, Time, decoded, encoded
 from hpc_train.run.files import create_folder, read_json, write_json
 from hpc_train.run.processes import Process
 
-#: Why an attempt ended. ``lost``: without a record, as when a node dies. ``diverged``: NaN or infinity.
+#: Why an attempt ended. ``requeue``: ``scontrol requeue``. ``lost``: without a record, as when a node dies.
+#: ``diverged``: NaN or infinity.
 CAUSES = (
-    "completed", "preemption", "time limit", "interrupted", "crash", "hang", "bad node", "worker lost",
-    "lost", "diverged", "user error", "cancelled",
+    "completed", "preemption", "requeue", "time limit", "interrupted", "crash", "hang", "bad node",
+    "worker lost", "lost", "diverged", "user error", "cancelled",
 )  # fmt: skip
 #: In chronological order. ``begin``: the batch script runs. ``rank``: rank 0's process is running.
 #: ``joined``: the process group is formed. ``loaded``: model and checkpoint are loaded. ``first_step``: the

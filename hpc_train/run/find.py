@@ -1,4 +1,5 @@
-"""Resolves RUN arguments to run folders: an id, ``name/id``, a folder, or an experiment's name.
+"""Resolves RUN arguments to run folders: an id, the start of one, ``name/id``, ``latest``, a folder, or an
+experiment's name.
 
 ``run_name`` is the inverse: every command prints a run by a name that every command accepts.
 """
@@ -6,14 +7,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.errors import StorageError, UsageError
+from hpc_train.console import columns
+from hpc_train.errors import StorageError, UsageError, counted
 from hpc_train.paths import RunPaths, expanded, runs_root
 from hpc_train.registry import nearest
+from hpc_train.run.files import read_json
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import read_status
 
 _ANY_RUN = RunPaths(Path())
 #: The files that identify a run's folder.
@@ -22,6 +28,12 @@ _FILES = (_ANY_RUN.run.name, _ANY_RUN.experiment.name)
 _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN.checkpoints)} | {
     path.name: os.R_OK for path in (_ANY_RUN.run, _ANY_RUN.experiment, _ANY_RUN.status)
 }
+#: ``latest``, ``latest-1`` and ``-1``: the run that started last; ``latest-2`` and ``-2``: the one before.
+_LATEST = re.compile(r"(?:latest)?-([1-9]\d{0,5})|latest")
+#: The key ``name`` of an experiment file.
+_NAME = re.compile(r"""^["']?name["']?:\s*["']?([\w.-]+)""", re.MULTILINE)
+#: Number of runs that a message lists.
+_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -152,22 +164,54 @@ def _may(path: Path | str, mode: int) -> bool:
 
 
 def _meant(word: str, folders: _Known) -> list[RunPaths]:
-    name, _, run_id = word.partition("/")
-    if run_id in folders.runs.get(name, {}):
-        return [folders.runs[name][run_id]]
-    if os.sep in word or word in {".", ".."}:
-        return _in_folder(word, folders)
+    experiment, slash, run_id = word.partition("/")
+    if run_id in folders.runs.get(experiment, {}):
+        return [folders.runs[experiment][run_id]]
     ids = [runs[word] for runs in folders.runs.values() if word in runs]
     if len(ids) > 1:
-        listed = "\n".join(f"  {run_name(paths)}" for paths in ids)
-        raise UsageError(f"{word}: several experiments have a run of this id; write one of:\n{listed}")
+        raise UsageError(_ambiguous(f"{word}: several experiments have a run of this id", ids))
     if ids:
         return ids
     if folders.runs.get(word):
         return list(folders.runs[word].values())
-    if Path(word).is_dir():
+    latest = _LATEST.fullmatch(run_id if slash else word)
+    if latest is None and (word in {".", ".."} or Path(word).is_absolute() or Path(word).is_dir()):
+        return _in_folder(word, folders)
+    runs = list(folders.runs.get(experiment, {}).values()) if slash else folders.find(())
+    if latest is not None:
+        return [_latest(word, runs, int(latest[1] or 1))]
+    start = run_id if slash else word
+    ids = [run for run in runs if run.folder.name.startswith(start)] if start else []
+    if len(ids) > 1:
+        raise UsageError(
+            _ambiguous(f"{word}: {counted(len(ids), 'run')} have an id that starts like this", ids)
+        )
+    if ids:
+        return ids
+    if slash:
         return _in_folder(word, folders)
     raise UsageError(f"{word}: no run or experiment of this name below {runs_root()}; {_hint(word, folders)}")
+
+
+def _latest(word: str, runs: Sequence[RunPaths], place: int) -> RunPaths:
+    """Return the run that started last, or with ``place`` 2 the one before it."""
+    if place > len(runs):
+        there = f"there are only {counted(len(runs), 'run')}" if runs else "there are no runs yet"
+        raise UsageError(f"{word}: {there} below {runs_root()}; `hpc-train submit FILE` starts some")
+    return sorted(runs, key=started, reverse=True)[place - 1]
+
+
+def started(paths: RunPaths) -> str:
+    """Return when the run's newest attempt started, or the run was created: UTC, ISO 8601."""
+    record = newest_record(paths)
+    return record.start if record else str((read_json(paths.run) or {}).get("created"))
+
+
+def _ambiguous(text: str, runs: Sequence[RunPaths]) -> str:
+    names = run_names(runs)
+    rows = [[names[run], run.siblings.folder.name, read_status(run).state] for run in runs[:_LISTED]]
+    more = [f"  and {len(runs) - _LISTED} more"] if len(runs) > _LISTED else []
+    return "\n".join([f"{text}; write one of:", *(f"  {line}" for line in columns(rows)), *more])
 
 
 def _in_folder(word: str, folders: _Known) -> list[RunPaths]:
@@ -188,9 +232,20 @@ def _hint(word: str, folders: _Known) -> str:
     names = [*folders.runs, *(run_id for runs in folders.runs.values() for run_id in runs)]
     if hidden := folders.unreadable([word]):
         return _hidden(hidden[0])
+    if (file := Path(word)).suffix in {".yaml", ".yml"} and file.is_file():
+        return _of_file(file, folders)
     if close := nearest(word, names):
         return f"did you mean {close}?"
     return "`hpc-train status` lists them" if names else "there are no runs yet"
+
+
+def _of_file(file: Path, folders: _Known) -> str:
+    """Return the answer to an experiment file where a run is expected: its experiment's name."""
+    name = _NAME.search(file.read_text(encoding="utf-8", errors="replace"))
+    experiment = name[1] if name else file.stem
+    if experiment in folders.runs:
+        return f"it is a file, whose runs have the experiment's name; write {experiment}"
+    return f"it is a file, of which there is no run yet; `hpc-train submit {file}` starts it"
 
 
 def _hidden(path: Path) -> str:

@@ -54,6 +54,35 @@ def test_a_log_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
     assert "attempt 2 has rank-0.log, rank-1.log" in err
 
 
+def test_before_an_attempt_has_output_the_last_ones_end_is_shown(run: RunPaths) -> None:
+    for rank in (0, 1):
+        run.attempt(2).log(rank).unlink()
+    run.attempt(1).log(0).write_text("".join(f"line {number}\n" for number in range(50)))
+    write_record(run.attempt(1), replace(record_of(run.attempt(1)), reason="preempted at step 4"))
+    code, out, err = _logs("abc")
+    assert (code, out.splitlines()) == (0, [f"line {number}" for number in range(50 - FOLLOWED_LINES, 50)])
+    assert err.splitlines()[1:] == ["attempt 1: preempted at step 4", "attempt 2: starting"]
+    run.attempt(2).log(0).touch()
+    assert _logs("abc", "-n", "1")[1] == "line 49\n", "an empty log"
+    assert json.loads(_logs("abc", "--json")[1])["attempt"] == 1
+    run.attempt(2).log(0).write_text("first\n")
+    assert _logs("abc") == (0, "first\n", "")
+
+
+def test_a_queued_attempt_is_announced_with_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ("12", "PENDING", "Resources", "1", "N/A", "N/A", "0", "", "small", "x", "\n")
+    put_programs_first(tmp_path, monkeypatch).put("squeue", f"printf '%s' '{chr(31).join(job)}'")
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "11", cause="crash", reason="rank 0: killed", end="2026-01-01T00:00:00+00:00")
+    paths.attempt(1).log(0).write_text("the end\n")
+    write_status(paths, RunStatus("pending", 4, 10, attempt=1))
+    code, out, err = _logs("abc")
+    assert (code, out) == (0, "the end\n")
+    assert err.splitlines()[-2:] == ["attempt 1: rank 0: killed", "attempt 2: starting (waits: Resources)"]
+
+
 def test_an_earlier_attempt_that_trained_is_named(run: RunPaths) -> None:
     first, second = (read_record(run.attempt(number)) for number in (1, 2))
     assert first is not None and second is not None

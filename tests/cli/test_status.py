@@ -74,6 +74,9 @@ def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
     write_status(paths, RunStatus(state="running", step=4, attempt=1))
     (run,) = json.loads(hpc_train("status", "--json").out)["runs"]
     assert (run["state"], run["reason"], run["step"]) == ("failed", "launcher died", 4)
+    assert "launcher died: `hpc-train resume abc` continues from step 0\n" in hpc_train("status").err
+    write_checkpoint(paths, 4, attempt=1)
+    assert "`hpc-train resume abc` continues from step 4\n" in hpc_train("status", "abc").err
 
 
 def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(paths: RunPaths) -> None:

@@ -230,7 +230,7 @@ class Preemption(Fault):
 class Requeue(Fault):
     """``scontrol requeue``, by hand."""
 
-    causes = {"preemption", "lost"}
+    causes = {"requeue", "lost"}
     asks_all = True
 
     def strike(self, run: SlurmRun) -> Cure:

@@ -48,7 +48,43 @@ def test_a_folder_is_a_run_or_experiment(folders: list[Path], monkeypatch: pytes
 def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: list[Path]) -> None:
     with pytest.raises(UsageError) as error:
         find_runs(["bbbb"])
-    assert str(error.value).splitlines()[1:] == ["  one/bbbb", "  two/bbbb"]
+    assert [line.split()[0] for line in str(error.value).splitlines()[1:]] == ["one/bbbb", "two/bbbb"]
+
+
+def test_the_start_of_an_id_is_enough(folders: list[Path]) -> None:
+    assert _found("c") == [folders[3]]
+    assert _found("two/b") == [folders[2]]
+    with pytest.raises(UsageError) as error:
+        find_runs(["b"])
+    assert [line.split()[0] for line in str(error.value).splitlines()[1:]] == ["one/bbbb", "two/bbbb"]
+    _make_run("one", "aaaa-2")
+    assert _found("aaaa") == [folders[0]], "a whole id is not the start of another"
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [("latest", 1), ("-1", 1), ("-2", 2), ("latest-4", 3), ("two/latest", 2), ("one/-1", 1)],
+)
+def test_latest_is_the_run_that_started_last(folders: list[Path], word: str, place: int) -> None:
+    times = ("2026-01-03", "2026-01-09", "2026-01-05", "2026-01-01")
+    for folder, time in zip(folders, times, strict=True):
+        (folder / "run.json").write_text(f'{{"created": "{time}T00:00:00+00:00"}}', encoding="utf-8")
+    assert _found(word) == [folders[place]]
+
+
+def test_too_few_runs_for_a_number(folders: list[Path]) -> None:
+    with pytest.raises(UsageError, match=r"-5: there are only 4 runs"):
+        find_runs(["-5"])
+
+
+@pytest.mark.parametrize(("name", "answer"), [("one", "write one"), ("four", "hpc-train submit .*exp.yaml")])
+def test_a_file_is_answered_with_its_experiment(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, answer: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(f"task: classification\nname: {name}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=answer):
+        find_runs(["exp.yaml"])
 
 
 @pytest.mark.parametrize(("word", "hint"), [("aaab", "aaaa"), ("onee", "one")])

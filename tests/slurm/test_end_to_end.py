@@ -206,7 +206,8 @@ def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_pa
         cluster.run("scontrol", "requeue", job_of(paths))
         wait_for(lambda: job_states(cluster, job_of(paths)) == ["PENDING"], "the requeue", LIMIT_S)
     see_it_complete(paths, quiet.two())  # by itself: after the two minutes for which Slurm holds it
-    assert len(records(paths)) == 2
+    assert [record.cause for record in records(paths)] == ["requeue", "completed"], account(paths)
+    assert "submitit" not in paths.attempt(2).log(0).read_text()
 
 
 SWEEP = TWO_RANKS + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}\n"

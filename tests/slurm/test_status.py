@@ -171,7 +171,7 @@ def test_scancel_and_requeue_by_hand_are_seen(any_cluster: Cluster, runs: Path) 
     any_cluster.run("scontrol", "requeue", _job(paths))
     _wait_for(any_cluster, paths, "PENDING")
     assert _fresh(paths.folder)[0]["state"] == "requeued"
-    words = "ended without a word at step 4; starts "
+    words = "requeued by hand at step 4; starts "
     # For a moment Slurm says Priority, before it has put the start off.
     _wait(lambda: _fresh(paths.folder)[0]["reason"].startswith(words), "reason")
     _start_soon(any_cluster, paths)

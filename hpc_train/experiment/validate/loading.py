@@ -38,6 +38,7 @@ from hpc_train.experiment.config.problems import (
 from hpc_train.experiment.config.schema import Job, kind_of
 from hpc_train.experiment.config.sweep_sections import SWEPT
 from hpc_train.experiment.validate import rules
+from hpc_train.experiment.validate.other_files import instead_of_missing, why_not_yaml
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
 JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
@@ -113,12 +114,14 @@ def load(
 
 
 def _content(path: Path) -> bytes:
+    if other := why_not_yaml(path):
+        raise BadFileError(ProblemLine(one_line(other), "file.not-yaml", ""))
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
-        message = f"{path}: can't be read ({reason}); give the path of an experiment file"
+        message = f"{path}: can't be read ({reason}); {instead_of_missing(path)}"
         raise BadFileError(ProblemLine(one_line(message), "file.unreadable", "")) from error
 
 

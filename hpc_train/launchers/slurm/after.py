@@ -20,11 +20,11 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm.batch_job import (
-    MARK,
     BatchJob,
     answer,
     granted,
     limit_words,
+    output_of,
     say,
     used_gpu_hours,
 )
@@ -48,7 +48,6 @@ from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import retried, storage_error
 
-_OUTPUT_BYTES = 1 << 16
 #: The last lines of a traceback identify the error; the file has more.
 _ERROR_BYTES = 1 << 16
 GIVEN_UP = "stop 1"
@@ -101,7 +100,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     """Read the evidence that the attempt has left."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
     status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
-    output = _output(job, record.attempt)
+    output = output_of(job.submission.folder, job.job, record.attempt)
     logs = attempt.files_of_ranks(".log")
     # Only 64 logs are read, first of the ranks whose end srun reports.
     read = [rank for rank in dict.fromkeys([*reported_ranks(output), *logs]) if rank in logs][:64]
@@ -145,17 +144,6 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
     earliest_s = min(limit_s / 2, limit_s - (slurm.signal_lead_s or 0))
     # Slurm may be a minute early, so with shorter limits this can't be decided.
     return lasted.total_seconds() < earliest_s - 60
-
-
-def _output(job: BatchJob, number: int) -> str:
-    """Return the batch script's output since ``begin`` printed the start of this attempt."""
-    text = ""
-    for ending in ("out", "err"):
-        path = job.submission.folder / f"{job.job}_0_log.{ending}"  # by submitit
-        with suppress(OSError):
-            text += tail_text(path, _OUTPUT_BYTES)
-    # Without the mark, which is then before the part that was read, all of it.
-    return text.rpartition(f"{MARK} {number} ")[2]
 
 
 def _ended_record(

@@ -17,13 +17,14 @@ from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
 from hpc_train.recovery.history import records
 from hpc_train.run.attempts import AttemptRecord
-from hpc_train.run.files import read_json
+from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.run_facts import run_facts
 
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"
 #: Variable with the path of the file for the answer to the batch script.
 ANSWER_FILE = "HPC_TRAIN_ANSWER"
+_OUTPUT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,16 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
             f"{submission.record}: knows no run of array task {task}; submit the experiment again"
         )
     return run_id
+
+
+def output_of(submission: Path, job: str, attempt: int) -> str:
+    """Return the end of the batch script's output since ``begin`` printed the start of this attempt."""
+    text = ""
+    for ending in ("out", "err"):
+        with suppress(OSError):
+            text += tail_text(submission / f"{job}_0_log.{ending}", _OUTPUT_BYTES)  # by submitit
+    # Without the mark, which is then before the part that was read, all of it.
+    return text.rpartition(f"{MARK} {attempt} ")[2]
 
 
 def answer(text: str) -> None:

@@ -26,10 +26,11 @@ from hpc_train.launchers.slurm.batch_job import (
     answer,
     granted,
     limit_words,
+    output_of,
     say,
     used_gpu_hours,
 )
-from hpc_train.launchers.slurm.evidence import stop_by
+from hpc_train.launchers.slurm.evidence import noted_stop
 from hpc_train.paths import RunPaths
 from hpc_train.rank.env import parse_tasks_per_node
 from hpc_train.recovery import bad_nodes, budgets
@@ -217,20 +218,21 @@ def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
         )
     if not is_own:
         end_living(job.paths)
-    diagnosed = _diagnosed(job.paths, record, is_requeued=is_own or not job.owns(record))
+    diagnosed = _diagnosed(job, record, is_requeued=is_own or not job.owns(record))
     write_record(job.paths.attempt(record.attempt), diagnosed)
     if job.owns(record):
         _check_budget(job, diagnosed)
 
 
-def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
+def _diagnosed(job: BatchJob, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
     """Return the record of an attempt that ended before its batch script could diagnose it."""
-    name = noted_signal(paths.attempt(record.attempt))
+    paths = job.paths
+    output = output_of(job.submission.folder, job.job, record.attempt) if job.owns(record) else ""
     diagnosis = diagnose_record(
         paths,
         record,
         step=read_status(paths).step,
-        stop=stop_by(name) if name else None,
+        stop=noted_stop(noted_signal(paths.attempt(record.attempt)), output),
         dead_nodes=gone_nodes(record.hosts),
         is_requeued=is_requeued,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from hpc_train.errors import ExitCode
 from hpc_train.recovery.budgets import Decision
 from hpc_train.recovery.diagnosis import (
+    BY_HAND,
     FOLLOWED,
     Evidence,
     SilentEnd,
@@ -22,6 +23,8 @@ from hpc_train.recovery.diagnosis import (
 
 #: srun's exit codes if it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
+#: Of a preempted job it is ``DUE TO PREEMPTION`` (22.05 to 26.05).
+_REQUEUED = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO JOB REQUEUE \*\*\*")
 _NODE_FAILURE = re.compile(r"node failure|due to node_?fail", re.IGNORECASE)
 _FAILED_NODE = re.compile(r"node failure on (\S+)", re.IGNORECASE)
 #: ``srun: error: n2: tasks 2-3: Exited with exit code 76``, ``… task 3: Killed``
@@ -126,16 +129,27 @@ def evidence(facts: Facts) -> Evidence:
         step=facts.step,
         failed_nodes=_FAILED_NODE.findall(facts.output) if has_failed_node else None,
         silent=_silent_end(facts),
-        stop=stop_by(facts.signal, facts.is_early) if has_stopped else None,
+        stop=stop_by(facts.signal, facts.output, is_early=facts.is_early) if has_stopped else None,
         launch_end=srun_end if facts.srun_code else None,
         launch_error=complaints[-1] if complaints else f"{srun_end}, and it said nothing",
         more_memory=MORE_MEMORY,
     )
 
 
-def stop_by(name: str | None, is_early: bool = False) -> Stop:
-    """Return the reason for a stop by this signal: SIGUSR2 is the warning before the time limit."""
+def stop_by(name: str | None, output: str = "", *, is_early: bool = False) -> Stop:
+    """Return the reason for a stop by this signal: SIGUSR2 is the warning before the time limit.
+
+    ``output``: of the batch script, where slurmstepd names the reason for a kill.
+    """
+    if _REQUEUED.search(output):
+        return BY_HAND
     return Stop("time limit" if name == "SIGUSR2" and not is_early else "preemption")
+
+
+def noted_stop(name: str | None, output: str) -> Stop | None:
+    """Return ``stop_by`` of an attempt that its batch script did not diagnose; None if nobody stopped it."""
+    stop = stop_by(name, output)
+    return stop if name or stop == BY_HAND else None
 
 
 def _agreed_to_stop(facts: Facts) -> bool:

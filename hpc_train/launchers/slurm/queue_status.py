@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
-from hpc_train.launchers.slurm.batch_job import limit_words
+from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import cluster_name
-from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
+from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
 from hpc_train.launchers.slurm.queue import (
     ELSEWHERE,
     FORGOTTEN,
@@ -206,7 +206,7 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     if folder.is_cancelled:
         return replace(status, reason="being cancelled")
     if folder.is_requeued(job):
-        return _requeued(folder, job)
+        return _requeued(folder, job, submissions)
     if folder.began_by(job) and folder.record is not None:
         is_stopped = job.state in {"SUSPENDED", "STOPPED"}
         reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
@@ -223,7 +223,7 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
     if status.state == "completed" or folder.is_cancelled:
         return status
     if folder.is_requeued(job):
-        return _requeued(folder, job)
+        return _requeued(folder, job, submissions)
     if not folder.may_return:
         return status
     if folder.began_by(job):
@@ -311,10 +311,12 @@ def output_without_logs(paths: RunPaths) -> Path | None:
     return output
 
 
-def _requeued(folder: Folder, job: JobState) -> RunStatus:
+def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     status = folder.status
     if status.state != "requeued":
-        status = _correct(folder, replace(status, state="requeued", reason=_requeue_reason(folder)))
+        status = _correct(
+            folder, replace(status, state="requeued", reason=_requeue_reason(folder, submissions))
+        )
     if status.state != "requeued":
         return status
     if job.is_waiting:
@@ -326,7 +328,7 @@ def _requeued(folder: Folder, job: JobState) -> RunStatus:
     return replace(status, reason="; ".join(filter(None, (status.reason, wait))))
 
 
-def _requeue_reason(folder: Folder) -> str:
+def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
     """Return the reason if the batch script could not record it: by the attempt's record, or its ranks'
     files.
     """
@@ -337,7 +339,9 @@ def _requeue_reason(folder: Folder) -> str:
     if record.cause is not None:
         return record.reason or stop_reason(Stop(record.cause), folder.status.step)
     signal = noted_signal(folder.paths.attempt(record.attempt))
-    stop = stop_by(signal) if signal else None
+    file = submissions.batch_output(folder.paths, str(record.job))
+    output = "" if file is None else output_of(file.parent, str(record.job), record.attempt)
+    stop = noted_stop(signal, output)
     return str(diagnose_record(folder.paths, record, step=folder.status.step, stop=stop).reason)
 
 

@@ -114,6 +114,17 @@ def test_a_requeued_job_ends_the_record_of_what_was_lost(paths: RunPaths) -> Non
     assert (second.restart, second.end) == (1, None)
 
 
+def test_the_next_start_knows_of_a_requeue_by_hand(paths: RunPaths) -> None:
+    begun(paths, ENVIRON)
+    (submission,) = paths.siblings.submission_folders()
+    (submission.folder / "12_0_0_log.out").write_text(
+        f"{MARK} 1 of run\nerror: *** JOB 12 ON n1 CANCELLED AT 2026-11-27 DUE TO JOB REQUEUE ***\n"
+    )
+    begun(paths, restarted(1))
+    record = record_of(paths.attempt(1))
+    assert (record.cause, record.reason) == ("requeue", "requeued by hand at step 0")
+
+
 @pytest.mark.parametrize(
     ("signal", "saved", "code", "cause"),
     [

@@ -127,6 +127,10 @@ def test_the_budget_has_the_last_word(comes_back: bool, state: str, words: str) 
         (replace(STOPPED, srun_code=137, output=EXITS_75 + KILLED), PREEMPTED),  # slow to leave
         (replace(STOPPED, signal="SIGUSR2"), ("time limit", "requeue 75", "time limit at step 120")),
         (replace(STOPPED, signal="SIGUSR2", is_early=True), PREEMPTED),
+        (
+            replace(STOPPED, output="error: *** STEP 2.0 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***"),
+            ("requeue", "requeue 75", "requeued by hand at step 120"),
+        ),
         (Facts(143, step=120), PREEMPTED),  # before Python could hold signals back
         (Facts(143, step=120, output="srun: error: n1: tasks 0-1: Terminated\n"), PREEMPTED),
         (Facts(140, step=120), PREEMPTED),

@@ -118,6 +118,26 @@ def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(paths: Ru
     assert _stand(paths, job("12", "PENDING", "Resources", restarts=1)) == found, "said once"
 
 
+@pytest.mark.parametrize(
+    ("by", "reason"),
+    [("JOB REQUEUE", "requeued by hand at step 4; "), ("PREEMPTION", "preempted at step 4; ")],
+)
+def test_scontrol_requeue_is_not_called_a_preemption(paths: RunPaths, by: str, reason: str) -> None:
+    begin(paths, "12", step=4)
+    log = EventLog(paths.attempt(1))
+    log.signalled("SIGTERM", "2026-01-01T00:00:00+00:00")
+    log.note("saved")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12"})
+    (submission.folder / "12_0_log.out").write_text(
+        "hpc-train: attempt 1 of run abc, job 12\n"
+        f"slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-27T23:57:23 DUE TO {by} ***\n"
+    )
+    found = _stand(paths, job("12", "PENDING", "Resources", restarts=1))
+    assert str(found.reason).startswith(reason)
+
+
 def test_the_batch_scripts_reason_for_a_requeue_is_kept(paths: RunPaths) -> None:
     begin(paths, "12", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))

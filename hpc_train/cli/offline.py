@@ -1,0 +1,145 @@
+"""Downloads that ``prepare`` can't do without a network: known within seconds, before torch is imported.
+
+Clients of hubs retry for minutes instead. Files that may be in a cache are left to these clients, offline.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
+from hpc_train.experiment.data_facts.by_name import data_facts
+from hpc_train.experiment.plan.planning import Plan
+from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.paths import expanded
+from hpc_train.registry import split_name
+
+#: Until a connection is established, the lookup of the name included. Assumed: a usable network needs less.
+_LIMIT_S = 2.0
+#: Switches of the Hugging Face clients: they use their cache and don't retry.
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TORCH = "https://download.pytorch.org"
+
+
+class _Download(NamedTuple):
+    key: str
+    what: str
+    #: One of these servers has it.
+    servers: tuple[str, ...]
+    #: Where it is kept.
+    folder: Path
+    may_be_there: bool
+
+
+def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
+    """Return a line per download that is needed and impossible here, its remedy first.
+
+    If other downloads may already be in a cache, the Hugging Face clients of child processes go offline.
+    """
+    downloads = dict.fromkeys(download for run in plan.runs for download in _downloads(run.experiment))
+    unreachable = {download: reason for download in downloads if (reason := _no_network(download.servers))}
+    if unreachable:
+        os.environ.update(dict.fromkeys(_OFFLINE, "1"))
+    return [
+        loaded.problem(
+            download.key,
+            f"run `hpc-train prepare {loaded.source_name}` on a machine with network",
+            f"{download.servers[0]} can't be reached from here ({reason}), and {download.what} is not in "
+            f"{download.folder}",
+            "prepare.offline",
+        )
+        for download, reason in unreachable.items()
+        if not download.may_be_there
+    ]
+
+
+def _downloads(experiment: Experiment) -> Iterator[_Download]:
+    yield from _of_data(experiment.data)
+    yield from _of_model(experiment.model)
+
+
+def _of_data(data: DataConfig) -> Iterator[_Download]:
+    if data.root is None or not data_facts(data.name).is_downloaded:
+        return
+    root = expanded(data.root)
+    with suppress(OSError):
+        if not root.is_dir() or not any(root.iterdir()):
+            is_of_hub = split_name(data.name)[0] == "huggingface"
+            # Data sets of torchvision are on many servers: if the two are reachable, so may be the others.
+            servers = (_hub(),) if is_of_hub else (_TORCH, _hub())
+            yield _Download("data.root", data.name, servers, root, may_be_there=False)
+
+
+def _of_model(model: ModelConfig) -> Iterator[_Download]:
+    provider, rest = split_name(model.name)
+    name = rest.partition(".")[0]
+    hub, torch = _hub_cache(), _torch_cache()
+    if provider == "hf" and not expanded(rest).exists():
+        is_there = any(hub.glob(f"models--{rest.replace('/', '--')}"))
+        yield _Download("model.name", model.name, (_hub(),), hub, is_there)
+    if model.pretrained is not True:
+        return
+    if provider == "timm":
+        is_there = any(hub.glob(f"models--*--{name}*")) or any(torch.glob(f"{name}*"))
+        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, is_there)
+    elif provider == "torchvision":
+        is_there = any(torch.glob(f"{name}*"))
+        yield _Download("model.pretrained", f"a file of {model.name}", (_TORCH,), torch, is_there)
+    elif provider == "smp":  # its encoders come from either place
+        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, may_be_there=True)
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+def _torch_cache() -> Path:
+    home = os.environ.get("TORCH_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch")
+    return Path(home, "hub", "checkpoints").expanduser()
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+@cache
+def _no_network(servers: tuple[str, ...]) -> str | None:
+    """Return why no connection to any of the servers can be made; None if one can."""
+    reasons = [f"no answer within {_LIMIT_S:g} s"]
+    is_reachable = threading.Event()
+
+    def connect(server: str) -> None:
+        try:
+            socket.create_connection(_place(server), _LIMIT_S).close()
+            is_reachable.set()
+        except OSError as error:
+            reasons.append(str(error))
+
+    # The lookup of a name has no time limit of its own.
+    threads = [threading.Thread(target=connect, args=[server], daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_LIMIT_S)
+    return None if is_reachable.is_set() else reasons[-1]
+
+
+def _place(server: str) -> tuple[str, int]:
+    """Return the host and port to connect to: of the server, or of the proxy before it."""
+    url = urlsplit(server)
+    proxy = "" if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme, "")
+    if proxy:
+        proxied = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        return proxied.hostname or "", proxied.port or 80
+    return url.hostname or "", url.port or (80 if url.scheme == "http" else 443)

@@ -1,0 +1,75 @@
+"""``prepare`` on a machine without a network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import offline, validate
+from tests.cli.commands import hpc_train
+
+_EXPERIMENT = """\
+name: digits
+task: classification
+model: {name: timm/resnet18, pretrained: true}
+data: {name: digits}
+optimization: {epochs: 2, global_batch_size: 64, micro_batch_size: 16, optimizer: {name: sgd, lr: 0.1}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection can be made; caches are empty, and a child process would be noticed."""
+    monkeypatch.chdir(tmp_path)
+    Path("exp.yaml").write_text(_EXPERIMENT, encoding="utf-8")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    for name in ("HF_HUB_CACHE", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(socket, "create_connection", _refuse)
+    monkeypatch.setattr(validate, "run_child", lambda *arguments: 0)
+    offline._no_network.cache_clear()
+
+
+def _refuse(place: tuple[str, int], limit_s: float) -> socket.socket:
+    raise OSError(f"no route to {place[0]}:{place[1]}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "place"),
+    [
+        ([], "exp.yaml:3:42: model.pretrained", "huggingface.co:443"),
+        (["model.name=torchvision/resnet18"], "model.pretrained", "download.pytorch.org:443"),
+        (["model.name=hf/google/vit-base-patch16-224"], "model.name", "huggingface.co:443"),
+        (["model.pretrained=false", "data={name: torchvision/CIFAR10, root: data}"], "data.root", ":443"),
+    ],
+)
+def test_what_can_not_be_fetched_ends_prepare_at_once(overrides: list[str], key: str, place: str) -> None:
+    done = hpc_train("prepare", "exp.yaml", *overrides)
+    assert done.code == 65
+    assert f"{key}: run `hpc-train prepare exp.yaml` on a machine with network; " in done.err
+    assert "can't be reached from here (no route to" in done.err and place in done.err
+
+
+def test_what_may_be_in_a_cache_is_tried_without_retries(tmp_path: Path) -> None:
+    (tmp_path / "hf" / "hub" / "models--timm--resnet18.a1_in1k").mkdir(parents=True)
+    assert hpc_train("prepare", "exp.yaml").code == 0
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_without_downloads_no_network_is_needed() -> None:
+    assert hpc_train("prepare", "exp.yaml", "model.pretrained=false").code == 0
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_mirror_and_a_proxy_are_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror:8080")
+    assert "no route to mirror:8080" in hpc_train("prepare", "exp.yaml").err
+    offline._no_network.cache_clear()
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    assert "no route to proxy:3128" in hpc_train("prepare", "exp.yaml").err
