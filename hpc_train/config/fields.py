@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import (
@@ -45,7 +46,7 @@ def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+        raise ValueError(f"a bare number has no unit; write {value}h, or {value}min")
     raise ValueError(f"needs a duration; write {FORMS}")
 
 
@@ -62,12 +63,22 @@ Name = Annotated[
         "cifar10-resnet50",
     ),
 ]
+
+
+def _of_provider(name: str, alias: str) -> AfterValidator:
+    """Accept ``alias`` as the name of the provider ``name``."""
+    return AfterValidator(lambda text: re.sub(rf"^{alias}(?=/|$)", name, text))
+
+
 ModelName = Annotated[
-    str, pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
+    str,
+    pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory"),
+    _of_provider("hf", alias="huggingface"),
 ]
 DataName = Annotated[
     str,
     pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
+    _of_provider("huggingface", alias="hf"),
 ]
 FactoryName = Annotated[str, pattern(OWN_PART_PATTERN, "package.module:factory, like my_transforms:train")]
 #: Slurm stores it in 16 bits.

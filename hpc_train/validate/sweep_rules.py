@@ -27,6 +27,7 @@ from hpc_train.config.sweep_sections import (
     parameters_place,
     swept_keys,
 )
+from hpc_train.config.value_synonyms import value_for
 from hpc_train.registry import is_factory, target_of, unknown_part
 from hpc_train.validate.base import rule
 
@@ -323,4 +324,7 @@ def the_method_exists(experiment: Experiment) -> Iterator[Problem]:
     """``sweep.search.method`` is the name of a built-in method or of a plug-in."""
     search = experiment.sweep.search
     if search is not None and not is_factory(search.method) and target_of("search", search.method) is None:
-        yield Problem(("sweep", "search", "method"), *unknown_part("search", search.method))
+        path = ("sweep", "search", "method")
+        message, remedy = unknown_part("search", search.method)
+        meant = value_for(path, search.method)
+        yield Problem(path, message, f"write {meant}" if meant else remedy)

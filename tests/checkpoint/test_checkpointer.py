@@ -33,7 +33,7 @@ from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.topology.degrees import AXES, Degrees
 from hpc_train.training.optimization import make_optimizer
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS
+from hpc_train.validate.optimizer_rules import TORCH_OPTIMIZERS
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,

@@ -19,7 +19,7 @@ from hpc_train.distributed.precision import choose_precision
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.validate.compatibility import NEED_WHOLE_PARAMETERS
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from hpc_train.training import optimization
 from hpc_train.validate import model_facts
 from hpc_train.validate.child_process import one_child
 from hpc_train.validate.layer_rules import layer_facts
-from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from tests.config.files import GOOD, problems_of
 from tests.end_to_end.runs import wait_for
 
