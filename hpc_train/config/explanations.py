@@ -60,6 +60,12 @@ def _explained(
         for problem in islice(of_entry, MAX_PROBLEMS + 1):
             problems.setdefault(problem.path, problem)
     misspelt = {meant(path) for path, problem in problems.items() if _is_unknown(problem)}
+    # Swept keys beside ``parameters`` belong there.
+    misspelt |= {
+        (*path[:-1], "parameters")
+        for path, problem in problems.items()
+        if problem.remedy.startswith("write parameters: ")
+    }
     # A misspelt key is not reported as missing as well.
     return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
 

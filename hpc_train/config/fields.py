@@ -31,6 +31,10 @@ MODULE_PATTERN = r"[A-Za-z0-9_.][A-Za-z0-9_.+/-]{0,127}"
 SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f\x7f]{0,1023}"""
 
 
+#: A time limit without a unit from this number on is probably in minutes.
+_MANY_HOURS = 60
+
+
 def pattern(regex: str, rule: str) -> Any:
     """Accept text that matches the pattern; ``rule`` describes it with an example, for editors and errors."""
     # Anchored at the very end: "$" would let a newline through.
@@ -46,7 +50,8 @@ def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"a bare number has no unit; write {value}h, or {value}min")
+        meant, other = ("min", "h") if value >= _MANY_HOURS else ("h", "min")
+        raise ValueError(f"a bare number has no unit; write {value}{meant}, or {value}{other}")
     raise ValueError(f"needs a duration; write {FORMS}")
 
 

@@ -68,6 +68,8 @@ FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_WORD = re.compile(r"\s*([A-Za-z_]\w*)\s*$")
+_BEFORE_BRACE = re.compile(r"\s*([A-Za-z_]\w*) \{")
 _EQUALS = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(\S.*)")
 _LINE_BREAK = re.compile("\r\n|\r|\n")
 
@@ -365,7 +367,19 @@ def _line_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
     if "${" in lines[mark.line]:
         return "write the value itself; variables like ${name} are not filled in"
     above = lines[mark.line - 1] if mark.line else ""
-    problem = str(error.problem)
+    problem, before = str(error.problem), lines[mark.line][: mark.column]
+    if problem.startswith("expected ',' or '}'") and (key := re.search(r"[\w.]+ ([A-Za-z_]\w*)$", before)):
+        return f"put a comma before {key[1]} on line {mark.line + 1}"
+    if (
+        "expected ':'" in problem
+        and error.context_mark
+        and (word := _WORD.match(lines[error.context_mark.line]))
+    ):
+        return f"put a colon after {word[1]} on line {error.context_mark.line + 1}"
+    if problem.startswith("mapping values are not allowed") and (word := _BEFORE_BRACE.match(before)):
+        return f"put a colon after {word[1]} on line {mark.line + 1}"
+    if above.lstrip().startswith("- ") and not lines[mark.line].lstrip().startswith("- "):
+        return f"take the - out of line {mark.line}"
     if problem.startswith("mapping values are not allowed") and mark.line:
         if equals := _EQUALS.fullmatch(above.strip()):
             return f"write {equals[1]}: {shortened(equals[2])} on line {mark.line}"

@@ -20,7 +20,7 @@ from hpc_train.registry import as_factory, nearest
 #: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
 _MAIN_KEYS = (
     "name", "strategy", "metric", "project", "decay", "patience", "every_epochs", "every_steps", "rank",
-    "brightness",
+    "brightness", "partition",
 )  # fmt: skip
 #: Section → a key without which it is not complete, beside those that the schema requires.
 _ALSO_NEEDED: dict[KeyPath, str] = {("early_stopping",): "patience"}
@@ -29,7 +29,8 @@ _FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
 _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
 #: Key → what to do instead of writing a list, as other tools have one.
 _LISTS: dict[KeyPath, str] = {
-    ("data", "transform"): "take it out; data.image_size and data.augment transform the images"
+    ("data", "transform"): "take it out; data.image_size and data.augment transform the images",
+    ("data", "normalize"): "write {mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}",
 }
 _NUMBERS = {"integer", "number"}
 #: Type of a number → the schema's types that accept it.
@@ -39,6 +40,8 @@ _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
 #: ``0,1`` or ``50,000``
 _COMMA = re.compile(r"[+-]?(\d+),(\d+)(?:[eE][+-]?\d+)?")
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+#: An option of sbatch and its value.
+_OPTION = re.compile(r"--([a-z-]+)(?:[= ]([^\s-]\S*))?")
 _TRUTH = re.compile(r"(yes|on|y|true)\b|(?:no|off|n|false)\b")
 #: Text that is a path and not a name.
 _PATH = re.compile(r"(/|\./|\.\./|~|[A-Za-z]:\\)")
@@ -66,7 +69,9 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
     if meant and types != {"object"}:
         return f"write {meant}"
     if value is None:
-        return "write a value" if _is_required(path) else "write a value, or take the key out"
+        example = node.get("examples")
+        needed = f"write {in_flow(example[0])}, or another value" if example else "write a value"
+        return needed if _is_required(path) else "take it out, or write a value"
     if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
         return with_blank(*unspaced)
     if path[:-1] in PARAMETERS and isinstance(value, list) and value:
@@ -92,6 +97,8 @@ def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[objec
         return _remedy_for_nested(path, value)
     if isinstance(value, dict) and len(value) == 1 and fits(node, inner := next(iter(value.values()))):
         return f"write {in_flow(inner)}"
+    if isinstance(value, list) and len(value) == 1 and fits(node, value[0]):
+        return f"write {in_flow(value[0])}"
     if isinstance(value, list) and value and "array" not in types and is_swept(path):
         return _remedy_for_swept(path, value, node)
     if "array" in types and not isinstance(value, list):
@@ -121,6 +128,8 @@ def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
     """Return the section to write in place of a value that is not a mapping."""
     if value is False:
         return "take it out"
+    if path == ("slurm", "extra") and isinstance(value, str) and (options := _OPTION.findall(value[:_LONG])):
+        return f"write {in_flow({name: resolve_scalar(text) if text else True for name, text in options})}"
     if (written := section_like(path, value)) is not None:
         return f"write {shortened(in_flow(written), 200)}"
     keys = ", ".join(section.get("properties", {}))
@@ -140,17 +149,27 @@ def section_like(path: KeyPath, value: object) -> dict[str, Any] | None:
     named = [key for key, node in keys.items() if str(meant[key]) in _choices(node)]
     main = [key for key in _MAIN_KEYS if key in keys and fits(keys[key], meant[key])]
     key = next(iter([*named, *main]), None)
-    return _section_of_list(path, [value], keys) if key is None else completed(path, {key: meant[key]})
+    return _section_of_names([value], path, keys) if key is None else completed(path, {key: meant[key]})
 
 
 def _section_of_list(path: KeyPath, values: list[Any], keys: dict[str, Node]) -> dict[str, Any] | None:
     """Return the section whose keys are named in a list: ``logging: [wandb, csv]``."""
     if path == ("sweep",) and all(isinstance(value, dict) for value in values):
         return {"list": values}
+    if path == GRID and all(isinstance(value, dict) for value in values):
+        return {key: [value[key] for value in values if key in value] for value in values for key in value}
+    if "name" in keys and values and isinstance(values[0], str):
+        return section_like(path, values[0])
+    return _section_of_names(values, path, keys)
+
+
+def _section_of_names(values: list[Any], path: KeyPath, keys: dict[str, Node]) -> dict[str, Any] | None:
+    """Return the section with examples of the keys that the values name; None if one is not a key."""
     names = [nearest(value, keys) for value in values if isinstance(value, str)]
     if not names or len(names) < len(values):
         return None
-    return {name: _value_like((*path, name), keys[name]) for name in names if name is not None} or None
+    examples = {name: _value_like((*path, name), keys[name]) for name in names if name is not None}
+    return None if None in examples.values() else examples or None
 
 
 def completed(path: KeyPath, section: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +283,10 @@ def _remedy_for_text(path: KeyPath, value: str, node: Node, types: set[object]) 
         return f"write {shortened(in_flow(_items(value)))}"
     module, dot, attribute = value.rpartition(".")
     slug = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("-._")
+    if path[0] == "slurm" and _takes_text(node, joined := ",".join(value.split())):
+        return f"write {joined}"
+    if path == ("activation_checkpointing",) and (every := re.search(r"every \d{1,4}", value)):
+        return f"write {every[0]}"
     if path == ("name",) and _takes_text(node, slug):
         return f"write {slug}"
     factory = as_factory(value) or (f"{module}:{attribute}" if dot else None)

@@ -250,7 +250,9 @@ _WITHIN: dict[KeyPath, dict[str, str]] = {
         "min_delta": "threshold delta tolerance",
     },
     ("checkpoint", "best"): {"metric": "monitor metric_name name", "mode": "direction goal"},
-    ("parallel",): {"strategy": "type name kind"},
+    ("parallel",): {"strategy": "type name kind stage zero_stage"},
+    ("logging", "wandb"): {"project": "project_name name", "entity": "team org organization user"},
+    ("logging", "mlflow"): {"tracking_uri": "uri url server", "experiment": "experiment_name name"},
     ("slurm",): {"mail": "mail_user mail_type"},
     ("sweep",): {
         "search": "optuna bayes bayesian tpe",
@@ -294,7 +296,7 @@ _ADVICE = {
         "take it out; gradient accumulation follows from optimization.global_batch_size: it is "
         "global_batch_size / (micro_batch_size × ranks) steps"
     ),
-    "num_classes n_classes classes nclasses": (
+    "num_classes n_classes classes nclasses num_labels id2label": (
         "take it out; it comes from the data set, and model.args.num_classes overrides it"
     ),
     "min_lr eta_min end_lr lr_end final_lr": (
@@ -332,7 +334,7 @@ _ADVICE = {
         "take it out; the logs are in the run folder, and `hpc-train logs RUN` prints them"
     ),
     "master_addr master_port rdzv_backend rdzv_endpoint rdzv_id node_rank local_rank dist_backend dist_url "
-    "backend init_method": "take it out; the ranks find one another",
+    "init_method": "take it out; the ranks find one another",
     "push_to_hub hub_model_id hub_token": "take it out; `hpc-train export RUN` writes the weights to a file",
     "fast_dev_run limit_train_batches limit_val_batches overfit_batches steps_per_epoch": (
         "write optimization.steps: 10 in place of epochs"
@@ -341,6 +343,7 @@ _ADVICE = {
     "verbose progress_bar lr_monitor log_model remove_unused_columns overwrite_output_dir": (
         "take it out; nothing needs it here"
     ),
+    "download": "take it out; `hpc-train prepare` downloads the data",
     "seeds": "write sweep.grid: {seed: [0, 1, 2]}",
     "resume resume_from resume_from_checkpoint auto_resume": (
         "take it out; submitting the same file again, or `hpc-train resume RUN`, continues a run"
@@ -371,6 +374,7 @@ _ADVICE_WITHIN: dict[KeyPath, dict[str, str]] = {
         "metric": "take it out; sweep.search has its metric",
     },
     ("sweep", "search"): {"storage study_name": "take it out; the run folders keep the results"},
+    ("compile",): {"backend": "take it out; the backend is inductor"},
     ("environment",): {
         "env variables vars env_vars environment": (
             "take it out; variables for all jobs belong in a site profile (docs/cluster.md)"

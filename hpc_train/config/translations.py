@@ -25,10 +25,13 @@ from hpc_train.config.problems import KeyPath, Problem, dotted, split_at_colon
 from hpc_train.config.remedies import completed, fits, in_flow, in_unit_of, is_swept, remedy, section_like
 from hpc_train.config.synonyms import advice_for
 from hpc_train.config.value_synonyms import value_for
+from hpc_train.errors import shortened
 from hpc_train.redaction import without_credentials
 
 #: A longer value is not repeated.
 _MAX_LENGTH = 160
+#: Keys of a mapping in another tool that has the value here.
+_MAIN = ("name", "type", "class_path", "_target_", "stage", "dtype")
 #: Values that turn off what another tool calls so.
 _OFF = {"false", "none", "no", "off"}
 
@@ -36,17 +39,26 @@ _OFF = {"false", "none", "no", "off"}
 def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problem with the unknown key at ``path`` of ``data``; if it only wraps keys, theirs."""
     value = _at(data, path)
-    if isinstance(value, dict) and value and _is_wrapper(path, data):
+    if value in ({}, []):
+        yield Problem(path, "unknown key", "take it out", on_key=True, code="key.unknown")
+        return
+    if isinstance(value, dict) and _is_wrapper(path, data):
         for key in value:
             yield from unknown_keys((*path, key), data)
         return
     problem = unknown_key(own_path(path))
+    key, blank, text = str(path[-1]).partition(" ")
     if split_at_colon(str(path[-1]), known_keys(path[:-1])):
         yield problem
+        return
+    if blank and value is None and key in known_keys(path[:-1]):
+        remedy = f"write {key}: {shortened(text)}, with a colon"
+        yield Problem(path, "unknown key", remedy, on_key=True, code=problem.code)
         return
     answer = (
         _gres(path, value)
         or _part_of_sweep(path, value)
+        or _part_of_distribution(path, data)
         or _nested(path, value, data)
         or _translation(path, value, data)
     )
@@ -103,11 +115,9 @@ def _translation(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | No
     if target is None or advice_for(own) or path[: len(target)] == target:
         return None
     node = node_at(target)
-    if node is not None and not fits(node, value) and isinstance(value, bool | str):
-        if str(value).lower() in _OFF:
-            return "take it out"
-        if isinstance(value, str) and (amount := in_unit_of(target, value, node)):
-            value = resolve_scalar(amount.split()[1])
+    is_off = isinstance(value, bool | str) and str(value).lower() in _OFF
+    if is_off and node is not None and not fits(node, value):
+        return "take it out"
     meant = _merged(_at(data, target), target, _converted(target, value, own[-1]), value)
     if meant is None:
         advice = remedy(target, node or {}, value)
@@ -126,11 +136,15 @@ def _write(target: KeyPath, value: Any) -> str:
 
 
 def _gres(path: KeyPath, value: Any) -> str | None:
-    """Return the keys for ``gres: gpu:a100:4``."""
+    """Return the keys for ``gres: gpu:a100:4`` or ``gpu: a100``."""
     match = re.fullmatch(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d{1,3})", str(value)[:_MAX_LENGTH])
-    if path[-1] not in ("gres", "gpus") or match is None:
+    is_type = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.-]{1,30}", value)
+    if path[-1] in ("gpu", "gpus") and is_type and value not in ("auto", "all", "none"):
+        keys = {"gpus_per_node": 1, "gpu_type": value}
+    elif path[-1] in ("gres", "gpus") and match is not None:
+        keys = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
+    else:
         return None
-    keys = {"gpus_per_node": int(match[2])} | ({"gpu_type": match[1]} if match[1] else {})
     return f"write {in_flow(keys)[1:-1] if path[0] == 'slurm' else f'slurm: {in_flow(keys)}'}"
 
 
@@ -152,10 +166,17 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
     if node is None:
         return value
     section = as_mapping(node)
+    if value is True and fits(node, 0.5):
+        return 0.5
+    if isinstance(value, str) and not fits(node, value) and (amount := in_unit_of(target, value, node)):
+        return resolve_scalar(amount.split()[1])
     if value is True and not fits(node, value):
         return value_for(target, name) or (completed(target, {}) if section else None)
+    if isinstance(value, dict) and section:
+        return _converted_section(target, value)
     if isinstance(value, dict):
-        return _converted_section(target, value) if section else None
+        inner = [value[key] for key in _MAIN if key in value] or list(value.values())
+        return _converted(target, inner[0], name) if len(inner) == 1 else None
     meant = value_for(target, value) or value
     if target == ("data", "root") and isinstance(value, str):
         meant = re.sub(r"/(train|training)/?$", "", value)
@@ -165,7 +186,8 @@ def _converted(target: KeyPath, value: Any, name: object) -> Any:
         return section_like(target, meant) or (True if fits(node, True) else None)
     if any(member.get("type") == "array" for member in members(node)):
         return meant if isinstance(meant, list) else [meant]
-    return len(meant) if isinstance(meant, list) and fits(node, len(meant)) else None
+    is_list_of_devices = isinstance(meant, list) and target[-1] == "gpus_per_node"
+    return len(meant) if is_list_of_devices else None
 
 
 def _converted_section(target: KeyPath, value: dict[str, Any]) -> dict[str, Any]:
@@ -237,6 +259,22 @@ def _part_of_sweep(path: KeyPath, value: Any) -> str | None:
     if section == ("sweep",):
         return _write(("random",), {"count": 20, "parameters": parameters})
     return _write(("parameters",), parameters)
+
+
+def _part_of_distribution(path: KeyPath, data: Mapping[str, Any]) -> str | None:
+    """Return the distribution for ``min`` and ``max``, or ``values``, of a parameter as wandb has it."""
+    if path[-2:-1] == () or path[:1] != ("sweep",) or path[2:3] != ("parameters",) or len(path) != 5:
+        return None
+    distribution = _distribution(_at(data, path[:-1]))
+    if isinstance(distribution, list):
+        distribution = {"choice": distribution}
+    if distribution is None or path[-1] in distribution:
+        return None
+    return (
+        _write(*next(((key,), item) for key, item in distribution.items()))
+        if path[-1] != "max"
+        else "take it out"
+    )
 
 
 def _swept_values(values: Mapping[str, Any]) -> dict[str, Any] | None:

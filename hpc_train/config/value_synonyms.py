@@ -45,11 +45,12 @@ _VALUES: dict[str, dict[str, str]] = {
     "parallel.strategy": {
         "ddp": (
             "dp data_parallel none single auto distributed_data_parallel horovod ddp_spawn "
-            "ddp_find_unused_parameters_true ddp_find_unused_parameters_false mirrored single_device"
+            "ddp_strategy ddp_find_unused_parameters_true "
+            "ddp_find_unused_parameters_false mirrored single_device"
         ),
         "fsdp": (
             "fsdp2 zero3 zero_3 full_shard fully_sharded deepspeed deepspeed_stage_3 "
-            "fully_sharded_data_parallel fsdp_native 3"
+            "fully_sharded_data_parallel fsdp_native fsdp_strategy deepspeed_strategy 3"
         ),
         "zero2": "zero_2 shard_grad_op deepspeed_stage_2 2",
         "zero1": "zero zero_1 deepspeed_stage_1 zero_redundancy_optimizer 1",

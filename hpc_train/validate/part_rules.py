@@ -6,6 +6,7 @@ Checks that ranks repeat, for files that were never validated here, are function
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.config.fields import Arguments
@@ -231,7 +232,9 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
         # A tag after the dot selects the weights, not the model.
         base, names = rest.partition(".")[0], model_facts.known_names(provider)
         if names is not None and base not in names:
-            yield unlisted(("model", "name"), provider, "model", base, names)
+            others = [other for other in _MODEL_EXAMPLES if base in (model_facts.known_names(other) or ())]
+            problem = unlisted(("model", "name"), provider, "model", base, names)
+            yield replace(problem, remedy=f"did you mean {others[0]}/{base}?") if others else problem
     head, _, factory = experiment.model.name.partition(":")
     if head in _MODEL_EXAMPLES and factory in (model_facts.known_names(head) or ()):
         message = f"{head} has no factory '{shortened(factory)}', it is a name of a model"

@@ -66,7 +66,7 @@ def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
     """Exactly one of ``epochs`` and ``steps`` must be given."""
     optimization = experiment.optimization
     if optimization.epochs is None and optimization.steps is None:
-        remedy = "write epochs: 30 or steps: 12000"
+        remedy = "write epochs: 30, or steps: 12000"
         yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
     yield from _beside("optimization.epochs", "optimization.steps")(experiment)
 

@@ -35,7 +35,7 @@ def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
 
 def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
     meant = value_for((*_LOSS, "name"), name)
-    remedy = suggestion(name, losses, None if losses else "take it out")
+    remedy = suggestion(name, losses, f"write {next(iter(losses))}" if losses else "take it out")
     remedy = f"write {meant}" if meant in losses else remedy
     list_of_losses = f" (it has {', '.join(losses)})" if losses else ""
     return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{list_of_losses}", remedy)

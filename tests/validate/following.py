@@ -39,7 +39,12 @@ def followed(text: str, line: ProblemLine) -> str:
         return _edited(text, number, column, remedy)
     data = read_document(text.encode()).data
     assert data is not None, line
-    is_on_key = line.code in _ON_KEY or "takes no argument" in rest or "in its place" in remedy
+    is_on_key = (
+        line.code in _ON_KEY
+        or "takes no argument" in rest
+        or "in its place" in remedy
+        or "is not allowed here" in rest
+    )
     _apply(data, _path(data, line.key), is_on_key, remedy)
     return json.dumps(data)
 
@@ -65,6 +70,12 @@ def _edited(text: str, number: int, column: int, remedy: str) -> str:
     elif match := re.match(r"close the (?:mapping with (})|list with (\])|(quote))", remedy):
         quote = lines[number - 1][column - 1]
         lines[number - 1] += match[1] or match[2] or quote
+    elif match := re.match(r"put a (comma before|colon after) (\w+) on line (\d+)", remedy):
+        index = int(match[3]) - 1
+        old, new = (f" {match[2]}", f", {match[2]}") if "comma" in match[1] else (match[2], f"{match[2]}:")
+        lines[index] = lines[index].replace(old, new, 1)
+    elif match := re.match(r"take the - out of line (\d+)", remedy):
+        lines[int(match[1]) - 1] = lines[int(match[1]) - 1].replace("- ", "", 1)
     elif remedy.startswith("keep one of them"):
         del lines[number - 1]
     elif remedy.startswith("write the value itself"):
@@ -158,7 +169,7 @@ def _target(path: list[Any], key: str, below: str | None) -> list[Any]:
         ]
         return [*min(sections, key=len), key]
     parent: KeyPath = tuple(path[:-1])
-    if parent[:2] == ("sweep", "grid"):
+    if parent[:2] == ("sweep", "grid") or parent[-1:] == ("parameters",):
         return [*parent, key]
     first = key.partition(".")[0]
     is_beside = first in known_keys(parent) or (parent and first not in known_keys(()))
