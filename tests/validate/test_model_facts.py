@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import threading
@@ -200,6 +201,9 @@ def test_the_real_child_knows_timm_and_torchvision() -> None:
 def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     assert set(TORCH_OPTIMIZERS) >= optimization._torch_classes().keys()
     assert not UNUSABLE_OPTIMIZERS.keys() & set(TORCH_OPTIMIZERS)
+    for name, kind in optimization._torch_classes().items():
+        arguments = inspect.signature(kind).parameters.keys() - {"params", "lr"}
+        assert set(TORCH_OPTIMIZERS[name].split()) == arguments, name
 
 
 @pytest.mark.parametrize(("override", "said"), [
