@@ -108,7 +108,8 @@ def suggestion(word: str, choices: Iterable[str], otherwise: str | None = None) 
     known = list(choices)
     if close := nearest(word, known):
         return f"did you mean {close}?"
-    return f"write one of {', '.join(known)}" if otherwise is None else otherwise
+    one_of = "one of " if len(known) > 1 else ""
+    return f"write {one_of}{', '.join(known)}" if otherwise is None else otherwise
 
 
 def split_name(name: str) -> tuple[str, str]:

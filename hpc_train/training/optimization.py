@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
-from hpc_train.experiment.config.problems import unknown_argument
 from hpc_train.experiment.config.training_sections import OptimizerConfig, ScheduleConfig
 from hpc_train.experiment.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
 from hpc_train.experiment.topology.learning_rate import (
@@ -27,13 +26,14 @@ from hpc_train.experiment.topology.learning_rate import (
     Schedule,
     ScheduleArguments,
 )
-from hpc_train.experiment.validate.part_rules import (
+from hpc_train.experiment.validate.optimizer_rules import (
     UNUSABLE_OPTIMIZERS,
-    not_an_argument,
+    lacking_arguments,
     problem_of_optimizer,
     problem_of_schedule_name,
     unfit_fused_sgd,
 )
+from hpc_train.experiment.validate.part_rules import not_an_argument
 from hpc_train.training.distributed.precision import Precision
 from hpc_train.training.models.patterns import parameters_by_name, selected
 from hpc_train.training.strategies.pieces import local_part
@@ -254,27 +254,16 @@ def _arguments(
     taken = inspect.signature(kind).parameters
     scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
     arguments: Arguments = {"lr": config.lr * scale}
+    for problem in lacking_arguments(config, [*taken.keys() - {"self", "params", "kwargs"}]):
+        raise problem.as_error()
     for key in ("momentum", "weight_decay"):
-        if (value := getattr(config, key)) is None:
-            continue
-        if key not in taken:
-            raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; omit it")
-        arguments[key] = value
-    for index, group in enumerate(config.groups):
-        if group.weight_decay is not None and "weight_decay" not in taken:
-            raise BadFileError(f"{_KEY}.groups[{index}].weight_decay: {config.name} has none; omit it")
-    if not config.decay_norm_and_bias and "weight_decay" not in taken:
-        raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; omit it")
-    return arguments | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
-
-
-def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
-    if key in _OWN_KEYS:
-        raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
-    accepted = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
-    if key not in accepted:
-        raise unknown_argument(_ARGS, config.name, key, accepted).as_error()
-    return tuple(value) if isinstance(value, list) else value
+        if (value := getattr(config, key)) is not None:
+            arguments[key] = value
+    for key, value in config.args.items():
+        if key in _OWN_KEYS:
+            raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
+        arguments[key] = tuple(value) if isinstance(value, list) else value
+    return arguments
 
 
 def matched_groups(config: OptimizerConfig, model: nn.Module) -> dict[str, int]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hpc_train.errors import BadFileError, StorageError, TransientStorageError, UserError
 from hpc_train.experiment.config.training_sections import OptimizerConfig
 from hpc_train.experiment.topology.degrees import AXES, Degrees
-from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS
+from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import remove, verify
 from hpc_train.training.checkpoint import checkpointer as module

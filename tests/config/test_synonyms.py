@@ -9,7 +9,15 @@ from hpc_train.experiment.config.keys import all_keys, as_mapping, known_keys, m
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.remedies import in_flow
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
+from hpc_train.experiment.config.synonyms import (
+    _ALSO_CALLED,
+    ADVICE,
+    ADVICE_WITHIN,
+    KEYS,
+    KEYS_WITHIN,
+    SBATCH_KEYS,
+)
+from hpc_train.experiment.config.value_synonyms import VALUES
 
 
 def test_no_name_of_other_tools_has_two_keys() -> None:
@@ -19,14 +27,16 @@ def test_no_name_of_other_tools_has_two_keys() -> None:
 
 def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
     keys = {".".join(map(str, path)) for path in all_keys()}
-    free = ("model.args.", "optimization.optimizer.args.")
+    free = ("model.args.", "optimization.optimizer.args.", "parallel.args.")
     for key in KEYS.values():
         assert all(each in keys or each.startswith(free) for each in key.split(" and ")), key
     for section, called in KEYS_WITHIN.items():
         for name, key in called.items():
-            assert key in known_keys(section)
+            assert node_at((*section, key.split(".")[0])) is not None
             assert name not in known_keys(section)
     assert not KEYS.keys() & ADVICE.keys()
+    for section, advice in ADVICE_WITHIN.items():
+        assert not advice.keys() & {*known_keys(section), *KEYS_WITHIN.get(section, ())}
 
 
 def test_every_option_of_sbatch_with_a_key_leads_to_it() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpc_train.experiment.config.training_sections import OptimizerConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.validate.compatibility import NEED_WHOLE_PARAMETERS
-from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training.checkpoint.state import optimizer_tensors
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.precision import choose_precision

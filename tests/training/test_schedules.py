@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ScheduleConfig
 from hpc_train.experiment.topology import learning_rate
-from hpc_train.experiment.validate.part_rules import schedule_is_known
+from hpc_train.experiment.validate.optimizer_rules import schedule_is_known
 from hpc_train.training.optimization import make_schedule
 from tests.run.runs import small_experiment
 
@@ -137,13 +137,25 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
     [
         ({"name": "cosin"}, "schedule.name: there is no schedule 'cosin'; did you mean cosine"),
         ({"name": "timm/cosine"}, "there is no schedule 'timm/cosine'; did you mean cosine"),
-        ({"name": "cosine", "args": {"power": 2}}, "cosine takes no argument 'power'; it takes none"),
+        (
+            {"name": "cosine", "args": {"power": 2}},
+            "cosine takes no argument 'power'; take it out; cosine takes none",
+        ),
         ({"name": "poly", "args": {"powr": 2}}, "no argument 'powr'; did you mean 'power'"),
-        ({"name": "poly", "args": {"power": "2"}}, "power is '2'; write a number above 0"),
-        ({"name": "step"}, "takes every_epochs or every_steps and has neither"),
-        ({"name": "step", "args": {"every_epochs": 1, "every_steps": 2}}, "has both"),
-        ({"name": "multistep", "args": {"milestones_steps": 3}}, "write a list of numbers"),
-        ({"name": "exponential"}, "exponential needs 'gamma'"),
+        (
+            {"name": "poly", "args": {"power": "2"}},
+            "args.power: needs a number above 0, got the text '2'; write 1",
+        ),
+        (
+            {"name": "step"},
+            "step needs every_epochs or every_steps, which is missing; write args: ",
+        ),
+        (
+            {"name": "step", "args": {"every_epochs": 1, "every_steps": 2}},
+            "args.every_steps: can't be combined with every_epochs",
+        ),
+        ({"name": "multistep", "args": {"milestones_steps": 3}}, "needs a list of numbers above 0, got 3"),
+        ({"name": "exponential"}, "exponential needs gamma, which is missing; write args: "),
         (
             {"name": "cosine", "warmup_steps": 60},
             "schedule.warmup_steps: a warm-up of 60 steps is not shorter than the run",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,6 +37,8 @@ from hpc_train.experiment.validate.task_rules import remarks
 from tests.config.files import GOOD
 
 GOLDEN = Path(__file__).with_name("messages.golden")
+#: Mistakes of people who come from other tools.
+NEWCOMERS = Path(__file__).with_name("newcomers.golden")
 TEXT = """\
 name: letters
 task: causal_lm
@@ -52,8 +54,22 @@ DETECTION = TEXT.replace("causal_lm", "detection").replace("gpt", "torchvision/f
 MASKS = GOOD.replace("classification", "segmentation").replace(
     "digits\n", "segmentation_folder\n  root: x\n  args: {num_classes: 3}\n"
 )
+DIGITS = """\
+name: digits
+task: classification
+model:
+  name: timm/test_resnet
+data:
+  name: digits
+optimization:
+  epochs: 2
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
+"""
 FILES = {
     "good": GOOD,
+    "digits": DIGITS,
     "text": TEXT,
     "boxes": DETECTION.replace("text, root: some.txt", "coco, root: coco"),
     "masks": MASKS,
@@ -93,7 +109,9 @@ NAMES = {
     "datasets": ["CIFAR10", "Food101", "MNIST"],
     "smp": ["unet", "fpn"],
     "smp_encoders": ["resnet18", "resnet34"],
-    "timm_optimizers": ["adamw", "adamp", "lamb", "sgdp", "lion"],
+    "timm_optimizers": ["adamw", "adamp", "lamb", "sgdp", "lion", "muon"],
+    "timm_optimizers/lamb": ["params", "lr", "betas", "eps", "weight_decay", "max_grad_norm"],
+    "timm_optimizers/lion": ["params", "lr", "betas", "weight_decay", "caution"],
 }
 #: Facts of models, as the child process reports them (tests/strategies/test_model_facts.py).
 FACTS: dict[str, dict[str, Any]] = {
@@ -127,10 +145,10 @@ def answer(question: str | None) -> dict[str, Any]:
     return facts
 
 
-def cases() -> dict[str, list[str]]:
-    """Return the lines below each case of the golden file; those of comments have none."""
+def cases(golden: Path = GOLDEN) -> dict[str, list[str]]:
+    """Return the lines below each case of a golden file; those of comments have none."""
     rows: dict[str, list[str]] = {}
-    for line in GOLDEN.read_text(encoding="utf-8").splitlines():
+    for line in golden.read_text(encoding="utf-8").splitlines():
         if line.startswith((">", "#")):
             assert line not in rows, f"twice: {line}"
             rows[line] = []
@@ -142,17 +160,30 @@ def cases() -> dict[str, list[str]]:
 def lines_of(case: str) -> list[str]:
     """Return the code and the line of each problem of a case, in a temporary folder."""
     name, *changes = case.removeprefix("> ").split(" | ")
-    with TemporaryDirectory() as folder, chdir(folder), pytest.MonkeyPatch.context() as patch:
+    with without_libraries() as patch:
         for file, content in MODULES.items() if name in {"own", "images"} else ():
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(content)
+        found = list(_lines(FILES[name], [_unescaped(change) for change in changes], patch))
+        assert all(isinstance(line, ProblemLine) and line.code for line in found), found
+        return [f"{line.code}  {line}" for line in found if isinstance(line, ProblemLine)]
+
+
+@contextmanager
+def without_libraries() -> Iterator[pytest.MonkeyPatch]:
+    """In a temporary folder, with the names and facts of ``answer`` in place of those of timm and others."""
+    with TemporaryDirectory() as folder, chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_facts, "_answer", answer)
         patch.setattr(model_facts, "_refusals", {})
         patch.setattr("sys.executable", "python")
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        found = list(_lines(FILES[name], [_unescaped(change) for change in changes], patch))
-        assert all(isinstance(line, ProblemLine) and line.code for line in found), found
-        return [f"{line.code}  {line}" for line in found if isinstance(line, ProblemLine)]
+        yield patch
+
+
+def text_of(case: str) -> str:
+    """Return the content of the file of a case that only changes the file."""
+    name, *changes = case.removeprefix("> ").split(" | ")
+    return changed(FILES[name], [_unescaped(change) for change in changes])[0]
 
 
 def _unescaped(text: str) -> str:
@@ -160,23 +191,16 @@ def _unescaped(text: str) -> str:
 
 
 def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator[str]:
-    overrides, ranks = [], None
-    for change in changes:
-        old, arrow, new = change.partition(" -> ")
-        if change.startswith("+ "):
-            text += change[2:]
-        elif change.startswith("= "):
-            text = change[2:]
-        elif change.startswith("without "):
+    ranks = None
+    text, others = changed(text, changes)
+    for change in others:
+        if change.startswith("without "):
             missing = change.removeprefix("without ")
             patch.setattr(logging_rules, "find_spec", lambda name, missing=missing: name != missing or None)
         elif change.startswith("ranks "):
             ranks = [int(number) for number in change.removeprefix("ranks ").split("/")]
-        elif arrow:
-            assert old in text, f"not in the file: {old}"
-            text = text.replace(old, new)
-        elif change not in ("own parts", "remarks"):
-            overrides.append(change)
+    words = ("without ", "ranks ", "own parts", "remarks")
+    overrides = [change for change in others if not change.startswith(words)]
     Path("exp.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     try:
         loaded = load(Path("exp.yaml"), overrides)
@@ -184,6 +208,23 @@ def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator
         yield from error.problems
         return
     yield from _later_lines(loaded, changes, ranks)
+
+
+def changed(text: str, changes: list[str]) -> tuple[str, list[str]]:
+    """Return the file after the changes of its text, and the changes of other kinds."""
+    others = []
+    for change in changes:
+        old, arrow, new = change.partition(" -> ")
+        if change.startswith("+ "):
+            text += change[2:]
+        elif change.startswith("= "):
+            text = change[2:]
+        elif arrow:
+            assert old in text, f"not in the file: {old}"
+            text = text.replace(old, new)
+        else:
+            others.append(change)
+    return text, others
 
 
 def _later_lines(loaded: Loaded, changes: list[str], ranks: list[int] | None) -> Iterator[str]:
@@ -197,11 +238,12 @@ def _later_lines(loaded: Loaded, changes: list[str], ranks: list[int] | None) ->
 
 
 def main() -> None:
-    """Write the golden file again."""
-    rows: list[str] = []
-    for case in cases():
-        rows += [case, *(lines_of(case) if case.startswith(">") else [])]
-    GOLDEN.write_text("\n".join(rows) + os.linesep, encoding="utf-8")
+    """Write the golden files again."""
+    for golden in (GOLDEN, NEWCOMERS):
+        rows: list[str] = []
+        for case in cases(golden):
+            rows += [case, *(lines_of(case) if case.startswith(">") else [])]
+        golden.write_text("\n".join(rows) + os.linesep, encoding="utf-8")
 
 
 if __name__ == "__main__":

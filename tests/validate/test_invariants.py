@@ -292,8 +292,11 @@ SHARED = {
             experiment, cast(Any, SimpleNamespace(model=nn.BatchNorm1d(1)))
         ),
     ),
-    "training.optimization._checked: not_an_argument": Shared(
+    "training.optimization._arguments: not_an_argument": Shared(
         {"optimization.optimizer": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}}}, optimize
+    ),
+    "training.optimization._arguments: lacking_arguments": Shared(
+        {"optimization.optimizer": {"name": "adamw", "lr": 0.1, "momentum": 0.9}}, optimize
     ),
     "training.optimization._find: problem_of_optimizer": Shared(
         {"optimization.optimizer": {"name": "adamx", "lr": 0.1}}, optimize
@@ -328,10 +331,16 @@ SHARED = {
         lambda experiment: load_part("strategies", experiment.parallel.strategy),
     ),
     "registry.load: tasks": Shared(
-        {"task": "classify"}, lambda experiment: load_part("tasks", experiment.task)
+        {"task": "classify"},
+        lambda experiment: load_part("tasks", experiment.task),
+        unnamed=("did you mean classification?", "write classification"),
     ),
-    "registry.load: models": Shared({"model.name": "tim/resnet18"}, build),
-    "registry.load: datasets": Shared({"data.name": "imagefolders"}, read),
+    "registry.load: models": Shared(
+        {"model.name": "tim/resnet18"}, build, unnamed=("did you mean timm?", "write timm/resnet18")
+    ),
+    "registry.load: datasets": Shared(
+        {"data.name": "imagefolders"}, read, unnamed=("did you mean imagefolder?", "write imagefolder")
+    ),
 }
 #: What commands check of the data, beside the file: shown to be the same by tests/data_facts.
 OF_THE_DATA = {"misplaced"}

@@ -63,7 +63,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("slurm.nodes=2-4", "slurm.nodes", "2-4"),
         ("slurm.time_limit=24:00:00", "slurm.time_limit", 1440),
         ("environment.modules=[cuda/12, gcc]", "environment.modules", ["cuda/12", "gcc"]),
-        ("optimization.optimizer.args.a.b=on", "optimization.optimizer.args", {"a": {"b": "on"}}),
+        ("model.args.a.b=on", "model.args", {"a": {"b": "on"}}),
         (
             "sweep.grid.optimization.optimizer.lr=[0.1, 0.2]",
             "sweep.grid",
@@ -76,7 +76,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("sweep.grid=null", "sweep.grid", {}),
         ("data.augment=", "data.augment", AugmentConfig()),
         ("slurm.time_limit=null", "slurm.time_limit", None),
-        ("optimization.optimizer.args.a=null", "optimization.optimizer.args", {"a": None}),
+        ("model.args.a=null", "model.args", {"a": None}),
         ("early_stopping={metric: val/loss, mode: min, patience: 3}", "early_stopping.metric", "loss"),
         ("checkpoint.best={metric: val/accuracy, mode: max}", "checkpoint.best.metric", "accuracy"),
     ],

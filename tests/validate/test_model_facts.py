@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import threading
@@ -12,7 +13,7 @@ import pytest
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.layer_rules import layer_facts
-from hpc_train.experiment.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training import optimization
 from tests.config.files import GOOD, problems_of
 from tests.end_to_end.runs import wait_for
@@ -200,6 +201,9 @@ def test_the_real_child_knows_timm_and_torchvision() -> None:
 def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     assert set(TORCH_OPTIMIZERS) >= optimization._torch_classes().keys()
     assert not UNUSABLE_OPTIMIZERS.keys() & set(TORCH_OPTIMIZERS)
+    for name, kind in optimization._torch_classes().items():
+        arguments = inspect.signature(kind).parameters.keys() - {"params", "lr"}
+        assert set(TORCH_OPTIMIZERS[name].split()) == arguments, name
 
 
 @pytest.mark.parametrize(("override", "said"), [

@@ -19,7 +19,7 @@ _WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", re.ASCII)
 #: Of keys in hours: keeps deadlines within what a ``timedelta`` holds.
 MAX_HOURS = 1_000_000
-FORMS = "90min, 24h, 2d, 24:00:00 or 2-12:00:00"
+FORMS = "24h, or a duration like 90min, 2d, 24:00:00 or 2-12:00:00"
 
 
 def parse_duration_min(text: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,35 +11,31 @@ from pydantic import ValidationError
 
 from hpc_train.experiment.config.fields import Arguments, Section
 from hpc_train.experiment.config.json_schema import Node, cached_schema, section_schema
-from hpc_train.experiment.config.keys import (
-    as_mapping,
-    child,
-    known_keys,
-    meant_path,
-    members,
-    node_at,
-    unknown_key,
+from hpc_train.experiment.config.keys import as_mapping, child, known_keys, meant_path, members, node_at
+from hpc_train.experiment.config.problems import (
+    MAX_PROBLEMS,
+    KeyPath,
+    Problem,
+    shown,
+    unknown_argument_problem,
 )
-from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, unknown_argument
-from hpc_train.experiment.config.remedies import in_flow, remedy
+from hpc_train.experiment.config.remedies import in_flow, remedy, usual_mode
+from hpc_train.experiment.config.translations import target_of, unknown_keys
 from hpc_train.registry import nearest
-
-#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
-_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
-_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
 
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
-    return _explained(error, data, cached_schema(), unknown_key, meant_path)
+    return _explained(error, data, cached_schema(), lambda path: unknown_keys(path, data), target_of)
 
 
 def args_problems(path: KeyPath, owner: str, section: type[Section], args: Arguments) -> list[Problem]:
     """Return one problem per invalid key of ``args``, the arguments under ``path`` of the part ``owner``."""
     keys = sorted(section.model_fields)
 
-    def unknown(below: KeyPath) -> Problem:
-        return replace(unknown_argument(below, owner, str(below[-1]), keys), on_key=True, code="key.unknown")
+    def unknown(below: KeyPath) -> Iterable[Problem]:
+        problem = unknown_argument_problem(below, owner, str(below[-1]), keys)
+        return [replace(problem, on_key=True, code="key.unknown")]
 
     try:
         section.model_validate(args)
@@ -55,21 +50,28 @@ def _explained(
     error: ValidationError,
     data: dict[str, Any],
     schema: Node,
-    unknown: Callable[[KeyPath], Problem],
+    unknown: Callable[[KeyPath], Iterable[Problem]],
     meant: Callable[[KeyPath], Sequence[object] | None],
 ) -> list[Problem]:
     """Return one problem per key of ``data``, which ``schema`` describes.
 
-    ``unknown``: returns the problem with an unknown key. ``meant``: returns the key that it probably means.
+    ``unknown``: returns the problems with an unknown key. ``meant``: returns the key that it probably means.
     """
     problems: dict[KeyPath, Problem] = {}
     for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
         if entry["type"] == "extra_forbidden":
-            problem = unknown(_key_path(entry["loc"], schema))
+            of_entry = unknown(_key_path(entry["loc"], schema))
         else:
-            problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data, schema)
-        problems.setdefault(problem.path, problem)
+            of_entry = [_problem(entry["type"], entry["loc"], entry.get("ctx", {}), data, schema)]
+        for problem in islice(of_entry, MAX_PROBLEMS + 1):
+            problems.setdefault(problem.path, problem)
     misspelt = {meant(path) for path, problem in problems.items() if _is_unknown(problem)}
+    # Swept keys beside ``parameters`` belong there.
+    misspelt |= {
+        (*path[:-1], "parameters")
+        for path, problem in problems.items()
+        if problem.remedy.startswith("write parameters: ")
+    }
     # A misspelt key is not reported as missing as well.
     return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
 
@@ -84,8 +86,14 @@ def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
         path = problem.path
         if not _is_unknown(problem) and not _is_free(path):
             failed.add(path)
-        elif meant := meant_path(path):
+        elif meant := target_of(path):
             failed.add(meant)
+        if _is_unknown(problem):
+            # The first part that is not in the schema, which may wrap the key.
+            end = next(
+                end for end in range(1, len(path) + 1) if node_at(path[:end]) is None or end == len(path)
+            )
+            failed.add(path[:end])
         if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in value_at(data, path[:-1])):
             failed.add(path[:-1])
     return failed
@@ -107,7 +115,7 @@ def _is_missing(problem: Problem) -> bool:
 def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any], schema: Node) -> Problem:
     path = _key_path(loc, schema)
     if kind == "missing" and isinstance(path[-1], str):
-        example = _mode(path, data) if path[-1] == "mode" else _example_of(_node(path, schema))
+        example = _example_for(path, data) or _example_of(_node(path, schema))
         return Problem(path, "is missing", f"write {path[-1]}: {example}", code="key.missing")
     if loc[-1] == "[key]":
         rule = _node(path[:-1], schema).get("propertyNames", {}).get("patternErrorMessage", "a name")
@@ -166,22 +174,28 @@ def _example_of(node: Node) -> str:
         return wanted(node)
     example = in_flow(node["examples"][0])
     is_number = any(member.get("type") in {"integer", "number"} for member in members(node))
-    return f"{wanted(node)}, like {example}" if is_number else example
+    return f"{example}, or {wanted(node)}" if is_number else example
 
 
-def _mode(path: KeyPath, data: dict[str, Any]) -> str:
-    """Return the mode that fits the metric beside it, or both where it is not known which fits."""
+def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
+    """Return the value of a missing key that follows from the keys beside it; None if none does."""
     section = value_at(data, path[:-1])
-    metric = str(section.get("metric") if isinstance(section, dict) else "")
-    return usual_mode(metric) or wanted(node_at(path) or {})
+    named = section if isinstance(section, dict) else {}
+    if path == ("data", "name"):
+        return (
+            "imagefolder"
+            if any(key == "root" or _means((*path[:-1], key), "root") for key in named)
+            else None
+        )
+    if path[-1] != "mode":
+        return None
+    metrics = [named[key] for key in named if key == "metric" or _means((*path[:-1], key), "metric")]
+    return usual_mode(str(metrics[0])) if metrics else None
 
 
-def usual_mode(metric: str) -> str | None:
-    """Return the mode for which a better value of the metric is better, by the words of its name."""
-    words = set(re.split(r"[^a-z0-9]+", metric))
-    if words & _FALLING:
-        return "min"
-    return "max" if words & _RISING else None
+def _means(path: KeyPath, key: str) -> bool:
+    """Return True if another tool's key means ``key`` beside it: ``monitor`` means ``metric``."""
+    return meant_path(path) == (*path[:-1], key)
 
 
 def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:

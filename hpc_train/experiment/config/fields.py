@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import (
@@ -30,6 +31,10 @@ MODULE_PATTERN = r"[A-Za-z0-9_.][A-Za-z0-9_.+/-]{0,127}"
 SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f\x7f]{0,1023}"""
 
 
+#: A time limit without a unit from this number on is probably in minutes.
+_MANY_HOURS = 60
+
+
 def pattern(regex: str, rule: str) -> Any:
     """Accept text that matches the pattern; ``rule`` describes it with an example, for editors and errors."""
     # Anchored at the very end: "$" would let a newline through.
@@ -45,7 +50,8 @@ def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+        meant, other = ("min", "h") if value >= _MANY_HOURS else ("h", "min")
+        raise ValueError(f"a bare number has no unit; write {value}{meant}, or {value}{other}")
     raise ValueError(f"needs a duration; write {FORMS}")
 
 
@@ -62,12 +68,22 @@ Name = Annotated[
         "cifar10-resnet50",
     ),
 ]
+
+
+def _of_provider(name: str, alias: str) -> AfterValidator:
+    """Accept ``alias`` as the name of the provider ``name``."""
+    return AfterValidator(lambda text: re.sub(rf"^{alias}(?=/|$)", name, text))
+
+
 ModelName = Annotated[
-    str, pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
+    str,
+    pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory"),
+    _of_provider("hf", alias="huggingface"),
 ]
 DataName = Annotated[
     str,
     pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
+    _of_provider("huggingface", alias="hf"),
 ]
 FactoryName = Annotated[str, pattern(OWN_PART_PATTERN, "package.module:factory, like my_transforms:train")]
 #: Slurm stores it in 16 bits.

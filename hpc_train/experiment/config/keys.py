@@ -106,7 +106,7 @@ def meant_path(path: KeyPath) -> KeyPath | None:
     if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
         return (*path[:-1], unspaced[0])
     if beside := key_beside(path):
-        return (*path[:-1], beside)
+        return (*path[:-1], *beside.split("."))
     if called := key_for(path):
         meant = tuple(called.partition(" ")[0].split("."))
         return meant if meant != path else None
@@ -156,8 +156,10 @@ def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
     elsewhere = _elsewhere(path)
     if meant is None and elsewhere:
         meant = elsewhere[0]
+    known = known_keys(path[:-1])
     if meant is None:
-        return f"take it out, or write one of {', '.join(known_keys(path[:-1]))}"
+        keys = f"; {dotted(path[:-1]) or 'the file'} has the keys {', '.join(known)}" if known else ""
+        return f"take it out{keys}"
     if rest and _exists(dotted(meant), rest):
         return f"did you mean {dotted((*meant, *rest))}?"
     return f"did you mean {meant[-1] if meant[:-1] == path[:-1] else dotted(meant)}?"

@@ -68,6 +68,9 @@ FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_WORD = re.compile(r"\s*([A-Za-z_]\w*)\s*$")
+_BEFORE_BRACE = re.compile(r"\s*([A-Za-z_]\w*) \{")
+_EQUALS = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(\S.*)")
 _LINE_BREAK = re.compile("\r\n|\r|\n")
 
 #: A part of PyYAML's message → what to write instead.
@@ -339,11 +342,59 @@ class _Reading:
 
 def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:
     reason = ", ".join(part for part in (error.context, error.problem) if part)
-    remedy = _blank_remedy(error, text) or next(
-        (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
+    remedy = (
+        _blank_remedy(error, text)
+        or _line_remedy(error, text)
+        or next(
+            (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
+        )
     )
-    place = _place(error.problem_mark or error.context_mark)
+    is_unclosed = error.context_mark is not None and _ends_the_file(error, text)
+    place = _place(error.context_mark if is_unclosed else error.problem_mark or error.context_mark)
     return _UnreadableError("yaml.syntax", f"is not valid YAML: {reason}", remedy, place)
+
+
+def _ends_the_file(error: yaml.MarkedYAMLError, text: str) -> bool:
+    """Return True if the parser found nothing wrong until the end: a quote or bracket is not closed."""
+    return error.problem_mark is not None and error.problem_mark.line >= len(_LINE_BREAK.split(text.rstrip()))
+
+
+def _line_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
+    """Return the remedy if the error shows how a line must be indented, or what it must have."""
+    lines, mark = _LINE_BREAK.split(text), error.problem_mark
+    if mark is None or mark.line >= len(lines):
+        return None
+    if "${" in lines[mark.line]:
+        return "write the value itself; variables like ${name} are not filled in"
+    above = lines[mark.line - 1] if mark.line else ""
+    problem, before = str(error.problem), lines[mark.line][: mark.column]
+    if problem.startswith("expected ',' or '}'") and (key := re.search(r"[\w.]+ ([A-Za-z_]\w*)$", before)):
+        return f"put a comma before {key[1]} on line {mark.line + 1}"
+    if (
+        "expected ':'" in problem
+        and error.context_mark
+        and (word := _WORD.match(lines[error.context_mark.line]))
+    ):
+        return f"put a colon after {word[1]} on line {error.context_mark.line + 1}"
+    if problem.startswith("mapping values are not allowed") and (word := _BEFORE_BRACE.match(before)):
+        return f"put a colon after {word[1]} on line {mark.line + 1}"
+    if above.lstrip().startswith("- ") and not lines[mark.line].lstrip().startswith("- "):
+        return f"take the - out of line {mark.line}"
+    if problem.startswith("mapping values are not allowed") and mark.line:
+        if equals := _EQUALS.fullmatch(above.strip()):
+            return f"write {equals[1]}: {shortened(equals[2])} on line {mark.line}"
+        if _indentation(above) < _indentation(lines[mark.line]):
+            return f"indent line {mark.line} like line {mark.line + 1}"
+    if problem.startswith("expected <block end>") and mark.line:
+        number = mark.line + 1
+        has_neighbor = number < len(lines) and _indentation(lines[number]) == _indentation(lines[mark.line])
+        odd, like = (number - 1, number) if has_neighbor else (number, number - 1)
+        return f"indent line {odd} like line {like}"
+    return None
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
 
 
 def _blank_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:

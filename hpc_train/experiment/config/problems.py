@@ -129,11 +129,16 @@ class Source:
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
-def unknown_argument(section: KeyPath, owner: str, name: str, known: Sequence[str]) -> Problem:
-    """Return what is wrong with an argument in ``section`` that ``owner`` does not take."""
-    hint = nearest(name, known)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    remedy = f"did you mean {hint!r}?" if hint else takes
+def unknown_argument_problem(
+    section: KeyPath, owner: str, name: str, known: Sequence[str], meant: str | None = None
+) -> Problem:
+    """Return the problem with an argument in ``section`` that ``owner`` does not take.
+
+    ``meant``: the argument that other tools call so.
+    """
+    hint = meant if meant in known else nearest(name, known)
+    takes = f"{shortened(owner)} takes {', '.join(known) or 'none'}"
+    remedy = f"did you mean {hint!r}?" if hint else f"take it out; {takes}"
     return Problem(section, f"{owner} takes no argument {name!r}", remedy, code="arguments.unknown")
 
 

@@ -11,20 +11,53 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.durations import seconds_in
 from hpc_train.experiment.config.fields import OWN_PART_PATTERN
 from hpc_train.experiment.config.json_schema import Node
-from hpc_train.experiment.config.keys import GRID, PARAMETERS, as_mapping, child, members, node_at
+from hpc_train.experiment.config.keys import (
+    GRID,
+    NOT_IDENTITY,
+    PARAMETERS,
+    as_mapping,
+    child,
+    members,
+    node_at,
+)
 from hpc_train.experiment.config.marked_yaml import read_value, resolve_scalar
-from hpc_train.experiment.config.problems import KeyPath, shown, split_at_colon, with_blank
-from hpc_train.experiment.config.synonyms import value_for
-from hpc_train.registry import as_factory, nearest, parts
+from hpc_train.experiment.config.problems import KeyPath, dotted, related, shown, split_at_colon, with_blank
+from hpc_train.experiment.config.value_synonyms import value_for
+from hpc_train.registry import as_factory, nearest
 
-#: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
-_MAIN_KEYS = ("name", "strategy")
+#: Keys of sections that people may know by a value alone: ``parallel: fsdp``, ``ema: 0.999``.
+_MAIN_KEYS = (
+    "name", "strategy", "metric", "project", "decay", "patience", "every_epochs", "every_steps", "rank",
+    "brightness", "partition",
+)  # fmt: skip
+#: Section → a key without which it is not complete, beside those that the schema requires.
+_ALSO_NEEDED: dict[KeyPath, str] = {("early_stopping",): "patience"}
+#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
+_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
+_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
+#: Key → what to do instead of writing a list, as other tools have one.
+_LISTS: dict[KeyPath, str] = {
+    ("data", "transform"): "take it out; data.image_size and data.augment transform the images",
+    ("data", "normalize"): "write {mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}",
+}
 _NUMBERS = {"integer", "number"}
+#: Type of a number → the schema's types that accept it.
+_TYPES = {int: ("integer", "number"), float: ("number",)}
 _GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
 _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
 #: ``0,1`` or ``50,000``
 _COMMA = re.compile(r"[+-]?(\d+),(\d+)(?:[eE][+-]?\d+)?")
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+#: An option of sbatch and its value.
+_OPTION = re.compile(r"--([a-z-]+)(?:[= ]([^\s-]\S*))?")
+_TRUTH = re.compile(r"(yes|on|y|true)\b|(?:no|off|n|false)\b")
+#: Text that is a path and not a name.
+_PATH = re.compile(r"(/|\./|\.\./|~|[A-Za-z]:\\)")
+#: Keys whose value is a size in pixels.
+_SIZES = ("image_size", "eval_size")
+_MAX_CHANNELS = 4
+#: Longer text is not looked through for numbers.
+_LONG = 100
 #: Suffix of a key → its unit, and its seconds if it is of time.
 _UNITS = {"_min": ("minutes", 60), "_s": ("seconds", 1), "_h": ("hours", 3600), "_gb": ("GB", None)}
 #: Integers that a float represents exactly; above it the intended value is unknown.
@@ -34,19 +67,34 @@ _LARGE = 2**53
 def remedy(path: KeyPath, node: Node, value: object) -> str:
     """Return what to write at ``path``, whose node does not accept ``value``."""
     types = {member.get("type") for member in members(node)}
-    if meant := value_for(path, value):
+    section = as_mapping(node)
+    if isinstance(value, list) and path in _LISTS:
+        return _LISTS[path]
+    if path == ("data", "name") and isinstance(value, str) and _PATH.match(value):
+        return f"write name: imagefolder, root: {in_flow(shortened(value))}"
+    # ``precision: true`` and ``normalize: true`` are names of values, too.
+    meant = value_for(path, path[-1] if value is True else value)
+    if meant and types != {"object"}:
         return f"write {meant}"
     if value is None:
-        return "write a value" if _is_required(path) else "write a value, or take the key out"
-    section = as_mapping(node)
+        example = node.get("examples")
+        needed = f"write {in_flow(example[0])}, or another value" if example else "write a value"
+        return needed if _is_required(path) else "take it out, or write a value"
     if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
         return with_blank(*unspaced)
     if path[:-1] in PARAMETERS and isinstance(value, list) and value:
         return _remedy_for_values(value)
     if section and types == {"object"}:
         return _remedy_for_section(path, section, value)
+    if path[-1] in _SIZES and (sides := _sides(value)):
+        return f"write {sides}"
     if isinstance(value, str):
-        return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
+        return in_unit_of(path, value, node) or _remedy_for_text(path, value, node, types)
+    return _remedy_for_value(path, value, node, types)
+
+
+def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[object]) -> str:
+    """Return what to write in place of a value that is not text."""
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
         return f"write {int(value)}"
     if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
@@ -55,52 +103,139 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
         return "write a finite number"
     if isinstance(value, dict) and path[:-1] == GRID:
         return _remedy_for_nested(path, value)
+    if isinstance(value, dict) and len(value) == 1 and fits(node, inner := next(iter(value.values()))):
+        return f"write {in_flow(inner)}"
+    if isinstance(value, list) and len(value) == 1 and fits(node, value[0]):
+        return f"write {in_flow(value[0])}"
+    if isinstance(value, list) and value and "array" not in types and is_swept(path):
+        return _remedy_for_swept(path, value, node)
     if "array" in types and not isinstance(value, list):
-        takes_any = not isinstance(value, dict) and members(child(node, 0) or {}) == [{}]
-        return f"write a list: {in_flow([value]) if takes_any else '[a, b]'}"
+        items = child(node, 0) or {}
+        if any("prefixItems" in member for member in members(node)) and fits(items, value):
+            return f"write {in_flow([value, 2 * cast(Any, value)])}"
+        if not isinstance(value, dict) and (fits(items, value) or members(items) == [{}]):
+            return f"write {in_flow([value])}"
     return _example(node, types)
 
 
+def is_swept(path: KeyPath) -> bool:
+    """Return True if a sweep can vary the key."""
+    return path[0] != "sweep" and not any(related(path, tuple(key.split("."))) for key in NOT_IDENTITY)
+
+
+def _remedy_for_swept(path: KeyPath, values: list[Any], node: Node) -> str:
+    """Return what to write in place of a list of values, each of which is probably meant for a run."""
+    grid = {"grid": {dotted(path): values}}
+    one = next((value for value in values if fits(node, value)), None)
+    if one is None:
+        return _example(node, {member.get("type") for member in members(node)})
+    return f"write {in_flow(one)}, and for a run with each of them sweep: {shortened(in_flow(grid), 200)}"
+
+
 def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
-    """Return the section to write in place of a single value, which is probably its most important key's."""
-    required = list(section.get("required", []))
-    main = next((key for key in _MAIN_KEYS if key in section.get("properties", {})), None)
-    written = [f"{key}: …" for key in required if key != main]
-    if main is not None and isinstance(value, str) and value.strip():
-        is_timms = path == ("model",) and value.isidentifier() and value not in parts("models")
-        given = f"{main}: {in_flow(f'timm/{shortened(value)}' if is_timms else shortened(value))}"
-        return f"write {{{', '.join([given, *written])}}}"
-    if required:
-        return f"write {{{', '.join(f'{key}: …' for key in required)}}}"
-    return "write {} for the defaults" if value is True else _remedy_for_keys(section, value)
+    """Return the section to write in place of a value that is not a mapping."""
+    if value is False:
+        return "take it out"
+    if path == ("slurm", "extra") and isinstance(value, str) and (options := _OPTION.findall(value[:_LONG])):
+        return f"write {in_flow({name: resolve_scalar(text) if text else True for name, text in options})}"
+    if (written := section_like(path, value)) is not None:
+        return f"write {shortened(in_flow(written), 200)}"
+    keys = ", ".join(section.get("properties", {}))
+    return "write its keys, like {key: value}" + (f", where key is one of {keys}" if keys else "")
 
 
-def _remedy_for_keys(section: Node, value: object) -> str:
-    """Return the keys to write in a section without required ones; those that the value names come first."""
-    nodes = section.get("properties", {})
-    named = value if isinstance(value, list) else [value]
-    found = [nearest(each, nodes) for each in named if isinstance(each, str)]
-    if found and len(found) == len(named) and None not in found:
-        return f"write {{{', '.join(f'{key}: {_value_like(nodes[key])}' for key in found)}}}"
-    keys = f", where key is one of {', '.join(nodes)}" if nodes else ""
-    return f"write its keys, like {{key: value}}{keys}"
+def section_like(path: KeyPath, value: object) -> dict[str, Any] | None:
+    """Return the section to write at ``path`` in place of ``value``; None if nothing suggests its keys."""
+    keys = (as_mapping(node_at(path) or {}) or {}).get("properties", {})
+    if value is True:
+        return completed(path, {})
+    if isinstance(value, list):
+        return _section_of_list(path, value, keys)
+    if path == ("data",) and isinstance(value, str) and _PATH.match(value):
+        return {"name": "imagefolder", "root": value}
+    meant = {key: value_for((*path, key), value) or value for key in keys}
+    named = [key for key, node in keys.items() if str(meant[key]) in _choices(node)]
+    main = [key for key in _MAIN_KEYS if key in keys and fits(keys[key], meant[key])]
+    key = next(iter([*named, *main]), None)
+    return _section_of_names([value], path, keys) if key is None else completed(path, {key: meant[key]})
 
 
-def _value_like(node: Node) -> str:
-    """Return a value of a key for an example; ``…`` where only the user knows one."""
+def _section_of_list(path: KeyPath, values: list[Any], keys: dict[str, Node]) -> dict[str, Any] | None:
+    """Return the section whose keys are named in a list: ``logging: [wandb, csv]``."""
+    if path == ("sweep",) and all(isinstance(value, dict) for value in values):
+        return {"list": values}
+    if path == GRID and all(isinstance(value, dict) for value in values):
+        return {key: [value[key] for value in values if key in value] for value in values for key in value}
+    if "name" in keys and values and isinstance(values[0], str):
+        return section_like(path, values[0])
+    return _section_of_names(values, path, keys)
+
+
+def _section_of_names(values: list[Any], path: KeyPath, keys: dict[str, Node]) -> dict[str, Any] | None:
+    """Return the section with examples of the keys that the values name; None if one is not a key."""
+    names = [nearest(value, keys) for value in values if isinstance(value, str)]
+    if not names or len(names) < len(values):
+        return None
+    examples = {name: _value_like((*path, name), keys[name]) for name in names if name is not None}
+    return None if None in examples.values() else examples or None
+
+
+def completed(path: KeyPath, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section with examples of the required keys that it lacks."""
+    mapping = as_mapping(node_at(path) or {}) or {}
+    needed = [*mapping.get("required", []), *filter(None, [_ALSO_NEEDED.get(path)])]
+    missing = {key: mapping["properties"][key]["examples"][0] for key in needed if key not in section}
+    if "mode" in missing:
+        missing["mode"] = usual_mode(str((missing | section).get("metric"))) or missing["mode"]
+    return {
+        key: (missing | section)[key] for key in [*needed, *(key for key in section if key not in needed)]
+    }
+
+
+def usual_mode(metric: str) -> str | None:
+    """Return the mode for which a better value of the metric is better, by the words of its name."""
+    words = set(re.split(r"[^a-z0-9]+", metric))
+    if words & _FALLING:
+        return "min"
+    return "max" if words & _RISING else None
+
+
+def fits(node: Node, value: object) -> bool:
+    """Return True if a value, no list or mapping, has a type, the bounds and the form of the node."""
+    return any(_fits(member, value) for member in members(node))
+
+
+def _fits(member: Node, value: object) -> bool:
+    if choices := _choices(member):
+        return value in choices
+    if isinstance(value, bool) or member.get("type") == "boolean":
+        return isinstance(value, bool) and member.get("type") == "boolean"
+    if isinstance(value, str):
+        return member.get("type") == "string" and bool(re.search(member.get("pattern", ""), value))
+    if not isinstance(value, int | float) or member.get("type") not in _TYPES[type(value)]:
+        return False
+    low, high = member.get("minimum", value), member.get("maximum", value)
+    above, below = member.get("exclusiveMinimum", -math.inf), member.get("exclusiveMaximum", math.inf)
+    return bool(low <= value <= high and above < value < below)
+
+
+def _value_like(path: KeyPath, node: Node) -> Any:
+    """Return a value of a key for an example."""
     first = members(node)[0]
     if first.get("type") == "object":
-        return f"{{{', '.join(f'{key}: …' for key in first.get('required', []))}}}"
+        return completed(path, {})
     if first.get("type") == "boolean":
-        return "true"
-    return str(_number_like(first, node)) if first.get("type") in _NUMBERS else "…"
+        return True
+    if first.get("type") in _NUMBERS:
+        return _number_like(first, node)
+    return next(iter(_choices(node)), node.get("default"))
 
 
 def _remedy_for_values(values: list[Any]) -> str:
     """Return the distribution to write in place of a list of values."""
     shown_values = shortened(in_flow(values))
     are_bounds = len(values) == 2 and all(type(each) in {int, float} for each in values)
-    between = f" or {{uniform: {shown_values}}}" if are_bounds else ""
+    between = f", or {{uniform: {shown_values}}}" if are_bounds else ""
     return f"write {{choice: {shown_values}}}{between}"
 
 
@@ -116,11 +251,16 @@ def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
 
 def _example(node: Node, types: set[object]) -> str:
     """Return what to write where the message already says what the key takes."""
-    if types == {"boolean"} or (types == {"string"} and _choices(node)):
-        return "write one of them"
+    if types == {"string"} and (choices := _choices(node)):
+        return f"write {choices[0]}"
     if numbers := [member for member in members(node) if member.get("type") in _NUMBERS]:
         return f"write a number like {_number_like(numbers[0], node)}"
-    return "write text of this form" if "string" in types else "write a list of this form"
+    if "boolean" in types:
+        return "write true"
+    if "string" in types:
+        return "write text of this form"
+    like = re.search(r"like ([^ ,;]+)", str((child(node, 0) or {}).get("patternErrorMessage")))
+    return f"write {in_flow([like[1]])}" if like else "write a list of this form"
 
 
 def _number_like(number: Node, node: Node) -> float:
@@ -133,7 +273,7 @@ def _number_like(number: Node, node: Node) -> float:
     return 0.5 if max(number.get("maximum", 2), number.get("exclusiveMaximum", 0)) <= 1 else 0.1
 
 
-def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
+def _remedy_for_text(path: KeyPath, value: str, node: Node, types: set[object]) -> str:
     if choices := _choices(node):
         close = nearest(value, choices) or nearest(value.lower(), choices)
         return f"did you mean {close}?" if close else _example(node, types)
@@ -142,20 +282,44 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
     if types & {"integer", "number"} and (comma := _COMMA.fullmatch(value)):
         is_thousands = comma[1] != "0" and len(comma[2]) == 3
         return f"write {value.replace(',', '' if is_thousands else '.')}"
-    if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
-        return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
+    if "boolean" in types and (truth := _TRUTH.match(value.lower())):
+        quotes = " without quotes" if value.lower() in {"true", "false"} else ""
+        return f"write {'true' if truth[1] else 'false'}{quotes}"
+    if "object" in types and (section := section_like(path, value)):
+        return f"write {shortened(in_flow(section), 200)}"
     if "array" in types:
-        return f"write a list: {in_flow([shortened(value)])}"
+        return f"write {shortened(in_flow(_items(value)))}"
     module, dot, attribute = value.rpartition(".")
+    slug = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("-._")
+    if path[0] == "slurm" and _takes_text(node, joined := ",".join(value.split())):
+        return f"write {joined}"
+    if path == ("activation_checkpointing",) and (every := re.search(r"every \d{1,4}", value)):
+        return f"write {every[0]}"
+    if path == ("name",) and _takes_text(node, slug):
+        return f"write {slug}"
     factory = as_factory(value) or (f"{module}:{attribute}" if dot else None)
     if factory and OWN_PART_PATTERN in str(node.get("pattern")) and _takes_text(node, factory):
         return f"write {factory}"
     return _example(node, types)
 
 
+def _items(text: str) -> list[object]:
+    """Return the values of ``0.1,0.01``, or the text alone."""
+    return [resolve_scalar(item.strip()) for item in text.strip("()").split(",") if len(item) < _LONG]
+
+
+def _sides(value: object) -> str | None:
+    """Return the sides in pixels of ``224x224`` or ``[3, 224, 224]``."""
+    numbers = [int(number) for number in re.findall(r"\d{1,4}", str(value)[:_LONG])]
+    sides = [number for number in numbers if number > _MAX_CHANNELS] if len(numbers) > 2 else numbers
+    if len(sides) != 2 or not isinstance(value, str | list) or value == sides:
+        return None
+    return str(sides[0] if sides[0] == sides[1] else sides)
+
+
 def _takes_text(node: Node, text: str) -> bool:
-    (text_node,) = members(node)
-    return not _choices(node) and re.search(text_node.get("pattern", ""), text) is not None
+    texts = [member for member in members(node) if member.get("type") == "string"]
+    return not _choices(node) and any(re.search(member.get("pattern", ""), text) for member in texts)
 
 
 def _reads_as_number(text: str) -> bool:
@@ -196,7 +360,8 @@ def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
         return None
     unit = next((unit for ending, unit in _UNITS.items() if str(path[-1]).endswith(ending)), None)
     if unit is None:
-        percent = _PERCENT.fullmatch(text.strip()) if number.get("maximum") == 1 else None
+        is_share = 1 in (number.get("maximum"), number.get("exclusiveMaximum"))
+        percent = _PERCENT.fullmatch(text.strip()) if is_share else None
         return f"write {float(percent[1]) / 100:g}" if percent else None
     name, seconds = unit
     amount = _in_gb(text) if seconds is None else (seconds_in(text) or 0) / seconds

@@ -52,6 +52,23 @@ def _synthetic_samples(data: DataConfig) -> int | None:
     return value if type(value) is int else None
 
 
+#: Number of classes of ``digits``, and of ``synthetic`` by default.
+_CLASSES_OF_DIGITS = 10
+#: Number of classes of torchvision's data sets, as their authors publish them.
+_TORCHVISION_CLASSES = {
+    "CIFAR10": 10,
+    "CIFAR100": 100,
+    "FashionMNIST": 10,
+    "Flowers102": 102,
+    "Food101": 101,
+    "ImageNet": 1000,
+    "KMNIST": 10,
+    "MNIST": 10,
+    "OxfordIIITPet": 37,
+    "STL10": 10,
+    "SVHN": 10,
+    "USPS": 10,
+}
 #: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
 _TRAINING_SAMPLES = {
     "CIFAR10": 50_000,
@@ -102,6 +119,7 @@ DATA_SETS = {
         example="",
         image_size=lambda data: _DIGITS_SIZE,
         channels=_argument("channels", 1),
+        num_classes=lambda data: _CLASSES_OF_DIGITS,
         num_samples=lambda data: _DIGITS,
         args=image_facts.DigitsArgs,
         implementation="hpc_train.training.datasets.sources.digits:build",
@@ -113,6 +131,7 @@ DATA_SETS = {
         image_size_argument="image_size",
         image_size=lambda data: _SYNTHETIC_SIZE,
         channels=_argument("channels", 3),
+        num_classes=_argument("num_classes", _CLASSES_OF_DIGITS),
         num_samples=_synthetic_samples,
         args=image_facts.SyntheticArgs,
         implementation="hpc_train.training.datasets.sources.synthetic:build",
@@ -169,6 +188,7 @@ DATA_SETS = {
         is_in_root=True,
         example="",
         channels=_argument("channels", 3),
+        num_classes=_argument("num_classes", 0),
         num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
         args=image_facts.SegmentationFolderArgs,
         implementation="hpc_train.training.datasets.sources.segmentation_folder:build",
@@ -194,6 +214,7 @@ DATA_SETS = {
         is_listed=True,
         image_size=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1],
         channels=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0],
+        num_classes=lambda data: _TORCHVISION_CLASSES.get(split_name(data.name)[1]),
         # An argument may select another part of the data.
         num_samples=lambda data: None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1]),
         implementation="hpc_train.training.datasets.sources.torchvision:build",

@@ -64,6 +64,8 @@ class DataFacts:
     image_size: Callable[[DataConfig], int | None] = lambda data: None
     #: The channels of the images; None if only the data set's code determines them.
     channels: Callable[[DataConfig], int | None] = lambda data: None
+    #: The number of classes of the targets; None if only the data set's code determines it.
+    num_classes: Callable[[DataConfig], int | None] = lambda data: None
     #: N of the training data; None if only the data set's code determines it.
     num_samples: Callable[[DataConfig], int | None] = lambda data: None
     #: With ``is_in_root``: the identity of the data, in parts, for a data set with a file format of its own.

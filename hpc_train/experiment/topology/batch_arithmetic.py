@@ -156,7 +156,8 @@ def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | 
     if global_batch_size % micro_batch_size == 0:
         return None
     below = global_batch_size // micro_batch_size * micro_batch_size
-    fitting = f"{below} or {below + micro_batch_size}" if below else f"{micro_batch_size}"
+    is_nearer_below = below and global_batch_size - below <= micro_batch_size // 2
+    fitting = below if is_nearer_below else below + micro_batch_size
     return Problem(
         ("optimization", "global_batch_size"),
         f"{global_batch_size} is not a multiple of micro_batch_size {micro_batch_size}",

@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.problems import dotted, unknown_argument
+from hpc_train.experiment.config.problems import KeyPath, Problem, shown, unknown_argument_problem
+from hpc_train.experiment.config.remedies import in_flow
+from hpc_train.experiment.config.synonyms import advice_for, argument_for
 from hpc_train.experiment.config.training_sections import ScheduleConfig
 
 #: Step → factor of the peak learning rate.
 Schedule = Callable[[int], float]
 
-ARGS = ("optimization", "schedule", "args")
+_SECTION: KeyPath = ("optimization", "schedule")
+ARGS: KeyPath = (*_SECTION, "args")
+#: Examples of arguments without a default.
+_EXAMPLES: dict[str, Any] = {"every_epochs": 30, "gamma": 0.1, "milestones_epochs": [30, 60]}
+
+
+class ScheduleArgumentError(BadFileError):
+    """An argument of a schedule is missing or wrong; the ranks' form of ``problem``."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
 
 
 class ScheduleArguments:
@@ -31,46 +45,76 @@ class ScheduleArguments:
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive number; ``default`` None: the argument is required."""
         self._known.add(name)
+        if name not in self._config.args and default is None:
+            raise self._missing(name)
         value = self._config.args.get(name, default)
-        if value is None:
-            raise self._error(f"{self._config.name} needs {name!r}; write a number")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._error(f"{name} is {value!r}; write a number above 0")
+            raise _wrong(name, f"needs a number above 0, got {shown(value)}")
         return value
 
     def steps(self, name: str, default_epochs: float | None = None) -> float:
         """Return ``<name>_steps``, or ``<name>_epochs`` in steps; exactly one of them, or the default."""
-        in_epochs, in_steps = f"{name}_epochs", f"{name}_steps"
-        self._known |= {in_epochs, in_steps}
-        self._one_of(in_epochs, in_steps, needed=default_epochs is None)
-        if in_steps in self._config.args:
-            return self.number(in_steps)
-        return self.number(in_epochs, default_epochs) * self._steps_per_epoch
+        given = self._one_of(name, needed=default_epochs is None)
+        if given.endswith("_steps"):
+            return self.number(given)
+        return self.number(given, default_epochs) * self._steps_per_epoch
 
     def milestones(self) -> list[float]:
         """Return ``milestones_steps`` or ``milestones_epochs`` in steps, in order."""
-        in_epochs, in_steps = "milestones_epochs", "milestones_steps"
-        self._known |= {in_epochs, in_steps}
-        name = self._one_of(in_epochs, in_steps, needed=True)
+        name = self._one_of("milestones", needed=True)
         values = self._config.args[name]
         if not isinstance(values, list) or not all(type(v) in (int, float) and v > 0 for v in values):
-            raise self._error(f"{name} is {values!r}; write a list of numbers above 0")
-        return sorted(v * (1 if name == in_steps else self._steps_per_epoch) for v in values)
+            raise _wrong(name, f"needs a list of numbers above 0, got {shown(values)}")
+        return sorted(v * (1 if name.endswith("_steps") else self._steps_per_epoch) for v in values)
 
     def refuse_unused(self) -> None:
         """Raise for the first name that the schedule did not read."""
-        for name in self._config.args.keys() - self._known:
-            raise unknown_argument(ARGS, self._config.name, name, sorted(self._known)).as_error()
+        for name in sorted(self._config.args.keys() - self._known):
+            raise self._unknown(name)
 
-    def _one_of(self, first: str, second: str, *, needed: bool) -> str:
-        names = [name for name in (first, second) if name in self._config.args]
-        if len(names) > 1 or (needed and not names):
-            count = "both" if names else "neither"
-            raise self._error(f"{self._config.name} takes {first} or {second} and has {count}; write one")
-        return names[0] if names else first
+    def _one_of(self, name: str, *, needed: bool) -> str:
+        """Return ``<name>_steps`` if the file has it, else ``<name>_epochs``."""
+        in_epochs, in_steps = f"{name}_epochs", f"{name}_steps"
+        self._known |= {in_epochs, in_steps}
+        if self._config.args.keys() >= {in_epochs, in_steps}:
+            problem = Problem((*ARGS, in_steps), f"can't be combined with {in_epochs}", "take it out")
+            raise ScheduleArgumentError(problem)
+        if needed and not self._config.args.keys() & {in_epochs, in_steps}:
+            raise self._missing(in_epochs)
+        return in_steps if in_steps in self._config.args else in_epochs
 
-    def _error(self, message: str) -> BadFileError:
-        return BadFileError(f"{dotted(ARGS)}: {message}")
+    def _missing(self, name: str) -> ScheduleArgumentError:
+        """Return the error without ``name``, which the file may have under a name of another tool."""
+        args = self._config.args
+        if called := next((key for key in args if argument_for(_SECTION, key) == name), None):
+            return self._unknown(called)
+        written = in_flow(args | {name: _EXAMPLES[name]})
+        or_steps = f" or {name.replace('_epochs', '_steps')}" if name.endswith("_epochs") else ""
+        message = f"{self._config.name} needs {name}{or_steps}, which is missing"
+        return ScheduleArgumentError(Problem(ARGS, message, f"write args: {written}", on_key=True))
+
+    def _unknown(self, name: str) -> ScheduleArgumentError:
+        meant, owner = argument_for(_SECTION, name), self._config.name
+        problem = unknown_argument_problem(ARGS, owner, name, sorted(self._known), meant)
+        remedy = (None if meant else advice_for((*_SECTION, name))) or problem.remedy
+        return ScheduleArgumentError(Problem((*ARGS, name), problem.message, remedy, on_key=True))
+
+
+def _wrong(name: str, message: str) -> ScheduleArgumentError:
+    remedy = f"write {in_flow(_EXAMPLES.get(name, [3000, 6000] if name.startswith('milestones') else 1))}"
+    return ScheduleArgumentError(Problem((*ARGS, name), message, remedy))
+
+
+def argument_problems(config: ScheduleConfig) -> Iterator[Problem]:
+    """Yield the problem with the arguments of a schedule in the tables below."""
+    shape = (OVER_SPAN | OVER_STEPS).get(config.name)
+    arguments = ScheduleArguments(config, steps_per_epoch=1)
+    try:
+        if shape is not None:
+            shape(arguments)
+            arguments.refuse_unused()
+    except ScheduleArgumentError as error:
+        yield error.problem
 
 
 # Functions of x in [0, 1), the completed part of the steps after the warm-up; from 1 to 0.

@@ -136,5 +136,5 @@ def mlflow_has_a_store(experiment: Experiment) -> Iterator[Problem]:
     config = experiment.logging.mlflow
     if config is not None and not config.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
         message = "is not given, and MLFLOW_TRACKING_URI is not set"
-        remedy = "write the URI of a server, or of a folder like file:///scratch/mlruns"
+        remedy = "write file:///scratch/mlruns, or the URI of a server"
         yield Problem(("logging", "mlflow", "tracking_uri"), message, remedy)

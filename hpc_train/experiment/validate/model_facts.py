@@ -32,12 +32,12 @@ _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-p
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})
 #: Increase it when the child's answers change: a checkout's version of hpc-train does not show that.
-_ANSWERS = 6
+_ANSWERS = 7
 
 
 def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``smp``, ``smp_encoders``, ``datasets``,
-    ``timm_optimizers``); None if unavailable.
+    ``timm_optimizers``, or ``timm_optimizers/<name>``: its arguments); None if unavailable.
     """
     names = _answer(None).get(kind)
     if names is not _checked.get(kind):  # a check of all names, once and not for each run of a sweep

@@ -211,6 +211,17 @@ def in_chans_is_that_of_the_data(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("model", "args", "in_chans"), message, "take it out; it follows from the data")
 
 
+@rule("model.classes", "task", "model.name", "model.args", "data.name", "data.args")
+def the_head_has_an_output_per_class(experiment: Experiment) -> Iterator[Problem]:
+    """``model.args.num_classes`` must not be below the number of classes of the data."""
+    model, data = experiment.model, experiment.data
+    outputs, classes = model.args.get("num_classes"), data_facts(data.name).num_classes(data)
+    is_built_in = experiment.task in TASKS and not is_factory(model.name)
+    if is_built_in and type(outputs) is int and classes is not None and 0 <= outputs < classes:
+        message = f"{outputs} outputs are too few for the {classes} classes of {shortened(data.name)}"
+        yield Problem(("model", "args", "num_classes"), message, "take it out; it follows from the data")
+
+
 @rule("normalize.channels", "data.name", "data.args", "data.normalize")
 def normalization_has_a_value_per_channel(experiment: Experiment) -> Iterator[Problem]:
     """``data.normalize`` must have one value per channel of the images."""

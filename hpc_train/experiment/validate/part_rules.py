@@ -5,43 +5,28 @@ Checks that ranks repeat, for files that were never validated here, are function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.problems import KeyPath, Problem, split_at_colon, with_blank
 from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.value_synonyms import data_name, model_name, value_for
 from hpc_train.experiment.data_facts.by_name import data_facts, missing_root
 from hpc_train.experiment.topology.degrees import AXES
-from hpc_train.experiment.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.experiment.topology.pipeline_schedules import problem_of_stages
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments, taking, traits_of
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.base import rule
-from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
+from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_part
 
 #: Providers whose names need a part after the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}
-#: The classes of torch.optim, in lower case, except the unusable ones. Compared by a test.
-TORCH_OPTIMIZERS = (
-    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
-    "rmsprop", "rprop", "sgd",
-)  # fmt: skip
-_NO_CHECKPOINT = "keeps lists of tensors and its own random generator, which a checkpoint can't save"
-#: Optimizers of torch and timm that no run can use → the reason, and the remedy.
-UNUSABLE_OPTIMIZERS = {
-    "adahessian": ("needs second derivatives, which the backward pass does not retain", "write adamw"),
-    "kron": (_NO_CHECKPOINT, "write adamw"),
-    "kronc": (_NO_CHECKPOINT, "write adamw"),
-    "kronw": (_NO_CHECKPOINT, "write adamw"),
-    "lbfgs": ("evaluates the loss several times per step, which is not supported", "write sgd or adamw"),
-    "sparseadam": ("supports sparse gradients only, and gradients are dense", "write adam"),
-}
-#: Data sets as people call them → torchvision's name.
-_OF_TORCHVISION = {
-    name.lower(): name
-    for name in ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "SVHN", "STL10", "Food101", "Cityscapes")
+#: Kind and provider → an example.
+_EXAMPLES = {("model", provider): example for provider, example in _MODEL_EXAMPLES.items()} | {
+    ("data", "torchvision"): "torchvision/CIFAR10"
 }
 #: Section of ``args`` → argument → the key to write instead.
 _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
@@ -66,8 +51,15 @@ _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
 
 def unlisted(path: KeyPath, provider: str, kind: str, name: str, names: Collection[str]) -> Problem:
     """Return the problem with a name that the provider does not list."""
-    close = nearest(name, names) or nearest(name.lower(), names)
-    remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
+    spelling = {known.lower(): known for known in names}.get(name.lower())
+    close = spelling or nearest(name, names) or nearest(name.lower(), names)
+    example = _EXAMPLES.get((kind.split()[0], provider))
+    otherwise = (
+        f"write {example}, or another that {provider} lists"
+        if example
+        else f"write one that {provider} lists"
+    )
+    remedy = f"did you mean {provider}/{close}?" if close else otherwise
     return Problem(path, f"{provider} has no {kind} '{shortened(name)}'", remedy)
 
 
@@ -89,7 +81,14 @@ def task_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``task`` must name a task, or a class of the user's."""
     name = experiment.task
     if not is_factory(name) and name not in parts("tasks"):
-        yield Problem(("task",), *unknown_part("tasks", name))
+        yield _unknown(("task",), "tasks", name)
+
+
+def _unknown(path: KeyPath, kind: str, name: str) -> Problem:
+    """Return the problem with a name that no part has, with the name here if other tools call it so."""
+    message, remedy = unknown_part(kind, name)
+    meant = value_for(path, name)
+    return Problem(path, message, f"write {meant}" if meant in parts(kind) else remedy)
 
 
 @rule("parallel.unknown-strategy", "parallel.strategy")
@@ -97,7 +96,7 @@ def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``parallel.strategy`` must name a strategy."""
     name = experiment.parallel.strategy
     if name not in parts("strategies"):
-        yield Problem(("parallel", "strategy"), *unknown_part("strategies", name))
+        yield _unknown(("parallel", "strategy"), "strategies", name)
 
 
 @rule("model.provider", "model.name")
@@ -111,11 +110,8 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         if problem := _dotted_part(name):
             yield Problem(("model", "name"), *problem)
             return
-        remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
-        if rest:
-            yield Problem(("model", "name"), *unknown_part("models", provider))
-        else:
-            yield Problem(("model", "name"), f"'{shortened(name)}' names no provider", remedy)
+        message = unknown_part("models", provider)[0] if rest else f"'{shortened(name)}' names no provider"
+        yield Problem(("model", "name"), message, f"write {shortened(model_name(name) or f'timm/{name}')}")
     elif provider in _MODEL_EXAMPLES and not rest:
         example = _MODEL_EXAMPLES[provider]
         yield Problem(("model", "name"), f"'{shortened(name)}' names no model", f"write {example}")
@@ -146,9 +142,9 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         if dotted := _dotted_part(name):
             yield Problem(path, *dotted)
             return
-        spelling = _OF_TORCHVISION.get(name.lower().replace("-", ""))
         message, remedy = unknown_part("datasets", provider)
-        yield Problem(path, message, f"write torchvision/{spelling}" if spelling else remedy)
+        meant = data_name(name)
+        yield Problem(path, message, f"write {shortened(meant)}" if meant else remedy)
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
     elif example == "" and (problem := rest_not_taken(path, name)):
@@ -236,69 +232,13 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
         # A tag after the dot selects the weights, not the model.
         base, names = rest.partition(".")[0], model_facts.known_names(provider)
         if names is not None and base not in names:
-            yield unlisted(("model", "name"), provider, "model", base, names)
-
-
-@rule("optimizer.unknown", "optimization.optimizer.name", looks_up_names=True)
-def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """torch or timm must know the optimizer, and it must be supported."""
-    name = experiment.optimization.optimizer.name
-    if problem := problem_of_optimizer(name, lambda: model_facts.known_names("timm_optimizers")):
-        yield problem
-
-
-def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None]) -> Problem | None:
-    """Return the problem with the name. ``of_timm``: lists timm's; None: they are unknown here."""
-    path = ("optimization", "optimizer", "name")
-    provider, _, rest = name.lower().rpartition("/")
-    if provider in {"", "torch", "timm"} and rest in UNUSABLE_OPTIMIZERS:
-        why, remedy = UNUSABLE_OPTIMIZERS[rest]
-        return Problem(path, f"{shortened(name)} {why}", remedy)
-    names = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
-    if rest not in names and provider in {"", "timm"}:
-        listed = of_timm()
-        if listed is None:
-            return None
-        names += [name_of_timm for name_of_timm in listed if name_of_timm not in UNUSABLE_OPTIMIZERS]
-    if rest in names:
-        return None
-    close = nearest(rest, names)
-    meant = f"{provider}/{close}" if provider else close
-    remedy = f"did you mean {meant}?" if close else "write one of torch.optim or timm.optim, like adamw"
-    return Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
-
-
-@rule("optimizer.fused-sgd", "optimization.optimizer", "precision")
-def fused_sgd_fits_the_precision(experiment: Experiment) -> Iterator[Problem]:
-    """Fused SGD must not run under fp16's scaler."""
-    optimizer = experiment.optimization.optimizer
-    if experiment.precision == "fp16" and (problem := unfit_fused_sgd(optimizer.name, optimizer.args)):
-        yield problem
-
-
-def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
-    """Return the problem with fused SGD if a scaler skips steps, or gradients are sparse."""
-    if name.lower() not in {"sgd", "torch/sgd"} or not args.get("fused"):
-        return None
-    message = (
-        "fused sgd is wrong under precision: fp16, whose scaler skips steps, and takes no sparse gradients"
-    )
-    return Problem(("optimization", "optimizer", "args", "fused"), message, "omit it")
-
-
-@rule("schedule.unknown", "optimization.schedule.name", looks_up_names=True)
-def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """The learning rate schedule must be built in."""
-    if problem := problem_of_schedule_name(experiment.optimization.schedule.name):
-        yield problem
-
-
-def problem_of_schedule_name(name: str) -> Problem | None:
-    """Return the problem with the name of a learning rate schedule, or None."""
-    built_in = [*OVER_SPAN, *OVER_STEPS]
-    if name in built_in:
-        return None
-    return Problem(("optimization", "schedule", "name"), *unknown_name("schedule", name, built_in))
+            others = [other for other in _MODEL_EXAMPLES if base in (model_facts.known_names(other) or ())]
+            problem = unlisted(("model", "name"), provider, "model", base, names)
+            yield replace(problem, remedy=f"did you mean {others[0]}/{base}?") if others else problem
+    head, _, factory = experiment.model.name.partition(":")
+    if head in _MODEL_EXAMPLES and factory in (model_facts.known_names(head) or ()):
+        message = f"{head} has no factory '{shortened(factory)}', it is a name of a model"
+        yield Problem(("model", "name"), message, f"write {head}/{shortened(factory)}")
 
 
 @rule("data.unknown", "data.name", looks_up_names=True)

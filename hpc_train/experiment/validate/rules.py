@@ -29,6 +29,7 @@ from hpc_train.experiment.validate import (  # noqa: F401 (they register their r
     layer_rules,
     logging_rules,
     model_rules,
+    optimizer_rules,
     part_rules,
     program_rules,
     slurm_rules,
@@ -68,7 +69,7 @@ def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
     """Exactly one of ``epochs`` and ``steps`` must be given."""
     optimization = experiment.optimization
     if optimization.epochs is None and optimization.steps is None:
-        remedy = "write epochs: 30 or steps: 12000"
+        remedy = "write epochs: 30, or steps: 12000"
         yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
     yield from _beside("optimization.epochs", "optimization.steps")(experiment)
 
@@ -87,7 +88,7 @@ def _beside(one: str, other: str) -> Find:
 
     def find(experiment: Experiment) -> Iterator[Problem]:
         if None not in attrgetter(one, other)(experiment):
-            yield Problem(tuple(other.split(".")), f"can't be combined with {one}", "keep one of the two")
+            yield Problem(tuple(other.split(".")), f"can't be combined with {one}", "take one of the two out")
 
     return find
 
@@ -260,7 +261,9 @@ def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     """``model.pretrained`` must be true, false, or a file of a known format."""
     weights = experiment.model.pretrained
     if isinstance(weights, str) and weights and not weights.endswith((".safetensors", ".pth")):
-        remedy = "write true, false, or a path with that extension"
+        remedy = "write true, or a path with that extension"
+        if weights.endswith((".pt", ".ckpt")):
+            remedy = f"write init_from: {shortened(weights)} in its place"
         message = f"'{shortened(weights)}' is not a path to a .safetensors or .pth file"
         yield Problem(("model", "pretrained"), message, remedy)
 

@@ -27,6 +27,7 @@ from hpc_train.experiment.config.sweep_sections import (
     parameters_place,
     swept_keys,
 )
+from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import is_factory, target_of, unknown_part
 
@@ -325,4 +326,7 @@ def the_method_exists(experiment: Job) -> Iterator[Problem]:
     """``sweep.search.method`` is the name of a built-in method or of a plug-in."""
     search = experiment.sweep.search
     if search is not None and not is_factory(search.method) and target_of("search", search.method) is None:
-        yield Problem(("sweep", "search", "method"), *unknown_part("search", search.method))
+        path = ("sweep", "search", "method")
+        message, remedy = unknown_part("search", search.method)
+        meant = value_for(path, search.method)
+        yield Problem(path, message, f"write {meant}" if meant else remedy)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from hpc_train.errors import shortened
-from hpc_train.experiment.config.explanations import args_problems, usual_mode
+from hpc_train.errors import counted, shortened
+from hpc_train.experiment.config.explanations import args_problems
 from hpc_train.experiment.config.problems import KeyPath, Problem
+from hpc_train.experiment.config.remedies import usual_mode
 from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.experiment.data_facts.by_name import data_facts, target_of, task_facts
 from hpc_train.experiment.data_facts.facts import DiceArgs, Losses
 from hpc_train.experiment.validate.base import rule
@@ -32,9 +34,28 @@ def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
-    remedy = suggestion(name, losses, None if losses else "take it out")
+    meant = value_for((*_LOSS, "name"), name)
+    remedy = suggestion(name, losses, f"write {next(iter(losses))}" if losses else "take it out")
+    remedy = f"write {meant}" if meant in losses else remedy
     list_of_losses = f" (it has {', '.join(losses)})" if losses else ""
     return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{list_of_losses}", remedy)
+
+
+@rule("loss.class-values", "task", "optimization.loss", "model.args", "data.name", "data.args")
+def the_loss_has_a_value_per_class(experiment: Experiment) -> Iterator[Problem]:
+    """Lists of values per class must have as many as there are classes."""
+    data, loss = experiment.data, experiment.optimization.loss
+    classes = experiment.model.args.get("num_classes", data_facts(data.name).num_classes(data))
+    if loss is None or type(classes) is not int or task_facts(experiment.task).losses is None:
+        return
+    for name in ("class_weights", "pos_weight"):
+        values = loss.args.get(name)
+        if not isinstance(values, list) or any(type(value) not in (int, float) for value in values):
+            continue  # a rule of its own
+        if len(values) not in (0, classes):
+            message = f"has {counted(len(values), 'value')} for {classes} classes"
+            remedy = "take it out, or write a value per class"
+            yield Problem((*_LOSS, "args", name), message, remedy, on_key=True)
 
 
 @rule("loss.smoothing-classes", "task", "optimization.label_smoothing")
@@ -132,7 +153,9 @@ def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, st
                 message += f" (target: {target})"
             whole = [pattern for pattern in metric_patterns if not pattern.endswith("*")]
             names = ", ".join(pattern.replace("*", "<class>") for pattern in metric_patterns)
-            yield Problem(path, message, suggestion(name, whole, f"write one of {names}"))
+            meant = value_for(path, name)
+            remedy = suggestion(name, whole, f"write one of {names}")
+            yield Problem(path, message, f"write {meant}" if meant in whole else remedy)
 
 
 def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:

@@ -33,7 +33,9 @@ class UnknownArgumentError(BadFileError):
 def unknown_argument(config: ModelConfig, name: str, available: Iterable[str]) -> UnknownArgumentError:
     """Return the error for an argument that ``model.name`` does not take."""
     names = sorted(set(available) - {"self", "num_classes", "weights", "progress"})
-    return UnknownArgumentError(str(problems.unknown_argument(("model", "args"), config.name, name, names)))
+    return UnknownArgumentError(
+        str(problems.unknown_argument_problem(("model", "args"), config.name, name, names))
+    )
 
 
 def wrong_arguments(config: ModelConfig, error: Exception, names: Callable[[], Iterable[str]]) -> Exception:

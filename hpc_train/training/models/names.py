@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import suppress
 
 from hpc_train.errors import BadFileError
 
@@ -25,6 +26,7 @@ def list_names() -> dict[str, list[str]]:
         "torchvision": model_names(),
         "datasets": sorted(name for name in datasets.__all__ if _has_splits(getattr(datasets, name))),
         "timm_optimizers": timm.optim.list_optimizers(),
+        **_optimizer_arguments(),
         **_smp_names(),
     }
 
@@ -37,6 +39,18 @@ def _smp_names() -> dict[str, list[str]]:
         return {"smp": segmentation_models.architectures(), "smp_encoders": segmentation_models.encoders()}
     except BadFileError:
         return {}
+
+
+def _optimizer_arguments() -> dict[str, list[str]]:
+    """Return the arguments of timm's optimizers; of those that need another package, none."""
+    from timm import optim
+
+    arguments = {}
+    for name in optim.list_optimizers():
+        with suppress(ImportError, AssertionError):
+            kind = optim.get_optimizer_class(name, bind_defaults=False)
+            arguments[f"timm_optimizers/{name}"] = list(inspect.signature(kind).parameters)
+    return arguments
 
 
 def _has_splits(kind: object) -> bool:
