@@ -228,7 +228,7 @@ def _details(
     """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
     from a part of its rows.
     """
-    paths, layout, best = run.paths, layout_of(run), _best(run.paths)
+    paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
     share = 1.0
     if run.recorded:
@@ -251,7 +251,8 @@ def _details(
     }
 
 
-def _best(paths: RunPaths) -> Best | None:
+def best_checkpoint(paths: RunPaths) -> Best | None:
+    """Return the evaluation of the best checkpoint; None if unknown."""
     try:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.cli.changes import as_override, swept_values
-from hpc_train.cli.run_row import RunRow, rows_json
+from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
 from hpc_train.config.schema import Experiment
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
@@ -168,7 +168,9 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     """
     if status.state == "completed":
         export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
-        return [f"`{export}` writes its weights"] if has_saved(paths) else []
+        best = best_checkpoint(paths)
+        weights = f"the weights of its best checkpoint ({best})" if best else "its weights"
+        return [f"`{export}` writes {weights}"] if has_saved(paths) else []
     resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":

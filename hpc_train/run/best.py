@@ -15,6 +15,8 @@ from hpc_train.run.metric_rows import Row
 
 #: Key of a checkpoint's ``extra`` and of its manifest.
 BEST = "best"
+#: Prefix of the metrics of EMA weights.
+EMA_METRIC = "ema_"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Best:
     metric: str
     value: float
     step: Count
+
+    @property
+    def is_of_ema(self) -> bool:
+        """Whether the EMA weights were evaluated."""
+        return self.metric.startswith(EMA_METRIC)
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:.6g} at step {self.step}"

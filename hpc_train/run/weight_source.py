@@ -12,7 +12,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, UsageError, shortened
 from hpc_train.paths import CheckpointPaths, RunPaths, expanded
 from hpc_train.plan.input_files import file_fingerprint
-from hpc_train.run.checkpoints import committed
+from hpc_train.run.checkpoints import find_step
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 
@@ -22,7 +22,7 @@ FILE_EXTENSIONS = (".safetensors", ".pth", ".pt")
 
 
 def find_source(text: str) -> Path:
-    """Return the file, or the folder of the run's newest checkpoint, as an absolute path.
+    """Return the file, or the folder of the run's best or else newest checkpoint, as an absolute path.
 
     ``text``: the key's value; a folder returned by this function is returned unchanged. Raises BadFileError
     if there is none.
@@ -42,11 +42,10 @@ def find_source(text: str) -> Path:
     if len(runs) > 1:
         names = ", ".join(run_name(paths) for paths in runs[:5])
         raise BadFileError(f"{KEY}: {shortened(text)} has {len(runs)} runs; write one of {names}")
-    run = runs[0]
-    checkpoints = committed(run)
-    if not checkpoints:
-        raise BadFileError(f"{KEY}: {run_name(run)} has no checkpoint yet; wait until it has saved one")
-    return checkpoints[0].folder.absolute()
+    try:
+        return runs[0].checkpoint(find_step(runs[0])).folder.absolute()
+    except UsageError as error:
+        raise BadFileError(f"{KEY}: {error}") from error
 
 
 def described(source: Path) -> str:
