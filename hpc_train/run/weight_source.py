@@ -18,7 +18,7 @@ from hpc_train.run.find import find_runs, run_name
 
 KEY = "model.init_from"
 #: Suffixes of weight files; any other value names a run.
-FILE_EXTENSIONS = (".safetensors", ".pth", ".pt")
+FILE_EXTENSIONS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
 
 
 def find_source(text: str) -> Path:
