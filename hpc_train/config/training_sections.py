@@ -39,6 +39,10 @@ class LoraConfig(Section):
     """Patterns of the names of parameters that are trained besides, such as a new head. Default: none."""
 
 
+#: Suffixes of files of weights.
+WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -46,8 +50,8 @@ class ModelConfig(Section):
     """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, ``smp/<name>``, a
     plug-in's ``provider/<name>``, or ``package.module:factory``."""
     pretrained: bool | str = False
-    """Initial weights: ``true`` (pretrained weights from the hub), or the path of a .safetensors or .pth
-    file. ``false``: random initialization."""
+    """Initial weights: ``true`` (pretrained weights from the hub), or the path of a file of weights
+    (.safetensors, .pth, .pt, .ckpt, .bin). ``false``: random initialization."""
     args: Arguments = {}
     """Keyword arguments of the model factory. ``num_classes`` comes from the data set unless it is given
     here."""

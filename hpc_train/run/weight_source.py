@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import WEIGHT_FILES
 from hpc_train.errors import BadFileError, UsageError, shortened
 from hpc_train.paths import CheckpointPaths, RunPaths, expanded
 from hpc_train.plan.input_files import file_fingerprint
@@ -17,8 +18,6 @@ from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 
 KEY = "model.init_from"
-#: Suffixes of weight files; any other value names a run.
-FILE_EXTENSIONS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
 
 
 def find_source(text: str) -> Path:
@@ -28,7 +27,7 @@ def find_source(text: str) -> Path:
     if there is none.
     """
     path = expanded(text).absolute()
-    if text.endswith(FILE_EXTENSIONS):
+    if text.endswith(WEIGHT_FILES):
         if not path.is_file():
             raise BadFileError(f"{KEY}: there is no file {text}; write an existing path, or a run")
         return path
@@ -37,7 +36,7 @@ def find_source(text: str) -> Path:
     try:
         runs = find_runs([text])
     except UsageError as error:
-        extensions = ", ".join(FILE_EXTENSIONS)
+        extensions = ", ".join(WEIGHT_FILES)
         raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
     if len(runs) > 1:
         names = ", ".join(run_name(paths) for paths in runs[:5])
