@@ -47,7 +47,8 @@ def write_program(model: LoadedModel, path: Path, suffix: str, metadata: dict[st
         _refuse_too_large(model)
         model.module.float()  # ONNX Runtime lacks float64 convolutions, among others
         inputs = pytree.tree_map(lambda part: part.float() if part.is_floating_point() else part, inputs)
-    shapes = (pytree.tree_map(lambda _: {0: torch.export.Dim("batch")}, inputs),)
+    batch = torch.export.Dim("batch")
+    shapes = (pytree.tree_map(lambda _: {0: batch}, inputs),)
     facts = {**metadata, **_facts(model)}
     with _failing(model.experiment.model.name, suffix):
         program = torch.export.export(model.module, (inputs,), dynamic_shapes=shapes)
