@@ -96,6 +96,7 @@ def test_inputs_of_an_unknown_size_are_those_of_the_data(
     monkeypatch.setattr("hpc_train.checkpoint.programs.build_source", lambda config: source)
     inputs = example_inputs(model)
     assert isinstance(inputs, Tensor) and inputs.shape == (2, 3, 9, 7)
+    assert inputs[0, 2, 0, 0] == pytest.approx(-COLORS.mean[2] / COLORS.std[2])
 
 
 @pytest.mark.slow
