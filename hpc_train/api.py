@@ -20,6 +20,7 @@ from hpc_train.cli.plan import make_full_plan
 from hpc_train.cli.resume import resume_runs
 from hpc_train.cli.run_row import RunRow
 from hpc_train.cli.submit import submit_runs
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, UserError, WaitTimeoutError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.changed_keys import changed_keys
@@ -28,7 +29,7 @@ from hpc_train.report.metrics_reader import Row, rows_in
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.time_use import attempt_cause, goodput
-from hpc_train.run.checkpoints import committed, find_step
+from hpc_train.run.checkpoints import committed, find_step, selection_words
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 
@@ -116,21 +117,25 @@ def runs(*words: Word) -> Runs:
 def load_model(
     run: Run | Word,
     *,
-    best: bool = False,
+    best: bool | None = None,
     step: int | None = None,
     ema: bool | None = None,
     code: str | None = None,
 ) -> LoadedModel:
-    """Return a run's model with the weights of its newest intact checkpoint, ready for inference.
+    """Return a run's model with the weights of one of its checkpoints, ready for inference.
 
-    ``best``: of the best checkpoint (``checkpoint.best``); ``step``: of that step. ``ema``: the EMA weights;
+    By default of the best one if ``checkpoint.best`` has selected one, else of the newest intact one;
+    ``best``: True or False to request one of them; ``step``: that of this step. ``ema``: the EMA weights;
     by default if ``checkpoint.best`` follows their metric. ``code``: ``"new"`` to import your modules from
     ``sys.path`` instead of the run's snapshot. Imports torch.
     """
     from hpc_train.training.checkpoint.inference import load_model
 
     paths = (run if isinstance(run, Run) else _only_run(run))._paths
-    return load_model(paths, best=best, step=step, ema=ema, uses_snapshot=not is_new(code))
+    model = load_model(paths, best=best, step=step, ema=ema, uses_snapshot=not is_new(code))
+    if words := selection_words(paths, model.step, "best=False"):
+        say(f"{run_name(paths)}: {words}")
+    return model
 
 
 class Run:
@@ -238,8 +243,8 @@ class Run:
         """The valid checkpoints, newest first; each has a ``step`` and a ``folder``."""
         return committed(self._paths)
 
-    def checkpoint(self, *, best: bool = False, step: int | None = None) -> CheckpointPaths:
-        """Return the newest checkpoint, the best one, or that of a step. Raises UsageError without one."""
+    def checkpoint(self, *, best: bool | None = None, step: int | None = None) -> CheckpointPaths:
+        """Return a checkpoint, selected like that of ``load_model``. Raises UsageError without one."""
         return self._paths.checkpoint(find_step(self._paths, best=best, step=step))
 
 

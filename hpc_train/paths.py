@@ -15,6 +15,8 @@ from hpc_train.errors import UsageError
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 #: ASCII digits: ``int`` accepts others too, and rejects some that ``str.isdigit`` accepts.
 _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
+#: Suffixes of the files of ``export`` that are programs: of ONNX and of torch.export.
+PROGRAMS = (".onnx", ".pt2")
 #: Folders of checkpoints and of evaluations.
 _STEP_NAME = re.compile(r"step-([0-9]{8,15})")
 

@@ -8,17 +8,14 @@ from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.command_options import ExportOptions, VerifyOptions
-from hpc_train.cli.evaluate import refuse_both
 from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
 from hpc_train.run.find import run_name
-
-#: Suffixes of formats that torch itself writes.
-_PROGRAMS = (".onnx", ".pt2")
+from hpc_train.run.trust import check_run
 
 
 class CheckpointJson(TypedDict):
@@ -66,21 +63,18 @@ class Export(TypedDict):
 
 
 def export(options: ExportOptions) -> int:
-    """Write the weights of one run's newest valid checkpoint as a safetensors file.
+    """Write the weights, or the model as a program, of a checkpoint of one run.
 
     A child process, which imports torch, does the work.
     """
-    output, ema = options.output, options.ema
-    if output.suffix in _PROGRAMS:
-        raise UsageError(
-            f"-o {output}: export writes weights; write {output.with_suffix('.safetensors')}, or pass the "
-            "module of hpc_train.load_model to torch.onnx.export or torch.export.export (docs/deploying.md)"
-        )
-    if output.suffix not in ("", ".safetensors"):
+    output, best = options.output, options.wants_best
+    if output.suffix not in ("", ".safetensors", *PROGRAMS):
         say(f"-o {output}: written as safetensors")
-    refuse_both(options)
     paths = _one_run(options.run)
-    flags = [*(["--ema"] if ema else []), *(["--best"] if options.best else [])]
+    if output.suffix in PROGRAMS:  # builds the model by the run's code
+        check_run(paths)
+    flags = [] if options.ema is None else ["--ema" if options.ema else "--no-ema"]
+    flags += [] if best is None else ["--best" if best else "--last"]
     flags += [] if options.step is None else ["--step", str(options.step)]
     request = ("hpc_train.training.checkpoint.export", str(paths.folder), str(output), *flags)
     if not options.as_json:
@@ -93,7 +87,7 @@ def export(options: ExportOptions) -> int:
             file=str(output),
             bytes=output.stat().st_size,
             step=report["step"],
-            ema=ema,
+            ema=report["ema"],
             tensors=report["tensors"],
         )
         put_json(written)

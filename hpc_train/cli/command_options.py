@@ -10,6 +10,7 @@ from typing import Any
 
 from hpc_train.cli import completion
 from hpc_train.cli.command_line import Options, Parameter, command
+from hpc_train.errors import UsageError
 
 _RUN = "RUN"
 
@@ -69,6 +70,10 @@ def _yes(text: str = "Don't ask for confirmation.") -> Any:
     return flag(text, "--yes", "-y")
 
 
+def _ema() -> Any:
+    return option(None, "Use the EMA weights. Default: if checkpoint.best follows them.", "--ema/--no-ema")
+
+
 class _OnFile(Options):
     file: Path = argument(..., "The experiment file.", "FILE")
     overrides: list[str] = _overrides()
@@ -87,10 +92,26 @@ class _Code(Options):
 
 
 class CheckpointOptions(Options):
-    """The options that select a checkpoint of a run, by default the newest."""
+    """The options that select a checkpoint of a run; default: the best if there is one, else the newest."""
 
-    best: bool = flag("Use the best checkpoint (checkpoint.best), not the newest.")
+    best: bool = flag("Use the best checkpoint (checkpoint.best): the default if there is one.")
+    last: bool = flag("Use the newest checkpoint, even if another one is the best.")
     step: int | None = option(None, "Use the checkpoint of this step.", min=0)
+
+    @property
+    def wants_best(self) -> bool | None:
+        """True or False if the best or the newest checkpoint is requested, else None.
+
+        Raises UsageError if several of the options are given.
+        """
+        given = [
+            name
+            for name, value in (("--best", self.best), ("--last", self.last), ("--step", self.step))
+            if value not in (False, None)
+        ]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other; use one of them")
+        return True if self.best else False if self.last else None
 
 
 class RanksOptions(CheckpointOptions, _Code, _Json):
@@ -286,11 +307,11 @@ class NotifyOptions(Options):
 
 @command("export", module="checkpoint_commands")
 class ExportOptions(CheckpointOptions, _Json):
-    """Export a run's full weights as one safetensors file."""
+    """Export a run's full weights as one file, or its model as an ONNX or torch.export program."""
 
     run: str = argument(..., "One run.", _RUN, autocompletion=completion.runs)
-    output: Path = _output(..., "File to write: .safetensors.", "FILE")
-    ema: bool = flag("Export the EMA weights instead.")
+    output: Path = _output(..., "File to write: .safetensors, .onnx or .pt2.", "FILE")
+    ema: bool | None = _ema()
 
 
 @command("evaluate")
@@ -309,7 +330,7 @@ class PredictOptions(RanksOptions):
     data: str | None = option(
         None, "An image, or a folder with images. Default: validation data.", metavar="PATH"
     )
-    ema: bool = flag("Use the EMA weights.")
+    ema: bool | None = _ema()
     force: bool = flag("Replace FILE if it exists.")
 
 

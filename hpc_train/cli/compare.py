@@ -26,10 +26,11 @@ from hpc_train.report.metric_values import (
     metrics_in,
     sort_key,
 )
-from hpc_train.report.metrics_reader import PREFERRED, rows_in, validation_rows
+from hpc_train.report.metrics_reader import rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
+from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import CheckpointOptions, EvaluateOptions, RanksOptions
+from hpc_train.cli.command_options import EvaluateOptions, RanksOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -21,7 +21,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.metrics_reader import in_words
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number
-from hpc_train.run.checkpoints import find_step
+from hpc_train.run.checkpoints import find_step, selection_words
 from hpc_train.run.code.snapshot import link, linked
 from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, write_json
@@ -75,13 +75,15 @@ def run_ranks(
     """
     run_words, overrides = runs_and_overrides(options.runs_and_overrides)
     paths = _one_run(command, run_words)
-    refuse_both(options)
+    wants_best = options.wants_best
     _refuse_fixed(overrides)
     check_run(paths)
     experiment = _experiment(paths, overrides)
     check(experiment)
     snapshot = None if is_new(options.code) else linked(paths)
-    step = find_step(paths, best=options.best, step=options.step)
+    step = find_step(paths, best=wants_best, step=options.step)
+    if words := selection_words(paths, step):
+        say(f"{run_name(paths)}: {words}")
     folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
     run_of_ranks = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
@@ -89,12 +91,6 @@ def run_ranks(
     if ended != ExitCode.DONE:
         say(f"{command}: failed; the logs of its ranks are in {run_of_ranks.attempt(1).folder}")
     return ended, run_of_ranks
-
-
-def refuse_both(options: CheckpointOptions) -> None:
-    """Raise UsageError if both ``--best`` and ``--step`` are given."""
-    if options.best and options.step is not None:
-        raise UsageError("--best and --step exclude each other; use one of them")
 
 
 def _one_run(command: str, names: Sequence[str]) -> RunPaths:

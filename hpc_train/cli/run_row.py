@@ -72,8 +72,12 @@ class RunRow:
     elapsed_s: float | None = None
     #: Until the last step, at the rate of the newest rows; None if the run does not train.
     eta_s: float | None = None
-    #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
+    #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, in the metric of ``best_metric``,
+    #: else of the newest row.
     last_metric: dict[str, Any] | None = None
+    #: ``metric``, ``value`` and ``step`` of the best evaluation so far, by the metric of ``checkpoint.best``,
+    #: else of ``early_stopping``, else accuracy, map, loss or the own task's first; None before the first.
+    best_metric: dict[str, Any] | None = None
     #: The share of ``elapsed_s`` in steps that count, without waits for data: a step that was trained twice
     #: counts once, and of a run that stopped early those in a checkpoint. None if no row has times.
     goodput: float | None = None
@@ -114,6 +118,7 @@ class RunRow:
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         slow = [now.slow_words] if now.state == "running" else []
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
+        best = decoded(Best, now.best)
         details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
             id=str(facts.get("id", paths.folder.name)),
@@ -130,7 +135,8 @@ class RunRow:
             values=values if isinstance(values, dict) else {},
             elapsed_s=None if elapsed is None else round(elapsed, 1),
             eta_s=None if remaining is None else round(remaining, 1),
-            last_metric=last_metric(rows),
+            last_metric=last_metric(rows, best.metric if best else None),
+            best_metric=encoded(best) if best else None,
             **details,
         )
 
@@ -153,7 +159,15 @@ class RunRow:
 
     @property
     def metric(self) -> str:
-        """Name and value of ``last_metric``; empty before there is any."""
+        """``accuracy 0.8 (best 0.9 at 40)``; empty before there is any."""
+        last, best = self.last_metric, decoded(Best, self.best_metric)
+        if last is None or best is None or best.metric != last["name"]:
+            return self._last_value
+        is_last = best.step == last["step"]
+        return f"{self._last_value} ({'best' if is_last else f'best {best.value:.4g} at {best.step}'})"
+
+    @property
+    def _last_value(self) -> str:
         if self.last_metric is None:
             return ""
         value = self.last_metric["value"]
@@ -183,8 +197,8 @@ class RunRow:
         details = [
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
-            ("metric", f"{self.metric} at step {metric['step']} ({metric['split']})" if metric else ""),
-            ("best", str(decoded(Best, self.best) or "")),
+            ("metric", f"{self._last_value} at step {metric['step']} ({metric['split']})" if metric else ""),
+            ("best", str(decoded(Best, self.best) or decoded(Best, self.best_metric) or "")),
             (
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
@@ -228,7 +242,7 @@ def _details(
     """Return the fields of a row that the table of runs does not show. For a long run, times are estimates
     from a part of its rows.
     """
-    paths, layout, best = run.paths, layout_of(run), _best(run.paths)
+    paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
     share = 1.0
     if run.recorded:
@@ -251,7 +265,8 @@ def _details(
     }
 
 
-def _best(paths: RunPaths) -> Best | None:
+def best_checkpoint(paths: RunPaths) -> Best | None:
+    """Return the evaluation of the best checkpoint; None if unknown."""
     try:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version

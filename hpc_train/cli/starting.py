@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_train.cli.changes import as_override, swept_values
-from hpc_train.cli.run_row import RunRow, rows_json
+from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.experiment.config.schema import Experiment, Job
@@ -17,11 +17,11 @@ from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.report.metrics_reader import PREFERRED, Row, in_words, validation_rows
+from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run import bad_samples, frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
-from hpc_train.run.best import BestSoFar
+from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
 from hpc_train.run.create import effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import read_json, read_text, tail_text
@@ -128,10 +128,10 @@ def _results(paths: RunPaths, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def _best(paths: RunPaths, rows: Sequence[Row]) -> Row | None:
     """Return the best row by the metric of ``checkpoint.best`` or else ``early_stopping``, or without both by
-    the first metric of ``PREFERRED`` that rows have; None without any.
+    the one that evaluates the newest row; None without any.
     """
-    preferred = [BestSoFar(name, "min" if name == "loss" else "max") for name in PREFERRED]
-    for best in (*_chosen(paths), *preferred):
+    main = main_metric(rows[-1])
+    for best in (*_chosen(paths), *([BestSoFar(main, goal_of(main))] if main else [])):
         best_row = None
         for row in rows:
             if best.metric in row and best.add(row.get("step", 0), row[best.metric]):
@@ -168,7 +168,9 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     """
     if status.state == "completed":
         export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
-        return [f"`{export}` writes its weights"] if has_saved(paths) else []
+        best = best_checkpoint(paths)
+        weights = f"the weights of its best checkpoint ({best})" if best else "its weights"
+        return [f"`{export}` writes {weights}"] if has_saved(paths) else []
     resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":

@@ -45,7 +45,7 @@ _COLUMNS: dict[str, _Key] = {
     "attempt": lambda row: row.attempt,
     "elapsed": lambda row: row.elapsed_s,
     "eta": lambda row: row.eta_s,
-    "metric": lambda row: None if row.last_metric is None else row.last_metric["value"],
+    "metric": lambda row: (row.best_metric or row.last_metric or {}).get("value"),
 }
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hpc_train.report.metrics_reader import PREFERRED, Row, metric_value
+from hpc_train.report.metrics_reader import Row, metric_value
+from hpc_train.run.best import PREFERRED, goal_of
 from hpc_train.run.metric_rows import POSITION
 
-#: Metrics for which lower is better; for all others higher is.
-_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
 SPLITS = ("val", "train")
 
 
@@ -27,8 +25,7 @@ class Metric:
     @cached_property
     def goal(self) -> str:
         """``min`` or ``max``, by the metric's name."""
-        is_overlap = self.name.removeprefix("ema_").startswith("iou_")  # a class may be called time
-        return "min" if _LESS_IS_BETTER.search(self.name) and not is_overlap else "max"
+        return goal_of(self.name)
 
     def __str__(self) -> str:
         return f"{self.split}/{self.name}"

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from hpc_train.run.best import PREFERRED, default_metric
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
 from hpc_train.run.metric_rows import POSITION
 from hpc_train.run.metric_rows import Row as Row
@@ -28,8 +29,6 @@ _MAX_LINE_BYTES = 1 << 20
 _ATTEMPT = b'"attempt":'
 #: Occurs in no line.
 _NO_ATTEMPT = b"\n\n"
-#: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
-PREFERRED = ("accuracy", "map", "loss")
 
 
 class MetricsReader:
@@ -246,16 +245,21 @@ def metric_value(row: Row, name: str) -> float | None:
 
 
 def main_metric(row: Row) -> str | None:
-    """Return the metric that evaluates a row: the first of ``PREFERRED`` that it has."""
-    return next((name for name in PREFERRED if metric_value(row, name) is not None), None)
+    """Return the metric that evaluates a row: ``default_metric``, of training rows one of ``PREFERRED``."""
+    is_evaluation = row.get("split") == "val"
+    names = [name for name in row if name not in POSITION and (is_evaluation or name in PREFERRED)]
+    return default_metric([name for name in names if metric_value(row, name) is not None])
 
 
-def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Return ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row."""
+def last_metric(rows: Sequence[Row], decisive: str | None = None) -> dict[str, Any] | None:
+    """Return ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
+
+    ``decisive``: the metric to return if the evaluation has it.
+    """
     judged = [row for row in rows if main_metric(row)]
     evaluated = [row for row in judged if row.get("split") == "val"]
     for row in (evaluated or judged)[-1:]:
-        name = main_metric(row)
+        name = decisive if decisive in row else main_metric(row)
         value = metric_value(row, name or "")
         assert value is not None
         shown = value if math.isfinite(value) else None

@@ -7,6 +7,8 @@ evaluation and stops at the same step. A checkpoint's manifest names the best ev
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +17,12 @@ from hpc_train.run.metric_rows import Row
 
 #: Key of a checkpoint's ``extra`` and of its manifest.
 BEST = "best"
+#: Prefix of the metrics of EMA weights.
+EMA_METRIC = "ema_"
+#: Default metrics: the first one that an evaluation or a run has. Evaluations of detectors have no loss.
+PREFERRED = ("accuracy", "map", "loss")
+#: Metrics for which lower is better; for all others higher is.
+_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,11 @@ class Best:
     metric: str
     value: float
     step: Count
+
+    @property
+    def is_of_ema(self) -> bool:
+        """Whether the EMA weights were evaluated."""
+        return self.metric.startswith(EMA_METRIC)
 
     def __str__(self) -> str:
         return f"{self.metric} {self.value:.6g} at step {self.step}"
@@ -60,6 +73,20 @@ class BestSoFar:
             return True
         self.num_worse += 1
         return False
+
+
+def goal_of(metric: str) -> Literal["min", "max"]:
+    """Return whether lower or higher values are better, by the metric's name."""
+    is_overlap = metric.removeprefix(EMA_METRIC).startswith("iou_")  # a class may be called time
+    return "min" if _LESS_IS_BETTER.search(metric) and not is_overlap else "max"
+
+
+def default_metric(metrics: Collection[str]) -> str | None:
+    """Return the metric by which evaluations are compared if the file names none; None without any.
+
+    It is the first of ``PREFERRED``, or of an own task its first one.
+    """
+    return next((name for name in PREFERRED if name in metrics), next(iter(metrics), None))
 
 
 def _finite(value: object) -> float | None:

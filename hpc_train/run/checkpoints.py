@@ -201,26 +201,41 @@ def _best_at(checkpoint: CheckpointPaths) -> Best | None:
         return None
 
 
-def find_step(paths: RunPaths, *, best: bool, step: int | None) -> int:
-    """Return the step of the newest valid checkpoint, or of the ``best``; or ``step`` itself if there is one.
+def find_step(paths: RunPaths, *, best: bool | None = None, step: int | None = None) -> int:
+    """Return the step of the best valid checkpoint, or of the newest; or ``step`` itself if there is one.
 
-    Raises UsageError if there is no such checkpoint. Reads no tensors: the checkpoint may be damaged.
+    ``best``: True or False to request the best or the newest; None: the best if ``checkpoint.best`` has
+    selected one. Raises UsageError if there is no such checkpoint. Reads no tensors: it may be damaged.
     """
     steps = [checkpoint.step for checkpoint in committed(paths)]
     if not steps:
         raise UsageError(f"{paths.folder}: this run has no checkpoint yet; try again once it has saved one")
-    if best:
-        kept_evaluation = kept_best(paths)
-        if kept_evaluation is None:
+    if step is None and best is not False:
+        evaluation = kept_best(paths)
+        if evaluation is None and best:
             raise UsageError(
                 f"--best: {paths.folder} has no best checkpoint; omit --best, or train with checkpoint.best: "
                 "{metric: accuracy, mode: max}"
             )
-        step = kept_evaluation.step
+        step = None if evaluation is None else evaluation.step
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))
         raise UsageError(f"{paths.checkpoints}: there is no checkpoint of step {step}; there are {listed}")
     return steps[0] if step is None else step
+
+
+def selection_words(paths: RunPaths, step: int, last: str = "--last") -> str:
+    """Return ``the best checkpoint, accuracy 0.97 at step 40 (--last: step 120)``.
+
+    ``last``: how the caller's user requests the newest. Empty if ``checkpoint.best`` has selected none.
+    """
+    evaluation, newest = kept_best(paths), find_step(paths, best=False)
+    if evaluation is None:
+        return ""
+    if step != evaluation.step:
+        return f"the {'last ' * (step == newest)}checkpoint, step {step} (the best: {evaluation})"
+    other = "also the last" if step == newest else f"{last}: step {newest}"
+    return f"the best checkpoint, {evaluation} ({other})"
 
 
 def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:

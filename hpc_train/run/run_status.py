@@ -24,7 +24,7 @@ CANCELLED_BY = "hpc-train cancel"
 #: Keys that the file always has.
 _REQUIRED = {"state", "step", "epoch", "attempt"}
 #: Keys that the file omits while they are empty.
-_OPTIONAL = {"compiling", "slow_ranks"}
+_OPTIONAL = {"compiling", "slow_ranks", "best"}
 #: Why ranks are slow, with the number; and the maximum number of named ranks.
 _SLOW = {"forward": "forward {:.2f} × the median", "data_wait": "waits {:.0%} of a step longer for data"}
 _MAX_SLOW = 4
@@ -49,6 +49,9 @@ class RunStatus:
     #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
     slow_ranks: dict[str, Any] | None = None
+    #: The best evaluation so far (``Best``) by the metric of ``checkpoint.best``, else of ``early_stopping``,
+    #: else the task's main metric.
+    best: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         assert self.state in STATES, self.state

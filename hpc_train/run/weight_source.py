@@ -10,25 +10,24 @@ from typing import Any
 
 from hpc_train.errors import BadFileError, UsageError, shortened
 from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import WEIGHT_FILES
 from hpc_train.experiment.plan.input_files import file_fingerprint
 from hpc_train.paths import CheckpointPaths, RunPaths, expanded
-from hpc_train.run.checkpoints import committed
+from hpc_train.run.checkpoints import find_step
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 
 KEY = "model.init_from"
-#: Suffixes of weight files; any other value names a run.
-FILE_EXTENSIONS = (".safetensors", ".pth", ".pt")
 
 
 def find_source(text: str) -> Path:
-    """Return the file, or the folder of the run's newest checkpoint, as an absolute path.
+    """Return the file, or the folder of the run's best or else newest checkpoint, as an absolute path.
 
     ``text``: the key's value; a folder returned by this function is returned unchanged. Raises BadFileError
     if there is none.
     """
     path = expanded(text).absolute()
-    if text.endswith(FILE_EXTENSIONS):
+    if text.endswith(WEIGHT_FILES):
         if not path.is_file():
             raise BadFileError(f"{KEY}: there is no file {text}; write an existing path, or a run")
         return path
@@ -37,16 +36,15 @@ def find_source(text: str) -> Path:
     try:
         runs = find_runs([text])
     except UsageError as error:
-        extensions = ", ".join(FILE_EXTENSIONS)
+        extensions = ", ".join(WEIGHT_FILES)
         raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
     if len(runs) > 1:
         names = ", ".join(run_name(paths) for paths in runs[:5])
         raise BadFileError(f"{KEY}: {shortened(text)} has {len(runs)} runs; write one of {names}")
-    run = runs[0]
-    checkpoints = committed(run)
-    if not checkpoints:
-        raise BadFileError(f"{KEY}: {run_name(run)} has no checkpoint yet; wait until it has saved one")
-    return checkpoints[0].folder.absolute()
+    try:
+        return runs[0].checkpoint(find_step(runs[0])).folder.absolute()
+    except UsageError as error:
+        raise BadFileError(f"{KEY}: {error}") from error
 
 
 def described(source: Path) -> str:

@@ -189,6 +189,8 @@ def _trainer(
     forward = _forward(run, train_state, task, progress)
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
+    if status is not None:
+        status.best = selection.shown_best
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )

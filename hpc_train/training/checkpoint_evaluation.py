@@ -19,7 +19,7 @@ import torch
 
 from hpc_train.errors import BadFileError, ExitCode, UsageError, printable
 from hpc_train.paths import RunPaths
-from hpc_train.run.checkpoints import newest_attempt
+from hpc_train.run.checkpoints import kept_best, newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
 from hpc_train.run.weight_source import with_source
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
@@ -58,7 +58,9 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     loaded = _load(rank, run, step, state, source)
     rank = replace(rank, experiment=normalized_as_trained(rank.experiment, loaded))
     if wanted := request.get("predict"):
-        write_predictions(rank, source, state, step, wanted["images"], ema=wanted["ema"])
+        best, ema = kept_best(run), wanted["ema"]
+        uses_ema = best is not None and best.is_of_ema if ema is None else ema
+        write_predictions(rank, source, state, step, wanted["images"], ema=uses_ema)
         return ExitCode.DONE
     metrics = _metrics(rank, source, state, step)
     if metrics is None:

@@ -289,6 +289,8 @@ class StatusWriter:
         self._written_at = -math.inf
         self._step = 0
         self._compiling: dict[str, Any] | None = None
+        #: Returns the best evaluation so far.
+        self.best: Callable[[], dict[str, Any] | None] = lambda: None
         #: ``errno`` of the errors that were logged.
         self._logged: set[int | None] = set()
 
@@ -342,5 +344,6 @@ class StatusWriter:
             reason=reason,
             compiling=self._compiling,
             slow_ranks=self._stragglers.slow() if state == "running" else None,
+            best=self.best(),
         )
         put(self._paths, status)

@@ -18,10 +18,10 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import EarlyStoppingConfig, Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.best import BEST, BestSoFar
+from hpc_train.run.best import BEST, BestSoFar, default_metric, goal_of
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.file_shapes import encoded
-from hpc_train.run.metric_rows import Row, evaluation_rows
+from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.distributed.consensus import Agreement
 
@@ -42,6 +42,8 @@ class ModelSelection:
     #: Each is None if the file has no such section; on ranks other than 0 it receives no rows.
     best: BestSoFar | None = None
     stopping: BestSoFar | None = None
+    #: The best evaluation that ``status`` shows: one of the two or, without both, by the main metric.
+    shown: BestSoFar | None = None
     #: On rank 0, for ``median_after``.
     median: MedianRule | None = None
     #: Why the run ends at the current step, if it does. On rank 0.
@@ -70,15 +72,13 @@ class ModelSelection:
         if stopping is not None:
             selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
             selection.median = None if paths is None else MedianRule(paths, stopping)
-        followed = [
-            followed_metric
-            for followed_metric in (selection.best, selection.stopping)
-            if followed_metric is not None
-        ]
+        selection.shown = selection.best or selection.stopping
         # A metric that was added at a resume has no checkpoints of better evaluations before it.
         saved = None if paths is None else {checkpoint.step for checkpoint in committed(paths)}
-        for row in rows if followed else ():
+        for row in rows:
             step = row["step"]
+            if not selection._is_on:
+                selection._show(step, {name: row[name] for name in row if name not in POSITION})
             if selection.best is not None and (saved is None or step in saved):
                 selection.best.add_row(row)
             if selection.stopping is not None:
@@ -101,6 +101,7 @@ class ModelSelection:
         Raises BadFileError, on all ranks, if a metric of the file is in neither.
         """
         if not self._is_on:
+            self._show(step, metrics)
             return
         check_metrics(self.config, {*metrics, *optional})
         is_best = self.best is not None and self.best.add(step, metrics.get(self.best.metric))
@@ -110,6 +111,18 @@ class ModelSelection:
         self.has_stopped = bool(decision & _STOPPED)
         if decision & _IMPROVED:
             self.improved_at = step
+
+    def _show(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add an evaluation of a run whose file names no metric."""
+        if self.shown is None and (name := default_metric(metrics)):
+            self.shown = BestSoFar(name, goal_of(name))
+        if self.shown is not None:
+            self.shown.add(step, metrics.get(self.shown.metric))
+
+    def shown_best(self) -> dict[str, Any] | None:
+        """Return the best evaluation for ``status.json``."""
+        best = None if self.shown is None else self.shown.best
+        return None if best is None else encoded(best)
 
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""

@@ -39,7 +39,8 @@ from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model, converter_of
 from hpc_train.training.models.depths import layer_depths
 from hpc_train.training.models.fine_tuning import prepare_for_training
-from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, read_weights, report_of
+from hpc_train.training.models.weight_files import read_weights
+from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.strategies.base import RankContext, Strategy
@@ -177,12 +178,11 @@ def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
     if config.init_from is None:
         return
     source = find_source(config.init_from)
-    weights = (
-        read_weights(str(source), KEY)
-        if source.is_file()
-        else _weights_of_checkpoint(CheckpointPaths(source))
-    )
-    load_what_fits(model, weights, described(source), converter_of(config.name), KEY)
+    if source.is_file():
+        weights, name = read_weights(str(source), KEY)
+    else:
+        weights, name = _weights_of_checkpoint(CheckpointPaths(source)), described(source)
+    load_what_fits(model, weights, name, converter_of(config.name), KEY)
 
 
 def _weights_of_checkpoint(checkpoint: CheckpointPaths) -> StateDict:

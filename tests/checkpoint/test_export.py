@@ -21,7 +21,7 @@ from hpc_train.errors import StorageError, UsageError
 from hpc_train.experiment.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.export import _write, export, main
-from hpc_train.training.checkpoint.shards import Entry
+from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.ema import Ema
 from hpc_train.training.models.lora import add_lora
@@ -62,7 +62,7 @@ def test_the_file_is_the_models_state_dict(
     with safe_open(target, framework="pt") as file:
         assert file.metadata() == {"step": "2", "run_id": "0123456789"}
     said = json.loads(capsys.readouterr().out)
-    assert said == {"path": str(target), "step": 2, "tensors": len(expected)}
+    assert said == {"path": str(target), "step": 2, "tensors": len(expected), "ema": False}
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_stays_where_it_is(
@@ -94,23 +94,49 @@ def test_the_average_goes_under_the_models_names(run: RunPaths, tmp_path: Path) 
         assert file.metadata()["weights"] == "ema"
 
 
-def test_the_best_checkpoint_is_exported(
+def test_the_best_checkpoint_is_exported_unless_another_is_requested(
     run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out.safetensors"
-    assert main([str(run.folder), str(target), "--best"]) == 2
+    command = [str(run.folder), str(target)]
+
+    def step_of(*options: str) -> int:
+        assert main([*command, *options]) == 0
+        return int(json.loads(capsys.readouterr().out)["step"])
+
+    assert main([*command, "--best"]) == 2
     assert "has no best checkpoint; omit --best, or train with" in capsys.readouterr().err
+    assert step_of() == 2
     trainee = Trainee()
     best = {"best": {"metric": "loss", "value": 0.5, "step": 1}}
     trainee.checkpointer(run).save(trainee.state, 3, best)
-    assert main([str(run.folder), str(target), "--best"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 1
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["step"] == 1
+    assert "the best checkpoint, loss 0.5 at step 1 (--last: step 3)" in captured.err
+    assert [step_of("--best"), step_of("--last"), step_of("--step", "2")] == [1, 3, 2]
     run.checkpoint(1).shard(0).write_bytes(b"")
-    assert main([str(run.folder), str(target), "--best"]) == 74
-    assert "step-00000001 is damaged" in capsys.readouterr().err
+    assert main(command) == 74
+    assert "step-00000001 is damaged" in (error := capsys.readouterr().err) and "--last uses" in error
+    assert step_of("--last") == 3
     shutil.rmtree(run.checkpoint(1).folder)
-    assert main([str(run.folder), str(target), "--best"]) == 2
+    assert main(command) == 2
     assert "there is no checkpoint of step 1; there are 3, 2" in capsys.readouterr().err
+
+
+def test_the_ema_weights_are_exported_if_the_best_is_chosen_by_them(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainee = Trainee()
+    averages = {name: value + 1 for name, value in Ema(trainee.model, 0.5).averages.items()}
+    best = {"best": {"metric": "ema_loss", "value": 0.5, "step": 3}}
+    trainee.checkpointer(run).save(replace(trainee.state, averages=averages), 3, best)
+    target = tmp_path / "out.safetensors"
+    for options, is_ema in ([], True), (["--no-ema"], False):
+        assert main([str(run.folder), str(target), *options]) == 0
+        assert json.loads(capsys.readouterr().out)["ema"] == is_ema
+        expected = averages if is_ema else dict(trainee.model.named_parameters())
+        assert torch.equal(load_file(target)["tied_b.weight"], expected["tied_a.weight"])
 
 
 def test_a_run_without_an_average_exports_none(
@@ -211,7 +237,7 @@ def test_nothing_is_written_into_a_run_folder(run: RunPaths, name: str) -> None:
 
 def test_the_name_of_an_export_may_be_as_long_as_the_disk_allows(tmp_path: Path) -> None:
     target = tmp_path / ("w" * 243 + ".safetensors")
-    _write(target, {"a": Entry.of(torch.ones(2))}, {})
+    _write(target, lambda path: write_safetensors(path, {"a": Entry.of(torch.ones(2))}, {}))
     assert load_file(target)["a"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 

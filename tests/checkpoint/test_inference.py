@@ -66,10 +66,10 @@ def make_run(folder: Path, info: DataInfo = COLORS, **changes: Any) -> tuple[Run
     return run, model.eval()
 
 
-def save(run: RunPaths, model: nn.Module, step: int, data: Any, averages: Any = None) -> None:
+def save(run: RunPaths, model: nn.Module, step: int, data: Any, averages: Any = None, **extra: Any) -> None:
     state = TrainingState(model, torch.optim.SGD(model.parameters(), 0.1))
     facts = {"num_samples": 9, "classes": "x"} | data
-    Trainee().checkpointer(run).save(replace(state, averages=averages or {}), step, {"data": facts})
+    Trainee().checkpointer(run).save(replace(state, averages=averages or {}), step, {"data": facts} | extra)
 
 
 def loaded(run: RunPaths, **options: Any) -> LoadedModel:
@@ -145,11 +145,11 @@ def test_images_unlike_those_of_the_training_cause_a_warning(tmp_path: Path) -> 
 
 
 def test_average_weights_are_loaded_if_the_best_is_chosen_by_them(tmp_path: Path) -> None:
-    best = {"best": {"metric": "ema_accuracy", "mode": "max"}}
-    run, model = make_run(tmp_path / "a", optimization=_with_ema(), checkpoint=best)
+    run, model = make_run(tmp_path / "a", optimization=_with_ema())
     ema = Ema(model, 0.5)
     averages = {name: value + 1 for name, value in ema.averages.items()}
-    save(run, model, 4, {"info": asdict(COLORS)}, averages)
+    best = {"metric": "ema_accuracy", "value": 0.5, "step": 4}
+    save(run, model, 4, {"info": asdict(COLORS)}, averages, best=best)
     found = loaded(run)
     assert found.is_ema and torch.equal(found.module.get_parameter("head.bias"), averages["head.bias"])
     plain = loaded(run, ema=False)
@@ -157,6 +157,17 @@ def test_average_weights_are_loaded_if_the_best_is_chosen_by_them(tmp_path: Path
     without, _ = make_run(tmp_path / "b")
     with pytest.raises(UsageError, match="has no average of its weights"):
         loaded(without, ema=True)
+
+
+def test_the_best_checkpoint_is_loaded_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model = make_run(tmp_path)
+    assert (loaded(run).step, capsys.readouterr().err) == (3, "")
+    save(run, model, 5, {"info": asdict(COLORS)}, best={"metric": "dice", "value": 0.5, "step": 3})
+    assert loaded(run).step == 3
+    assert "the best checkpoint, dice 0.5 at step 3 (best=False: step 5)" in capsys.readouterr().err
+    assert loaded(run, best=False).step == hpc_train.Run(run.folder).checkpoint(best=False).step == 5
+    assert "the last checkpoint, step 5 (the best: dice 0.5 at step 3)" in capsys.readouterr().err
+    assert hpc_train.Run(run.folder).checkpoint().step == 3
 
 
 def _with_ema() -> dict[str, Any]:

@@ -66,14 +66,13 @@ def test_export_passes_the_exit_code_of_its_child_on(tmp_path: Path) -> None:
     assert hpc_train("export", "abc", "-o", tmp_path / "out.safetensors").code == 2
 
 
-@pytest.mark.parametrize("name", ["w.onnx", "w.pt2"])
-def test_export_writes_no_programs(name: str) -> None:
-    done = hpc_train("export", "abc", "-o", name)
-    assert done.code == 2
-    assert "write w.safetensors, or pass the module of hpc_train.load_model to torch.onnx.export" in done.err
+@pytest.mark.parametrize("options", ["--best --step 3", "--last --best", "--last --step 3"])
+def test_options_that_select_different_checkpoints_are_refused(run: RunPaths, options: str) -> None:
+    for command in (("export", "abc", "-o", "w.safetensors"), ("evaluate", "abc")):
+        done = hpc_train(*command, *options.split())
+        assert done.code == 2 and "exclude each other; use one of them" in done.err
 
 
-def test_options_of_export_that_exclude_each_other_are_refused(run: RunPaths) -> None:
-    done = hpc_train("export", "abc", "-o", "w.xyz", "--best", "--step", "3")
-    assert done.code == 2 and "--best and --step exclude each other" in done.err
+def test_export_to_an_unknown_suffix_is_reported(run: RunPaths) -> None:
+    done = hpc_train("export", "abc", "-o", "w.xyz", "--best")
     assert "-o w.xyz: written as safetensors" in done.err

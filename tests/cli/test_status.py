@@ -33,7 +33,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def test_json_has_the_keys_of_the_contract(paths: RunPaths) -> None:
     data = json.loads(hpc_train("status", "abc", "--json").out)
     absent = "reason job restart budget micro_batch_size code ranks micro_batches accumulation precision "
-    absent += "elapsed_s eta_s last_metric goodput best usage first_step"
+    absent += "elapsed_s eta_s last_metric best_metric goodput best usage first_step"
     assert data == {
         "version": 1,
         "runs": [
@@ -387,6 +387,34 @@ def test_the_best_checkpoint_is_shown(paths: RunPaths) -> None:
     assert "best accuracy 0.75 at step 10" in lines
     change_manifest(checkpoint, version=99)
     assert _row()["best"] is None
+
+
+def test_the_metric_that_decides_is_shown_with_its_best_value(paths: RunPaths) -> None:
+    rows = [
+        {"split": "val", "step": 10, "loss": 0.5, "dice": 0.8},
+        {"split": "val", "step": 20, "loss": 0.4, "dice": 0.7},
+        {"split": "train", "step": 30, "loss": 0.1},
+    ]
+    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = {"metric": "dice", "value": 0.8, "step": 10}
+    write_status(paths, RunStatus(state="completed", step=30, total_steps=30, attempt=1, best=best))
+    assert "dice 0.7 (best 0.8 at 10)" in hpc_train("status").out
+    assert _row()["best_metric"] == best and _row()["last_metric"]["value"] == 0.7
+    lines = [" ".join(line.split()) for line in hpc_train("status", "abc").out.splitlines()]
+    assert {"metric dice 0.7 at step 20 (val)", "best dice 0.8 at step 10"} <= set(lines)
+    write_status(paths, RunStatus(best={"metric": "dice", "value": 0.7, "step": 20}))
+    assert "dice 0.7 (best)" in hpc_train("status").out
+    write_status(paths, RunStatus(best={"metric": "loss"}))
+    assert "loss 0.4" in hpc_train("status").out and _row()["best_metric"] is None
+
+
+def test_of_an_own_task_its_metric_is_shown_and_not_the_training_loss(paths: RunPaths) -> None:
+    rows = [
+        {"split": "val", "step": 10, "epoch": 1.0, "dice": 0.8},
+        {"split": "train", "step": 20, "loss": 0.1},
+    ]
+    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "dice 0.8" in hpc_train("status").out
 
 
 def test_a_nan_is_shown_and_is_valid_json(paths: RunPaths) -> None:

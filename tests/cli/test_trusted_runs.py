@@ -20,6 +20,7 @@ from tests.run.runs import small_run
 ACTING = {
     "cancel": ["cancel", "RUN"],
     "evaluate": ["evaluate", "RUN"],
+    "export": ["export", "RUN", "-o", "model.onnx"],
     "predict": ["predict", "RUN", "-o", "predictions.csv"],
     "resume": ["resume", "RUN", "--local"],
     "submit": ["submit", "exp.yaml", "--local"],
@@ -28,7 +29,7 @@ ACTING = {
 #: Read an experiment file, or nothing of a run.
 OF_NO_RUN = {"doctor", "init", "notify", "plan", "prepare", "schema", "validate"}
 #: Only read a run, remove files of it by their own names, or start one of the commands above (`watch`).
-READING = {"clean", "compare", "export", "logs", "report", "rm", "search", "status", "verify", "watch"}
+READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "verify", "watch"}
 
 
 def test_each_command_is_known_to_act_on_runs_or_not() -> None:

@@ -48,13 +48,13 @@ def content(run: RunPaths) -> dict[Path, int]:
 def test_the_row_is_the_one_of_training_on_any_number_of_ranks(run: RunPaths) -> None:
     before = content(run)
     *_, last = rows(run, "val")
-    assert evaluated(run, "--devices", "1") == last
-    assert evaluated(run, "--devices", "3", "parallel.strategy=ddp") == last
+    assert evaluated(run, "--last", "--devices", "1") == last
+    assert evaluated(run, "--last", "--devices", "3", "parallel.strategy=ddp") == last
     best = kept_best(run)
     assert best is not None and best.step != last["step"]
     (expected,) = (row for row in rows(run, "val") if row["step"] == best.step)
     assert {"accuracy", "ema_accuracy"} < expected.keys()
-    assert evaluated(run, "--best", "--devices", "2", "data.workers=1") == expected
+    assert evaluated(run, "--devices", "2", "data.workers=1") == expected
     assert content(run) == before
 
 
@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_named_and_stays(run: RunPaths, tmp_path: Path) 
     shutil.copytree(run.folder, copy.folder)
     newest = copy.checkpoint_folders()[-1]
     newest.shard(1).write_bytes(b"")
-    done = hpc_train("evaluate", copy.folder)
+    done = hpc_train("evaluate", copy.folder, "--last")
     assert done.code == 74 and f"{newest.folder} is damaged" in done.err, done.err
     assert newest.folder.is_dir()
 

@@ -37,7 +37,7 @@ def test_predictions_are_those_of_the_evaluation(run: RunPaths, tmp_path: Path) 
     source = build_source(DataConfig(name="digits"))
     assert source.val is not None
     targets = source.val.batch(torch.arange(len(source.val)))[1].tolist()  # type: ignore[union-attr]
-    found = predicted(run, tmp_path / "all.jsonl", "--devices", "3")
+    found = predicted(run, tmp_path / "all.jsonl", "--last", "--devices", "3")
     assert [row["index"] for row in found] == list(range(len(targets)))
     names = source.info.class_names or range(10)
     hits = sum(row["class"] == names[target] for row, target in zip(found, targets, strict=True))
@@ -48,7 +48,7 @@ def test_predictions_are_those_of_the_evaluation(run: RunPaths, tmp_path: Path) 
         assert [each["probability"] for each in row["top"]] == sorted(
             (each["probability"] for each in row["top"]), reverse=True
         )
-    averaged = predicted(run, tmp_path / "ema.csv", "--devices", "1", "--ema")
+    averaged = predicted(run, tmp_path / "ema.csv", "--last", "--devices", "1", "--ema")
     hits = sum(row["class"] == str(names[target]) for row, target in zip(averaged, targets, strict=True))
     assert hits / len(targets) == last["ema_accuracy"]
 

@@ -11,7 +11,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.create import create_run, inputs_differ, note_inputs
 from hpc_train.run.weight_source import described, find_source, pinned
 from tests.run.runs import small_experiment, small_run
-from tests.run.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import change_manifest, write_checkpoint
 
 
 @pytest.fixture
@@ -32,11 +32,13 @@ def tuned(source: RunPaths, init_from: str = "small") -> tuple[RunPaths, Experim
 
 
 @pytest.mark.parametrize("word", ["small", "abc", "small/abc", "folder"])
-def test_a_run_means_its_newest_checkpoint(word: str, source: RunPaths) -> None:
+def test_a_run_means_its_newest_checkpoint_or_its_best(word: str, source: RunPaths) -> None:
     found = find_source(str(source.folder) if word == "folder" else word)
     assert found == source.checkpoint(10).folder
     assert find_source(str(found)) == found
     assert described(found) == "run abc at step 10"
+    change_manifest(source.checkpoint(10), best={"metric": "loss", "value": 0.5, "step": 5})
+    assert find_source("abc") == source.checkpoint(5).folder
 
 
 def test_a_file_is_known_by_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,7 @@ def test_a_file_is_known_by_its_extension(tmp_path: Path, monkeypatch: pytest.Mo
     [
         ("w.safetensors", "there is no file w.safetensors; write an existing path, or a run"),
         ("smal", "smal: no run or experiment of this name .*did you mean small.*; a file of weights ends in"),
-        ("empty", "ghi has no checkpoint yet; wait until it has saved one"),
+        ("empty", ".*ghi: this run has no checkpoint yet; try again once it has saved one"),
         ("two", "two has 2 runs; write one of "),
     ],
 )

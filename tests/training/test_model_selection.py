@@ -119,6 +119,26 @@ def test_without_the_key_nothing_else_is_saved(run: RunPaths) -> None:
     assert "best" not in json.loads(run.checkpoint(10).manifest.read_text())
 
 
+@pytest.mark.parametrize("sections", [{"best": BEST}, {"early_stopping": STOPPING}, {}])
+@pytest.mark.parametrize("num_rows", [0, 4])
+def test_the_best_evaluation_is_shown_whatever_names_its_metric(
+    run: RunPaths, sections: dict[str, Any], num_rows: int
+) -> None:
+    """Without a key, the task's first metric; also after a resume."""
+    selection = trainer_of(run, rows_of(ACCURACIES[:num_rows]), **sections).selection
+    assert (selection.shown_best() is None) == (num_rows == 0)
+    for step in range(num_rows + 1, 6):
+        selection.evaluated(step, {"accuracy": ACCURACIES[step - 1]})
+    assert selection.shown_best() == {"metric": "accuracy", "value": 0.6, "step": 2}
+
+
+def test_of_an_own_task_the_first_metric_is_shown(run: RunPaths) -> None:
+    selection = trainer_of(run, [{"split": "val", "step": 1, "dice_error": 0.5, "dice": 0.2}]).selection
+    selection.evaluated(2, {"dice_error": 0.3, "dice": 0.1})
+    selection.evaluated(3, {"dice_error": 0.4, "dice": 0.9})
+    assert selection.shown_best() == {"metric": "dice_error", "value": 0.3, "step": 2}
+
+
 def resumed(run: RunPaths, num_rows: int, step: int, **sections: Any) -> Trainer:
     """Return the trainer of a run that resumes at ``step`` with these rows of evaluations."""
     trainer = trainer_of(run, rows_of(ACCURACIES[:num_rows]), **sections)

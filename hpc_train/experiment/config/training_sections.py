@@ -39,6 +39,10 @@ class LoraConfig(Section):
     """Patterns of the names of parameters that are trained besides, such as a new head. Default: none."""
 
 
+#: Suffixes of files of weights.
+WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -46,15 +50,16 @@ class ModelConfig(Section):
     """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, ``smp/<name>``, a
     plug-in's ``provider/<name>``, or ``package.module:factory``."""
     pretrained: bool | str = False
-    """Initial weights: ``true`` (pretrained weights from the hub), or the path of a .safetensors or .pth
-    file. ``false``: random initialization."""
+    """Initial weights: ``true`` (pretrained weights from the hub), or the path of a file of weights
+    (.safetensors, .pth, .pt, .ckpt, .bin). ``false``: random initialization."""
     args: Arguments = {}
     """Keyword arguments of the model factory. ``num_classes`` comes from the data set unless it is given
     here."""
     init_from: str | None = None
-    """Start from the weights of another run (its newest checkpoint: an id, ``name/id``, a folder or a name)
-    or of a .safetensors, .pth or .pt file. A head of another size and what is missing stay random; both are
-    reported. Default: random weights, or ``pretrained``."""
+    """Start from the weights of another run (an id, ``name/id``, a folder or a name: its best checkpoint, or
+    without ``checkpoint.best`` its newest) or of a file of weights (.safetensors, .pth, .pt, .ckpt, .bin).
+    A head of another size and what is missing stay random; both are reported. Default: random weights, or
+    ``pretrained``."""
     freeze: list[NamePattern] = []
     """Parameters that are not trained: patterns of their names, like ``"layer1.*"``. What a pattern with a
     leading ``!`` matches is trained (``["*", "!head.*"]``). A BatchNorm layer whose parameters are all frozen

@@ -13,6 +13,7 @@ from operator import attrgetter
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem, is_clean
 from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.config.training_sections import WEIGHT_FILES
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.experiment.topology.batch_arithmetic import (
@@ -260,11 +261,9 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
 def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     """``model.pretrained`` must be true, false, or a file of a known format."""
     weights = experiment.model.pretrained
-    if isinstance(weights, str) and weights and not weights.endswith((".safetensors", ".pth")):
-        remedy = "write true, or a path with that extension"
-        if weights.endswith((".pt", ".ckpt")):
-            remedy = f"write init_from: {shortened(weights)} in its place"
-        message = f"'{shortened(weights)}' is not a path to a .safetensors or .pth file"
+    if isinstance(weights, str) and weights and not weights.endswith(WEIGHT_FILES):
+        message = f"'{shortened(weights)}' is not a file of weights ({', '.join(WEIGHT_FILES)})"
+        remedy = "write true for the hub's weights, the path of such a file, or model.init_from for a run"
         yield Problem(("model", "pretrained"), message, remedy)
 
 

@@ -1,8 +1,9 @@
 """A checkpoint's weights and buffers, whole and under the model's plain names.
 
 Used by ``hpc-train export``, by ``load_model``, and by runs that start from another run's weights. The
-command runs in its own process, ``python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET [--ema]
-[--best] [--step STEP]``: commands import no torch.
+command runs in its own process, ``python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET
+[--ema|--no-ema] [--best|--last|--step STEP]``: commands import no torch. ``checkpoint.programs`` writes other
+formats.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,11 +23,11 @@ from torch import Tensor
 from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError
 from hpc_train.experiment.config.schema import as_training
-from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths
 from hpc_train.run import frozen_experiment
-from hpc_train.run.checkpoints import committed, find_step, verify
+from hpc_train.run.checkpoints import committed, find_step, kept_best, selection_words, verify
 from hpc_train.run.files import read_json, sync_folder
-from hpc_train.run.find import refuse_target
+from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
@@ -39,46 +40,65 @@ def export(
     run: RunPaths,
     target: Path,
     *,
-    ema: bool = False,
-    best: bool = False,
+    ema: bool | None = None,
+    best: bool | None = None,
     step: int | None = None,
 ) -> None:
-    """Write the weights to ``target`` atomically; report it as one JSON line on stdout.
+    """Write the weights, or by the suffix a program, to ``target`` atomically; report it as one JSON line.
 
-    ``ema``: the EMA weights instead. ``best``, ``step``: of that checkpoint instead of the newest intact
-    checkpoint. Raises UsageError if the run has no checkpoint yet, no EMA or no such checkpoint, or
-    ``target`` is inside a run folder; StorageError if no checkpoint is intact or ``target`` can't be written.
+    ``best``, ``step``: see ``find_intact``; ``ema``: see ``uses_ema``. Raises UsageError if the run has no
+    checkpoint yet, no EMA or no such checkpoint, or ``target`` is inside a run folder; StorageError if no
+    checkpoint is intact or ``target`` can't be written; BadFileError if the model can't be exported.
     """
     refuse_target(target)
     checkpoint = find_intact(run, best=best, step=step)
+    if words := selection_words(run, checkpoint.step):
+        say(f"{run_name(run)}: {words}")
     saved = SavedState.read(checkpoint)
-    if ema and not any(name.startswith(EMA) for name in saved.tensors):
-        raise UsageError(
-            f"{run.folder}: this run has no average of its weights (optimization.ema); omit --ema"
-        )
+    ema = uses_ema(run, saved, ema)
     entries = plain_weights(checkpoint, saved, ema=ema)
     run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
     metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
-    _write(target, entries, metadata)
-    report = {"path": str(target), "step": checkpoint.step, "tensors": len(entries)}
+    if target.suffix in PROGRAMS:
+        from hpc_train.training.checkpoint.inference import load_model
+        from hpc_train.training.checkpoint.programs import write_program
+
+        model = load_model(run, best=None, step=checkpoint.step, ema=ema)
+        _write(target, lambda path: write_program(model, path, target.suffix, metadata))
+    else:
+        _write(target, lambda path: write_safetensors(path, entries, metadata))
+    report = {"path": str(target), "step": checkpoint.step, "tensors": len(entries), "ema": ema}
     print(json.dumps(report), flush=True)
 
 
-def find_intact(run: RunPaths, *, best: bool = False, step: int | None = None) -> CheckpointPaths:
-    """Return the newest intact checkpoint, or the best one, or that of ``step``, which must be intact.
+def uses_ema(run: RunPaths, saved: SavedState, requested: bool | None) -> bool:
+    """Return True for the EMA weights: as requested, by default if ``checkpoint.best`` follows their metric.
+
+    Raises UsageError if they are requested and the checkpoint has none.
+    """
+    best = kept_best(run)
+    ema = best is not None and best.is_of_ema if requested is None else requested
+    if ema and not any(name.startswith(EMA) for name in saved.tensors):
+        raise UsageError(
+            f"{run.folder}: this run has no average of its weights (optimization.ema); omit --ema, or "
+            "load_model's ema"
+        )
+    return ema
+
+
+def find_intact(run: RunPaths, *, best: bool | None = None, step: int | None = None) -> CheckpointPaths:
+    """Return the checkpoint that ``find_step`` selects; in place of a damaged newest one, the newest intact.
 
     Damaged ones are reported. Raises UsageError if there is no such checkpoint, StorageError if it is
     damaged.
     """
-    if best or step is not None:
-        checkpoint = run.checkpoint(find_step(run, best=best, step=step))
-        if problems := verify(checkpoint):
-            raise StorageError(f"{checkpoint.folder} is damaged: {'; '.join(problems)}")
-        return checkpoint
-    checkpoints = committed(run)
-    if not checkpoints:
-        raise UsageError(f"{run.folder}: this run has no checkpoint yet; try again once it has saved one")
-    for checkpoint in checkpoints:
+    selected = run.checkpoint(find_step(run, best=best, step=step))
+    if step is not None or (best is not False and kept_best(run) is not None):
+        if problems := verify(selected):
+            remedy = "; --last uses the newest intact one (load_model: best=False)" if step is None else ""
+            raise StorageError(f"{selected.folder} is damaged: {'; '.join(problems)}{remedy}")
+        return selected
+    for checkpoint in committed(run):
         problems = verify(checkpoint)
         if not problems:
             return checkpoint
@@ -86,11 +106,11 @@ def find_intact(run: RunPaths, *, best: bool = False, step: int | None = None) -
     raise StorageError(f"{run.checkpoints}: every checkpoint is damaged; resume the run to make a new one")
 
 
-def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str]) -> None:
+def _write(target: Path, write: Callable[[Path], object]) -> None:
     # Not derived from the target's name, which may have the maximum length.
     temporary = target.with_name(f".hpc-train-{secrets.token_hex(8)}")
     try:
-        write_safetensors(temporary, entries, metadata)
+        write(temporary)
         temporary.replace(target)
         sync_folder(target.parent)
     except OSError as error:
@@ -108,8 +128,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN_FOLDER", type=Path)
     parser.add_argument("target", metavar="TARGET", type=Path)
-    parser.add_argument("--ema", action="store_true")
-    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--ema", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--best", action="store_true", default=None)
+    parser.add_argument("--last", dest="best", action="store_false")
     parser.add_argument("--step", type=int)
     return parser.parse_args(arguments)
 

@@ -28,10 +28,9 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.create import training_experiment
 from hpc_train.run.trust import check_run
-from hpc_train.training.checkpoint.export import find_intact, plain_weights
+from hpc_train.training.checkpoint.export import find_intact, plain_weights, uses_ema
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.shards import Entry
-from hpc_train.training.checkpoint.state import EMA
 from hpc_train.training.datasets.base import RawInput
 from hpc_train.training.datasets.batches import prepared_inputs
 from hpc_train.training.datasets.building import build_source
@@ -42,9 +41,6 @@ from hpc_train.training.datasets.types import DataInfo, TargetSpecs
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.tasks.base import make_task, target_spec
-
-#: Prefix of the metrics of EMA weights.
-_EMA_METRIC = "ema_"
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,8 +80,13 @@ class LoadedModel:
         inputs = prepared_inputs(samples, self.data.channels, self.experiment, self.target_spec)
         if isinstance(inputs, Tensor):
             self._warn_of_other_images(inputs)
+        return self.normalize(inputs)
+
+    @property
+    def normalize(self) -> Normalize:
+        """Converts a batch as the data set returns it to the module's dtype and range of values."""
         dtype = torch.float64 if self.experiment.precision == "fp64" else torch.float32
-        return Normalize(self.data, self.experiment.data, dtype)(inputs)
+        return Normalize(self.data, self.experiment.data, dtype)
 
     def _warn_of_other_images(self, inputs: Tensor) -> None:
         data, shape = self.experiment.data, tuple(inputs.shape[2:])
@@ -124,9 +125,9 @@ class LoadedModel:
 
 
 def load_model(
-    run: RunPaths, *, best: bool, step: int | None, ema: bool | None, uses_snapshot: bool
+    run: RunPaths, *, best: bool | None, step: int | None, ema: bool | None, uses_snapshot: bool = True
 ) -> LoadedModel:
-    """Build the model and load the newest intact checkpoint, the best one or that of ``step``.
+    """Build the model and load the checkpoint that ``find_intact`` selects.
 
     ``ema``: None for the EMA weights if ``checkpoint.best`` follows a metric of theirs. ``uses_snapshot``:
     import the user's modules from the run's snapshot. Raises UsageError if there is no such checkpoint or no
@@ -135,12 +136,8 @@ def load_model(
     check_run(run)
     checkpoint = find_intact(run, best=best, step=step)
     saved = SavedState.read(checkpoint)
+    ema = uses_ema(run, saved, ema)
     experiment = with_preprocessing(training_experiment(run, newest_number(run)))
-    if ema is None:
-        chosen = experiment.checkpoint.best
-        ema = chosen is not None and chosen.metric.startswith(_EMA_METRIC)
-    if ema and not any(name.startswith(EMA) for name in saved.tensors):
-        raise UsageError(f"ema: {run.folder} has no average of its weights (optimization.ema); omit ema")
     with _importing_from(_code_folders(run) if uses_snapshot else []):
         info = _data_info(experiment, saved)
         spec = target_spec(make_task(experiment, info))

@@ -1,4 +1,4 @@
-"""Loads weights from a file: read without executing code, matched by name, the head replaced.
+"""Loads weights into a model: matched by name, without a common prefix, the head replaced.
 
 A model's ``LoadReport`` records the tensors loaded from a file or a hub.
 """
@@ -6,31 +6,25 @@ A model's ``LoadReport`` records the tensors loaded from a file or a hub.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError
+from hpc_train.training.models.weight_files import StateDict as StateDict
+from hpc_train.training.models.weight_files import read_weights, with_notes
+from hpc_train.training.models.weight_names import common_prefixes, mismatch_cause
 
-StateDict = dict[str, Tensor]
 #: Changes weights to a model's shapes.
 Converter = Callable[[nn.Module, StateDict], StateDict]
 
 _KEY = "model.pretrained"
-#: The keys of the weights in a .pth that has other entries too, by convention of timm and others.
-_NESTED_UNDER = ("state_dict", "model")
-#: Prefixes that wrappers add to each name: DDP, torch.compile.
-_PREFIXES = ("module.", "_orig_mod.")
+_OR_INIT_FROM = ", or write model.init_from in place of model.pretrained, which loads what fits"
 #: Number of names that a message lists.
-_MOST_NAMES = 5
+_MOST_NAMES = 3
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +44,7 @@ class LoadReport:
     #: Converted to another shape, such as position embeddings.
     resized: tuple[str, ...] = ()
 
-    def line(self, most_names: int = 3) -> str:
+    def line(self, most_names: int = _MOST_NAMES) -> str:
         """Return one line with counts, and up to this many names of each kind."""
         parts = [
             f"{len(names)} {kind} ({_listed(names, most_names)})"
@@ -93,13 +87,13 @@ def unchanged(_model: nn.Module, weights: StateDict) -> StateDict:
 
 
 def load_weights(model: nn.Module, path: str, *, convert: Converter = unchanged) -> None:
-    """Load the weights in the file ``path`` (.safetensors or a .pth of tensors) into ``model``.
+    """Load the weights in the file ``path`` (see ``read_weights``) into ``model``.
 
-    A head for another number of classes is skipped and stays random; ``report_of`` lists its names.
+    A head that is missing or for another number of classes stays random; ``report_of`` lists its names.
     ``convert`` may change the weights before they are matched. Raises BadFileError if the file can't be read,
     or its names or shapes do not match the model's.
     """
-    original = read_weights(path)
+    original, source = renamed(model, *read_weights(path, _KEY))
     weights = convert(model, original)
     head = head_keys(model)
     expected = model.state_dict()
@@ -108,8 +102,16 @@ def load_weights(model: nn.Module, path: str, *, convert: Converter = unchanged)
     absent = {
         key for key in expected.keys() - matched.keys() if not key.endswith("num_batches_tracked")
     } - dropped
-    _refuse_mismatch(path, matched, expected, absent)
-    _load(model, matched, path, original, original.keys() - weights.keys() - expected.keys())
+    absent -= head if absent != expected.keys() else set()
+    shapes = {key for key in matched.keys() & expected.keys() if matched[key].shape != expected[key].shape}
+    unknown = matched.keys() - expected.keys()
+    if absent or unknown or shapes:
+        can_start = not shapes and absent != expected.keys()
+        raise _mismatch(
+            f"{_KEY}: {source}", matched, expected, absent=absent, unknown=unknown, shapes=shapes,
+            remedy=f"give the weights of the same model.name and model.args{_OR_INIT_FROM * can_start}",
+        )  # fmt: skip
+    _load(model, matched, source, original, original.keys() - weights.keys() - expected.keys())
 
 
 def load_what_fits(model: nn.Module, weights: StateDict, source: str, convert: Converter, key: str) -> None:
@@ -119,21 +121,40 @@ def load_what_fits(model: nn.Module, weights: StateDict, source: str, convert: C
     model's shapes if possible. Raises BadFileError, for ``key`` of the file, if the model has none of the
     names, or if a tensor other than the head has another shape.
     """
+    weights, source = renamed(model, weights, source)
     expected, loaded = model.state_dict(), convert(model, weights)
     misfits = {name for name in loaded.keys() & expected.keys() if loaded[name].shape != expected[name].shape}
     fitting = {name: loaded[name] for name in loaded.keys() & expected.keys() - misfits}
-    if not fitting:
-        raise BadFileError(
-            f"{key}: none of the {len(loaded)} tensors of {source} has a name of this model "
-            f"({_listed(loaded, 3)} there, {_listed(expected, 3)} here); "
-            f"give the weights of a model like {type(model).__name__}"
-        )
-    if unfit := misfits - head_keys(model):
-        raise BadFileError(
-            f"{key}: {source} does not fit the model: {_other_shapes(loaded, expected, unfit)}; "
-            "write the model.args of those weights"
-        )
-    _load(model, fitting, source, weights, loaded.keys() - expected.keys())
+    unfit, unknown = misfits - head_keys(model), loaded.keys() - expected.keys()
+    if unfit or not fitting:
+        raise _mismatch(
+            f"{key}: {source}", loaded, expected, shapes=unfit, unknown=() if fitting else unknown,
+            absent=() if fitting else expected.keys() - loaded.keys(),
+            remedy="write the model.name and model.args of those weights",
+        )  # fmt: skip
+    _load(model, fitting, source, weights, unknown)
+
+
+def renamed(model: nn.Module, weights: StateDict, source: str) -> tuple[StateDict, str]:
+    """Return the weights with the model's prefix in place of theirs, and ``source`` with what was changed.
+
+    Tensors without the removed prefix belong to other modules and are skipped.
+    """
+    removed, added = common_prefixes(weights.keys(), model.state_dict().keys())
+    if not removed and not added:
+        return weights, source
+    kept = {
+        added + name.removeprefix(removed): value
+        for name, value in weights.items()
+        if name.startswith(removed)
+    }
+    skipped = len(weights) - len(kept)
+    notes = (
+        f"without the prefix {removed}" if removed else "",
+        f"with the prefix {added}" if added else "",
+        f"{skipped} other tensor{'s' * (skipped > 1)} skipped" if skipped else "",
+    )
+    return kept, with_notes(source, notes)
 
 
 def _load(model: nn.Module, fitting: StateDict, source: str, before: StateDict, unexpected: set[str]) -> None:
@@ -150,24 +171,6 @@ def _weights_of(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if not key.endswith("num_batches_tracked")}
 
 
-def read_weights(path: str, key: str = _KEY) -> StateDict:
-    """Return the tensors in ``path`` under the names of the unwrapped model, on the CPU.
-
-    ``key``: the key of the experiment file that contains the path, for errors.
-    """
-    if not Path(path).is_file():
-        raise BadFileError(
-            f"{key}: there is no file {path}; write true for the hub's weights, or an existing path"
-        )
-    try:
-        content: object = load_file(path) if _is_safetensors(path) else _read_pickled(path, key)
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise BadFileError(
-            f"{key}: {path} is damaged or not a file of weights: {error}; give another file"
-        ) from error
-    return {_bare(name): tensor for name, tensor in _tensors(path, content, key).items()}
-
-
 def head_name(model: nn.Module) -> str | None:
     """Return the name of the layer that produces the logits: the last nn.Linear, else the last nn.Conv2d."""
     for kind in (nn.Linear, nn.Conv2d):
@@ -175,44 +178,6 @@ def head_name(model: nn.Module) -> str | None:
         if names:
             return names[-1]
     return None
-
-
-def _is_safetensors(path: str) -> bool:
-    """Return True for the suffix .safetensors, or content that starts with a length and JSON."""
-    with Path(path).open("rb") as file:
-        return path.endswith(".safetensors") or file.read(9)[8:] == b"{"
-
-
-def _read_pickled(path: str, key: str) -> object:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise BadFileError(
-            f"{key}: {path} is not a file of plain tensors: it is damaged, or contains Python objects, "
-            "which could run code when loaded; save only the state_dict(), best as .safetensors"
-        ) from error
-
-
-def _tensors(path: str, data: object, key: str) -> StateDict:
-    """Return the state dict in a loaded file, which may be one level down."""
-    for nested in _NESTED_UNDER:
-        if isinstance(data, Mapping) and isinstance(data.get(nested), Mapping):
-            data = data[nested]
-    if not isinstance(data, Mapping) or not data or not all(_is_weight(k, v) for k, v in data.items()):
-        raise BadFileError(
-            f"{key}: {path} contains no state dict (names → tensors); save the model's state_dict()"
-        )
-    return dict(data)
-
-
-def _is_weight(name: object, value: object) -> bool:
-    return isinstance(name, str) and isinstance(value, Tensor)
-
-
-def _bare(name: str) -> str:
-    while prefix := next((p for p in _PREFIXES if name.startswith(p)), None):
-        name = name.removeprefix(prefix)
-    return name.replace("._orig_mod.", ".")  # blocks that were compiled individually
 
 
 def head_keys(model: nn.Module) -> set[str]:
@@ -227,12 +192,19 @@ def _other_classes(loaded: Tensor, expected: Tensor) -> bool:
     return loaded.shape[1:] == expected.shape[1:] and loaded.shape[:1] != expected.shape[:1]
 
 
-def _refuse_mismatch(path: str, loaded: StateDict, expected: Mapping[str, Tensor], absent: set[str]) -> None:
-    """Raise BadFileError that lists all mismatches between the file and this model."""
-    shapes = [key for key in loaded.keys() & expected.keys() if loaded[key].shape != expected[key].shape]
-    unknown = loaded.keys() - expected.keys()
+def _mismatch(
+    start: str,
+    loaded: StateDict,
+    expected: Mapping[str, Tensor],
+    *,
+    absent: Iterable[str],
+    unknown: Iterable[str],
+    shapes: Iterable[str],
+    remedy: str,
+) -> BadFileError:
+    """Return the error with the inferred cause, and up to three names of each kind of mismatch."""
     problems = [
-        f"{difference} {listed}"
+        f"it {difference} {listed}"
         for difference, listed in (
             ("lacks", _listed(absent)),
             ("has besides", _listed(unknown)),
@@ -240,11 +212,8 @@ def _refuse_mismatch(path: str, loaded: StateDict, expected: Mapping[str, Tensor
         )
         if listed
     ]
-    if problems:
-        raise BadFileError(
-            f"{_KEY}: {path} does not fit the model: it {'; it '.join(problems)}; "
-            "give the weights of the same model.name and model.args"
-        )
+    cause = mismatch_cause(loaded, expected, set(shapes))
+    return BadFileError(f"{start} does not fit the model: {cause}; {'; '.join(problems)}; {remedy}")
 
 
 def _other_shapes(loaded: StateDict, expected: Mapping[str, Tensor], names: Iterable[str]) -> str:
