@@ -35,7 +35,7 @@ _COMMENT_LENGTHS = (20, 90)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
 _MIN_STEPS_PER_EPOCH = 20
 #: Without GPUs: core seconds of the whole training; on two cores a bit more than half as many seconds.
-_CPU_BUDGET_S = 100.0
+_CPU_BUDGET_S = 80.0
 #: Core seconds per step and evaluation besides those of the samples: optimizer, metrics. Measured.
 _STEP_S = 0.012
 #: Maximum number of samples → epochs from random weights: with GPUs as in ResNet's recipes.
@@ -225,7 +225,7 @@ class _Fitted:
         least = 1 if images is None else _MIN_EPOCHS
         epochs = min(most, max(least, int(budget_s / sample_s(sizes[-1]))))
         size = next((size for size in sizes if epochs * sample_s(size) <= budget_s), sizes[-1])
-        minutes = max(1, round(epochs * samples * sample_s(size) / 100))
+        minutes = max(1, round(epochs * samples * sample_s(size) / 60))
         about = f"about {minutes} minute{'s'[: minutes > 1]} on two cores"
         self._comments["optimization", "epochs"] = (
             f"{about}; train longer for better results" if epochs < most else about

@@ -123,7 +123,7 @@ def survey(folder: Path, name: str | None = None, task: str | None = None) -> Su
     try:
         if name is None and kind == "imagefolder" and validation_folder(folder) is None:
             return _class_folders(folder)
-        return _of_kind(kind, folder)
+        return _image_list(folder, task) if kind == "image_list" else _of_kind(kind, folder)
     except OSError as error:
         raise UsageError(f"--root: {error.filename or folder}: {error.strerror}; make it readable") from error
 
@@ -134,13 +134,29 @@ def _of_kind(kind: str, folder: Path) -> Survey | None:
     return _SURVEYS[kind](folder)
 
 
+#: Task → its data sets of files; the first one is the usual one.
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "classification": ("imagefolder", "image_list"),
+    "regression": ("image_list",),
+    "segmentation": ("segmentation_folder",),
+    "detection": ("coco",),
+    "causal_lm": ("text", "tokens"),
+}
+
+
 def _kind(folder: Path, task: str | None) -> str | None:
-    """Return the data set that reads ``folder``; None if there is none."""
-    if folder.is_file():
-        return "image_list" if folder.suffix in SEPARATORS else "text"
+    """Return the data set that reads ``folder``, one of the task's; None if there is none."""
+    kind = _kind_of_file(folder) if folder.is_file() else _kind_of_folder(folder)
+    kinds = _KINDS.get(task or "", ())
+    return kinds[0] if kinds and kind not in kinds else kind
+
+
+def _kind_of_file(path: Path) -> str:
+    return "image_list" if path.suffix in SEPARATORS else "text"
+
+
+def _kind_of_folder(folder: Path) -> str | None:
     train = folder / "train"
-    if task == "regression":
-        return "image_list"
     if (folder / "train.json").is_file():
         return "coco"
     if (train / "images").is_dir() and (train / "masks").is_dir():
@@ -431,7 +447,7 @@ def _bad_boxes(document: Mapping[str, Any]) -> int:
     return number
 
 
-def _image_list(folder: Path) -> Survey:
+def _image_list(folder: Path, task: str | None = None) -> Survey:
     root = folder.parent if folder.is_file() else folder
     lists = [folder, *(path for path in _lists(root) if path != folder)] if folder.is_file() else _lists(root)
     if not lists:
@@ -442,7 +458,7 @@ def _image_list(folder: Path) -> Survey:
     val = next((path for path in lists[1:] if _is_validation(path, columns)), None)
     rows, val_rows = ([tuple(row[name] for name in columns) for row in part] for part in
                       (table, [] if val is None else _rows(val)))  # fmt: skip
-    kind = _target_kind([cell for row in rows for cell in row[1:]], len(columns) - 1)
+    kind = _target_kind([cell for row in rows for cell in row[1:]], len(columns) - 1, task)
     args: dict[str, Any] = {"path_column": path_column}
     args["target_column"] = columns[1] if len(columns) == 2 else columns[1:]
     if kind != "class":
@@ -527,15 +543,20 @@ def _target_columns(row: Mapping[str, str], path_column: str) -> list[str]:
     return others if len(numbers) == len(others) else [next(name for name in others if name not in numbers)]
 
 
-def _target_kind(cells: Sequence[str], num_columns: int) -> str:
+def _target_kind(cells: Sequence[str], num_columns: int, task: str | None) -> str:
     """Return ``data.args.target``: ``class``, ``classes`` or ``number``."""
     different = set(cells)
     if not all(map(_NUMBER.fullmatch, different)):
+        if task == "regression":
+            text = next(cell for cell in cells if not _NUMBER.fullmatch(cell))
+            raise UsageError(f"--task: regression needs numbers, and the list has {shortened(text)!r}")
         return "class"
+    if task == "regression":
+        return "number"
     if num_columns > 1:
-        return "classes" if all(float(cell) in (0, 1) for cell in different) else "number"
+        return "classes" if task or all(float(cell) in (0, 1) for cell in different) else "number"
     is_whole = all(float(cell).is_integer() for cell in different)
-    return "class" if is_whole and len(different) <= _MAX_NUMBERED_CLASSES else "number"
+    return "class" if task or (is_whole and len(different) <= _MAX_NUMBERED_CLASSES) else "number"
 
 
 def _is_validation(path: Path, columns: Sequence[str]) -> bool:

@@ -126,6 +126,15 @@ def test_the_columns_of_a_list(
     assert content.args == {"path_column": "file", "train": "train.csv", "val": "val.csv"} | args
 
 
+def test_the_task_decides_about_numbers(tmp_path: Path) -> None:
+    root = listed(tmp_path / "data", "file,x", ["0.png,3", "1.png,2"])
+    assert surveyed(root, task="regression").args["target"] == "number"
+    assert (surveyed(root).task, surveyed(root, task="classification").task) == ("classification",) * 2
+    listed(root, "file,x", ["0.png,ant", "1.png,2"])
+    with pytest.raises(UsageError, match="regression needs numbers, and the list has 'ant'"):
+        survey(root, task="regression")
+
+
 def test_a_list_beside_a_folder_of_its_images(tmp_path: Path) -> None:
     """Also if it is named itself, and lacks validation images."""
     root = write_list(tmp_path / "data", {"train": 20}, _SIZE)
@@ -219,6 +228,13 @@ def test_a_folder_of_other_files_is_refused_with_the_layouts(tmp_path: Path) -> 
     (tmp_path / "notes.doc").touch()
     with pytest.raises(UsageError, match=r"contains notes\.doc, which no data set reads; arrange them as"):
         survey(tmp_path)
+
+
+def test_a_folder_of_another_task_is_refused_with_its_layout(tmp_path: Path) -> None:
+    root = classes(tmp_path / "data")
+    with pytest.raises(UsageError, match=r"no folder .*train/images .* must be in .*train/images/ and"):
+        survey(root, task="segmentation")
+    assert surveyed(root, task="classification").name == "imagefolder"
 
 
 def test_nothing_is_read_of_other_data_sets(tmp_path: Path) -> None:
