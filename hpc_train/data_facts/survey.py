@@ -44,9 +44,12 @@ _VOID = 255
 _MAX_ROWS = 1_000_000
 #: Whole numbers with more different values than this are measurements, not classes.
 _MAX_NUMBERED_CLASSES = 100
-_TARGET_NAMES = ("target", "label", "class", "category", "y", "labels", "class_name", "value")
+_LABELS = ("label", "class", "category", "labels", "class_name")
+_TARGET_NAMES = ("target", *_LABELS, "y", "value")
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _VALIDATION_STEMS = ("val", "dev", "test", "eval")
+#: Tokens per sequence, and what a short text has for validation.
+_MAX_LENGTH, _MIN_LENGTH, _VAL_FRACTION, _MIN_VAL_SEQUENCES = 128, 16, 0.1, 4
 _MOST_NAMES = 5
 _LAYOUTS = (
     "arrange them as train/<class>/*.jpg and val/<class>/*.jpg; as images with a list train.csv; as "
@@ -121,7 +124,7 @@ def survey(folder: Path, name: str | None = None, task: str | None = None) -> Su
     if kind not in _SURVEYS:
         return None
     try:
-        if name is None and kind == "imagefolder" and validation_folder(folder) is None:
+        if name is None and kind == "imagefolder" and not _has_val_classes(folder):
             return _class_folders(folder)
         return _image_list(folder, task) if kind == "image_list" else _of_kind(kind, folder)
     except OSError as error:
@@ -264,6 +267,12 @@ def _classes_with_images(folder: Path) -> dict[str, list[str]]:
     return {name: files for name, files in paths if files}
 
 
+def _has_val_classes(root: Path) -> bool:
+    """Return True if there are labeled validation images; those of ``test`` may have no classes."""
+    val = validation_folder(root)
+    return val is not None and bool(class_folders(val))
+
+
 def _class_folders(root: Path) -> Survey | None:
     """Return the content of a folder of classes without ``val``, which ``image_list`` reads by new lists.
 
@@ -315,7 +324,7 @@ def _without_fifth(rows: Sequence[Row], *, has_classes: bool = True) -> tuple[li
     val: set[Row] = set()
     for group in groups.values():
         group.sort(key=lambda row: sha256(row[0].encode()).digest())
-        val.update(group[: len(group) // 5])
+        val.update(group[: len(group) // 5 or int(len(group) > 2)])
     whose = "of each class " if has_classes else ""
     remark = f"no validation images, so init wrote lists: a fifth {whose}is for validation"
     return [row for row in rows if row not in val], [row for row in rows if row in val], remark
@@ -458,7 +467,7 @@ def _image_list(folder: Path, task: str | None = None) -> Survey:
     val = next((path for path in lists[1:] if _is_validation(path, columns)), None)
     rows, val_rows = ([tuple(row[name] for name in columns) for row in part] for part in
                       (table, [] if val is None else _rows(val)))  # fmt: skip
-    kind = _target_kind([cell for row in rows for cell in row[1:]], len(columns) - 1, task)
+    kind = _target_kind([cell for row in rows for cell in row[1:]], columns[1:], task)
     args: dict[str, Any] = {"path_column": path_column}
     args["target_column"] = columns[1] if len(columns) == 2 else columns[1:]
     if kind != "class":
@@ -536,6 +545,8 @@ def _target_columns(row: Mapping[str, str], path_column: str) -> list[str]:
     if not others:
         raise UsageError(f"--root: the list has no column but {path_column}; write a column target")
     by_name = {name.lower(): name for name in reversed(others)}
+    if "x" in by_name:  # coordinates
+        by_name.pop("y", None)
     likely = next((by_name[name] for name in _TARGET_NAMES if name in by_name), None)
     if likely is not None:
         return [likely]
@@ -543,7 +554,7 @@ def _target_columns(row: Mapping[str, str], path_column: str) -> list[str]:
     return others if len(numbers) == len(others) else [next(name for name in others if name not in numbers)]
 
 
-def _target_kind(cells: Sequence[str], num_columns: int, task: str | None) -> str:
+def _target_kind(cells: Sequence[str], columns: Sequence[str], task: str | None) -> str:
     """Return ``data.args.target``: ``class``, ``classes`` or ``number``."""
     different = set(cells)
     if not all(map(_NUMBER.fullmatch, different)):
@@ -553,10 +564,11 @@ def _target_kind(cells: Sequence[str], num_columns: int, task: str | None) -> st
         return "class"
     if task == "regression":
         return "number"
-    if num_columns > 1:
+    if len(columns) > 1:
         return "classes" if task or all(float(cell) in (0, 1) for cell in different) else "number"
     is_whole = all(float(cell).is_integer() for cell in different)
-    return "class" if task or (is_whole and len(different) <= _MAX_NUMBERED_CLASSES) else "number"
+    is_repeated = len(different) <= min(_MAX_NUMBERED_CLASSES, len(cells) / 2)
+    return "class" if task or (is_whole and (is_repeated or columns[0].lower() in _LABELS)) else "number"
 
 
 def _is_validation(path: Path, columns: Sequence[str]) -> bool:
@@ -564,22 +576,36 @@ def _is_validation(path: Path, columns: Sequence[str]) -> bool:
 
 
 def _text(root: Path) -> Survey:
-    args = {"sequence_length": 128} | ({"val_fraction": 0.1} if root.is_file() else {})
-    samples = data_facts("text").num_samples(DataConfig(name="text", root=str(root), args=args))
-    has_val = root.is_file() or (root / "val.txt").is_file()
-    number = "" if samples is None else f"{counted(samples, 'sequence')} of 128 characters for training"
-    return Survey("causal_lm", "text", args, samples, has_val, number, _no_val(has_val))
+    has_val_file = root.is_dir() and (root / "val.txt").is_file()
+    file = root / "train.txt" if root.is_dir() else root
+    length = _MAX_LENGTH
+    while length > _MIN_LENGTH and file.stat().st_size * _VAL_FRACTION < _MIN_VAL_SEQUENCES * length:
+        length //= 2
+    args = {"sequence_length": length} | ({} if has_val_file else {"val_fraction": _VAL_FRACTION})
+    read = root if has_val_file else file
+    samples = data_facts("text").num_samples(DataConfig(name="text", root=str(read), args=args))
+    summary = "" if samples is None else f"{counted(samples, 'sequence')} of {length} characters for training"
+    remark = "the last tenth of the text is for validation"
+    return Survey(
+        "causal_lm", "text", args, samples, True, summary, [] if has_val_file else [remark],
+        root=None if read == root else read,
+    )  # fmt: skip
 
 
 def _tokens(root: Path) -> Survey:
-    has_text = any(path.suffix in (".jsonl", ".txt") for path in root.iterdir())
-    args: dict[str, Any] = {"sequence_length": 128}
-    if has_text:
+    args: dict[str, Any] = {"sequence_length": _MAX_LENGTH}
+    summary = "files of tokens, such as nanoGPT's"
+    if has_text := any(path.suffix in (".jsonl", ".txt") for path in root.iterdir()):
         args["tokenizer"] = "bytes"
+        summary = "a text, which `hpc-train prepare` tokenizes once"
     samples = data_facts("tokens").num_samples(DataConfig(name="tokens", root=str(root), args=args))
+    if samples is not None:
+        summary += f": {counted(samples, 'sequence')} of {_MAX_LENGTH} tokens for training"
     has_val = any(path.name.startswith("val") or "_val" in path.name for path in root.iterdir())
     reason = "tokenizer: gpt2 has shorter sequences, but needs hpc-train[lm]" if has_text else ""
-    return Survey("causal_lm", "tokens", args, samples, has_val, "", _no_val(has_val), args_reason=reason)
+    return Survey(
+        "causal_lm", "tokens", args, samples, has_val, summary, _no_val(has_val), args_reason=reason
+    )
 
 
 _SURVEYS: Mapping[str, Callable[[Path], Survey | None]] = {

@@ -75,8 +75,8 @@ def test_large_images_are_reduced_most_on_a_cpu() -> None:
 
 def test_a_cpu_trains_a_minute_and_a_gpu_as_its_recipe() -> None:
     epochs = [content(samples)["optimization"]["epochs"] for samples in (100, 1_000, 50_000)]
-    assert epochs == [40, 30, 3]
-    assert content(1_000, read_s=0.02)["optimization"]["epochs"] < 30, "decoding is part of it"
+    assert epochs[0] == 40 and 20 < epochs[1] < 30 and epochs[2] == 3
+    assert content(1_000, read_s=0.02)["optimization"]["epochs"] < 20, "decoding is part of it"
     assert content(1_000, gpus=1)["optimization"]["epochs"] == 100
 
 

@@ -74,6 +74,14 @@ def test_a_folder_of_classes(
     assert (content.images.width, content.images.height) == _SIZE
 
 
+def test_images_without_classes_are_no_validation(tmp_path: Path) -> None:
+    root = classes(tmp_path / "data", train=3)
+    (root / "test").mkdir()
+    (root / "train" / "cross" / "00000.png").rename(root / "test" / "0.png")
+    content = surveyed(root)
+    assert "not read: test" in content.lines and len(content.new_lists["val"]) == 2
+
+
 @pytest.mark.parametrize("part", [".", "train"])
 def test_without_validation_images_a_fifth_of_each_class_is_for_it(part: str, tmp_path: Path) -> None:
     content = surveyed(classes(tmp_path / "data", **{part: 10}))
@@ -103,9 +111,14 @@ def listed(root: Path, header: str, rows: list[str], name: str = "train.csv") ->
 @pytest.mark.parametrize(
     ("header", "rows", "task", "args"),
     [
-        ("id,file,label", ["7,0.png,ant", "8,1.png,bee"], "classification", {"target_column": "label"}),
+        ("id,file,label", ["a,0.png,ant", "b,1.png,bee"], "classification", {"target_column": "label"}),
         ("file,x", ["0.png,0.5", "1.png,2"], "regression", {"target_column": "x", "target": "number"}),
-        ("file,x", ["0.png,3", "1.png,2"], "classification", {"target_column": "x"}),
+        ("file,x", ["0.png,3", "1.png,3", "0.png,3"], "classification", {"target_column": "x"}),
+        ("file,x", ["0.png,3", "1.png,2"], "regression", {"target_column": "x", "target": "number"}),
+        (
+            "file,x,y", ["0.png,5,1", "1.png,1,1"], "regression",
+            {"target_column": ["x", "y"], "target": "number"},
+        ),
         (
             "file,a,b", ["0.png,0,1", "1.png,1,1"], "classification",
             {"target_column": ["a", "b"], "target": "classes"},
@@ -127,7 +140,7 @@ def test_the_columns_of_a_list(
 
 
 def test_the_task_decides_about_numbers(tmp_path: Path) -> None:
-    root = listed(tmp_path / "data", "file,x", ["0.png,3", "1.png,2"])
+    root = listed(tmp_path / "data", "file,x", ["0.png,3", "1.png,3"])
     assert surveyed(root, task="regression").args["target"] == "number"
     assert (surveyed(root).task, surveyed(root, task="classification").task) == ("classification",) * 2
     listed(root, "file,x", ["0.png,ant", "1.png,2"])
@@ -184,10 +197,25 @@ def test_boxes_outside_of_images_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.txt", "book.txt"])
-def test_a_text(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("abc " * 100)
+def test_the_end_of_a_text_is_for_validation(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("abc " * 2000)
     content = surveyed(tmp_path if name == "train.txt" else tmp_path / name)
-    assert (content.task, content.name, content.has_val) == ("causal_lm", "text", name == "book.txt")
+    assert (content.task, content.name, content.samples) == ("causal_lm", "text", 56)
+    assert content.args == {"sequence_length": 128, "val_fraction": 0.1}
+    assert content.root == (tmp_path / name if name == "train.txt" else None)
+
+
+def test_a_short_text_has_short_sequences(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("abc " * 200)
+    content = surveyed(tmp_path / "book.txt")
+    assert content.args["sequence_length"] == 16 and content.samples == 44
+
+
+def test_a_text_with_its_own_validation(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abc " * 2000)
+    (tmp_path / "val.txt").write_text("abc " * 2000)
+    content = surveyed(tmp_path)
+    assert (content.root, content.args, content.samples) == (None, {"sequence_length": 128}, 62)
 
 
 def test_tokens(tmp_path: Path) -> None:
