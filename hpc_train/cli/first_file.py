@@ -19,7 +19,7 @@ from hpc_train.config.problems import KeyPath, is_clean, shown
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import one_line
 from hpc_train.data_facts.by_name import data_facts
-from hpc_train.data_facts.survey import Images, Survey
+from hpc_train.data_facts.survey.content import Images, Survey
 from hpc_train.data_facts.task_starts import IMAGE_SIZE, STARTS, Cost, Recipe, Start
 from hpc_train.errors import UsageError
 from hpc_train.launchers.base import JobSection

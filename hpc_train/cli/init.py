@@ -22,7 +22,8 @@ from hpc_train.cli.first_file import (
     with_job_section,
 )
 from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
-from hpc_train.data_facts.survey import Survey, survey
+from hpc_train.data_facts.survey.content import Survey
+from hpc_train.data_facts.survey.looking import survey
 from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers.base import ClusterLauncher, JobSection

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.data_facts.survey import Survey, survey
+from hpc_train.data_facts.survey.content import Survey
+from hpc_train.data_facts.survey.looking import survey
 from hpc_train.errors import UsageError
 from tests.datasets.coco import read, write, write_coco
 from tests.datasets.sources import masks
