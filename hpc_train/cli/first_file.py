@@ -21,7 +21,7 @@ from hpc_train.console import one_line
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.survey.content import Images, Survey
 from hpc_train.data_facts.task_starts import IMAGE_SIZE, STARTS, Cost, Recipe, Start
-from hpc_train.errors import UsageError
+from hpc_train.errors import UsageError, counted
 from hpc_train.launchers.base import JobSection
 from hpc_train.registry import suggestion
 from hpc_train.validate import model_facts
@@ -202,9 +202,8 @@ class _Fitted:
             micro = 2 if 2 * ranks <= samples else 1
             batch = micro * ranks
         if samples is not None:
-            steps = max(1, samples // batch)
-            plural = "" if steps == 1 else "s"
-            self._comments["optimization", "global_batch_size"] = f"{steps} step{plural} per epoch"
+            steps = counted(max(1, samples // batch), "step")
+            self._comments["optimization", "global_batch_size"] = f"{steps} per epoch"
         return batch, micro
 
     def _epochs_and_size(self) -> tuple[int, tuple[int, int] | None]:
@@ -225,11 +224,10 @@ class _Fitted:
         least = 1 if images is None else _MIN_EPOCHS
         epochs = min(most, max(least, int(budget_s / sample_s(sizes[-1]))))
         size = next((size for size in sizes if epochs * sample_s(size) <= budget_s), sizes[-1])
-        minutes = max(1, round(epochs * samples * sample_s(size) / 60))
-        about = f"about {minutes} minute{'s'[: minutes > 1]} on two cores"
-        self._comments["optimization", "epochs"] = (
-            f"{about}; train longer for better results" if epochs < most else about
-        )
+        minutes = round(epochs * samples * sample_s(size) / 60)
+        about = f"about {counted(minutes, 'minute')}" if minutes else "less than a minute"
+        more = "; train longer for better results" if epochs < most else ""
+        self._comments["optimization", "epochs"] = f"{about} on two cores{more}"
         return epochs, size
 
     def _most_epochs(self, samples: int) -> int:

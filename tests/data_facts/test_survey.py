@@ -266,6 +266,22 @@ def test_a_folder_of_another_task_is_refused_with_its_layout(tmp_path: Path) -> 
     assert surveyed(root, task="classification").name == "imagefolder"
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.zip", b"PK\3\4\0\0"), ("train.json", b"{}")])
+def test_other_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=r"neither a text nor a list .*; write the folder of the data"):
+        survey(tmp_path / name)
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UsageError, match=f"{tmp_path}: Permission denied; make it readable"):
+        survey(tmp_path)
+
+
 def test_nothing_is_read_of_other_data_sets(tmp_path: Path) -> None:
     assert survey(tmp_path, name="torchvision/CIFAR10") is None
     assert survey(tmp_path / "absent") is None

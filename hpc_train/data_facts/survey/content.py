@@ -23,7 +23,8 @@ _GRAY = frozenset({"1", "L", "LA", "I", "I;16", "I;16B", "F"})
 MOST_NAMES = 5
 LAYOUTS = (
     "arrange them as train/<class>/*.jpg and val/<class>/*.jpg; as images with a list train.csv; as "
-    "train/images and train/masks; as train.json (COCO) with a folder train; or as a text train.txt"
+    "train/images and train/masks; as train.json (COCO) with a folder train; or as a text train.txt; for "
+    "files of webdataset or huggingface write --data webdataset or huggingface"
 )
 
 #: A row of a list of images: the path, and the targets.

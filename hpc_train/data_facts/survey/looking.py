@@ -16,7 +16,7 @@ from hpc_train.data_facts.data_size import MAX_ANNOTATIONS_BYTES, image_paths
 from hpc_train.data_facts.image_facts import MASK_MODES, SCALED_MASKS
 from hpc_train.data_facts.listed_data import SEPARATORS
 from hpc_train.data_facts.raw_tokens import RAW_NAME
-from hpc_train.data_facts.root_layout import annotation_files, class_folders, validation_folder
+from hpc_train.data_facts.root_layout import annotation_files, class_folders, validation_folder, why_not_read
 from hpc_train.data_facts.survey.content import (
     LAYOUTS,
     MOST_NAMES,
@@ -46,6 +46,8 @@ _VOID = 255
 _MAX_LENGTH, _MIN_LENGTH, _VAL_FRACTION, _MIN_VAL_SEQUENCES = 128, 16, 0.1, 4
 #: A larger text is tokenized once, by ``prepare``, instead of by each rank.
 _MAX_TEXT_BYTES = 100 << 20
+#: Read of a file to recognize a text.
+_HEAD_BYTES = 4096
 
 
 def survey(folder: Path, name: str | None = None, task: str | None = None) -> Survey | None:
@@ -56,12 +58,14 @@ def survey(folder: Path, name: str | None = None, task: str | None = None) -> Su
     """
     if not folder.exists():
         return None
-    kind = name or _kind(folder, task)
-    if kind is None:
-        raise UsageError(f"--root: {folder} contains {entries(folder)}, which no data set reads; {LAYOUTS}")
-    if kind not in _SURVEYS:
-        return None
     try:
+        kind = name or _kind(folder, task)
+        if kind is None:
+            raise UsageError(
+                f"--root: {folder} contains {entries(folder)}, which no data set reads; {LAYOUTS}"
+            )
+        if kind not in _SURVEYS:
+            return None
         if name is None and kind == "imagefolder" and not has_val_classes(folder):
             return class_folders_alone(folder) or _of_kind(kind, folder)
         return image_list(folder, task) if kind == "image_list" else _of_kind(kind, folder)
@@ -93,7 +97,16 @@ def _kind(folder: Path, task: str | None) -> str | None:
 
 
 def _kind_of_file(path: Path) -> str:
-    return "image_list" if path.suffix in SEPARATORS else "text"
+    """Return the data set of a file. Raises UsageError for one that is neither a list nor a text."""
+    if path.suffix in SEPARATORS:
+        return "image_list"
+    if (why := why_not_read(path)) is not None:
+        raise UsageError(f"--root: {path} {why}; write a folder, a list or a text")
+    with path.open("rb") as file:
+        if b"\0" in file.read(_HEAD_BYTES) or path.suffix in (".json", ".jsonl"):
+            remedy = "write the folder of the data; unpack an archive first"
+            raise UsageError(f"--root: {path} is neither a text nor a list of images (.csv, .tsv); {remedy}")
+    return "text"
 
 
 def _kind_of_folder(folder: Path) -> str | None:
