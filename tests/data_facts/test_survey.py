@@ -187,6 +187,14 @@ def test_the_values_of_masks(values: list[int], args: dict[str, Any], tmp_path: 
     assert not content.has_val and "no validation data" in "\n".join(content.lines)
 
 
+def test_gray_images_with_boxes_get_three_channels_for_the_detectors(tmp_path: Path) -> None:
+    root = write_coco(tmp_path / "data")
+    for path in root.rglob("*.png"):
+        Image.open(path).convert("L").save(path)
+    content = surveyed(root)
+    assert content.images is not None and content.images.channels == 1 and "channels" not in content.args
+
+
 def test_boxes_outside_of_images_are_dropped(tmp_path: Path) -> None:
     root = write_coco(tmp_path / "data")
     assert (surveyed(root).task, surveyed(root).args, surveyed(root).samples) == ("detection", {}, 8)

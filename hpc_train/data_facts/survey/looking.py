@@ -21,7 +21,6 @@ from hpc_train.data_facts.survey.content import (
     LAYOUTS,
     MOST_NAMES,
     Survey,
-    channels_args,
     entries,
     no_val,
     remarks_of,
@@ -139,7 +138,7 @@ def _segmentation_folder(root: Path) -> Survey:
     num_val = 0 if val is None else len(image_paths(val / "images"))
     content = f"masks of the values {_ranges(values)}{is_part}"
     return Survey(
-        "segmentation", "segmentation_folder", {**args, **channels_args(images)}, len(paths), val is not None,
+        "segmentation", "segmentation_folder", args, len(paths), val is not None,
         summary_of(len(paths), num_val, content, images), remarks_of(images, val is not None), images,
         args_reason=reason,
     )  # fmt: skip
@@ -214,7 +213,7 @@ def _of_annotations(documents: Mapping[str, Any], root: Path) -> Survey:
     boxes = f"{counts.total():,} boxes of {len(names)} classes"
     num_val = len(documents["val"]["images"]) if has_val else 0
     return Survey(
-        "detection", "coco", channels_args(images) | ({"bad_boxes": "drop"} if bad else {}),
+        "detection", "coco", {"bad_boxes": "drop"} if bad else {},
         len(train["images"]), has_val, summary_of(len(train["images"]), num_val, boxes, images),
         remarks_of(
             images, has_val,
