@@ -43,7 +43,7 @@ _GPU_EPOCHS = ((20_000, 100), (200_000, 60), (math.inf, 90))
 _CPU_EPOCHS = ((200, 40), (2_000, 30), (math.inf, 20))
 _MIN_EPOCHS = 3
 _TEXT_EPOCHS = 10
-_MOST_EVALUATIONS = 10
+_MIN_EVALUATIONS, _MOST_EVALUATIONS = 4, 10
 #: Sides to which larger images are reduced; with masks and boxes at least 96, for small objects.
 _SIDES = (512, 384, 320, 256, 224, 192, 160, 128, 96, 64, 48)
 _MIN_SIDE_OF_SCENES = 96
@@ -323,8 +323,8 @@ class _Fitted:
         if not self._survey.has_val:
             return None
         steps = (self._survey.samples or 0) // self._batch * self._epochs
-        if self._epochs < _MIN_EPOCHS and steps >= _MOST_EVALUATIONS:
-            return {"every_steps": math.ceil(steps / _MOST_EVALUATIONS)}
+        if self._epochs < _MIN_EPOCHS and steps > _MIN_EVALUATIONS:
+            return {"every_steps": math.ceil(steps / _MIN_EVALUATIONS)}
         return {"every_epochs": math.ceil(self._epochs / _MOST_EVALUATIONS)}
 
 

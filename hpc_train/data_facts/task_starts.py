@@ -183,6 +183,6 @@ STARTS = (
         global_batch_size=32,
         micro_batch_size=16,
         gpu=Recipe("gpt", _GPT_OPTIMIZATION, 64, 16, {"num_layers": 6, "num_heads": 6, "dim": 384}),
-        cpu=Recipe("gpt", _GPT_OPTIMIZATION, 32, 16, _GPT_ARGS, cost=Cost(1e-3, 1.2e-4)),
+        cpu=Recipe("gpt", _GPT_OPTIMIZATION, 32, 16, _GPT_ARGS, cost=Cost(1e-3, 1e-4)),
     ),
 )

@@ -88,6 +88,14 @@ def test_the_learning_rate_follows_the_batch() -> None:
     assert whole["optimizer"] == half["optimizer"] | {"lr": 2 * half["optimizer"]["lr"]}
 
 
+def test_an_epoch_of_a_long_text_has_several_evaluations() -> None:
+    survey = Survey("causal_lm", "text", {"sequence_length": 128}, 8_000)
+    chosen = FirstFile(name="exp", start=start_of("causal_lm"), root="book.txt", survey=survey)
+    file = yaml.safe_load(first_file(chosen, Path("exp.yaml")))
+    assert (file["optimization"]["epochs"], file["evaluation"]) == (1, {"every_steps": 63})
+    assert "image_size" not in file["data"] and file["model"]["name"] == "gpt"
+
+
 def test_without_validation_data_there_is_no_evaluation() -> None:
     file = content(changes={"has_val": False})
     assert "evaluation" not in file and "best" not in file["checkpoint"]
