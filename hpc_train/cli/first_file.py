@@ -235,19 +235,31 @@ class _Fitted:
         return next(epochs for limit, epochs in table if samples <= limit)
 
     def _image_sizes(self, images: Images) -> Sequence[tuple[int, int]]:
-        """Return the sizes to choose from, the largest first. Never larger than the images."""
+        """Return the sizes to choose from, the largest first.
+
+        Never larger than the images, unless the user's model takes no other size.
+        """
         is_square = self._start.task in ("classification", "regression")
         height, width = images.height, images.width
         short = min(height, width)
         if is_square:
             height = width = short
+        sides = [side for side in _SIDES if side <= min(short, self._recipe.side)]
+        if is_square and (side := self._only_side(sides[0] if short > _SMALL_SIDE else short)):
+            return [(side, side)]
         if short <= _SMALL_SIDE:
             return [(height, width) if is_square or images.is_one_size else _multiples(height, width, 8)]
-        sides = [side for side in _SIDES if side <= min(short, self._recipe.side)]
         if is_square:
             return [(side, side) for side in sides]
         large = [side for side in sides if side >= _MIN_SIDE_OF_SCENES] or sides
         return [_multiples(side * height / short, side * width / short, 16) for side in large]
+
+    def _only_side(self, side: int) -> int | None:
+        """Return the side of images that the user's model takes if it does not take ``side``."""
+        if not self._is_other_model or self._chosen.model is None:
+            return None
+        fitting = model_facts.facts(self._chosen.model, {}, image_size=side).get("fitting_size")
+        return fitting if isinstance(fitting, int) and fitting != side else None
 
     def _optimization(self, has_classes: bool) -> dict[str, Any]:
         optimization = dict(self._recipe.optimization)
@@ -289,18 +301,14 @@ class _Fitted:
         height, width = size
         key, short = ("data", "image_size"), min(images.height, images.width)
         smaller = f"reduced from {images.width} x {images.height}"
-        if min(size) == short and images.is_one_size:
+        if min(size) > short:
+            self._comments[key] = f"{self._chosen.model} takes only images of this size; yours have {short}"
+        elif min(size) == short and images.is_one_size:
             self._comments[key] = "their own size"
         elif self._recipe.cost is not None and min(size) < min(short, self._recipe.side):
             self._comments[key] = f"{smaller}, for a CPU; larger is better and slower"
         else:
             self._comments[key] = smaller if min(size) < short else "their usual size"
-        name = self._chosen.model
-        if self._is_other_model and name is not None and height == width:
-            fitting = model_facts.facts(name, {}, image_size=height).get("fitting_size")
-            if isinstance(fitting, int) and fitting != height:
-                self._comments[key] = f"{name} takes only images of this size; yours have {short}"
-                return fitting
         return height if height == width else [height, width]
 
     def _augment(self, images: Images, size: tuple[int, int]) -> dict[str, Any]:
