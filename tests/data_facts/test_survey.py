@@ -161,6 +161,14 @@ def test_a_list_beside_a_folder_of_its_images(tmp_path: Path) -> None:
         assert {split: len(rows) - 1 for split, rows in content.new_lists.items()} == {"train": 16, "val": 4}
 
 
+def test_a_list_of_something_else_beside_class_folders(tmp_path: Path) -> None:
+    root = classes(tmp_path / "data", **{".": 5})
+    (root / "authors.csv").write_text("name,year\nA,2001\n")
+    assert surveyed(root).new_lists["train"][1][1] in _TWO
+    with pytest.raises(UsageError, match="names image files"):
+        survey(root, task="regression")
+
+
 def test_classes_of_the_validation_list_alone_are_written(tmp_path: Path) -> None:
     root = listed(tmp_path / "data", "file,label", ["0.png,10", "1.png,9"])
     listed(root, "file,label", ["0.png,11"], "val.csv")

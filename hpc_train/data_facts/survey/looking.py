@@ -45,6 +45,8 @@ _VOID = 255
 _MAX_LENGTH, _MIN_LENGTH, _VAL_FRACTION, _MIN_VAL_SEQUENCES = 128, 16, 0.1, 4
 #: A larger text is tokenized once, by ``prepare``, instead of by each rank.
 _MAX_TEXT_BYTES = 100 << 20
+#: Fewer folders of images beside a list are no classes, such as ``images``.
+_MIN_CLASSES = 2
 #: Read of a file to recognize a text.
 _HEAD_BYTES = 4096
 
@@ -67,9 +69,20 @@ def survey(folder: Path, name: str | None = None, task: str | None = None) -> Su
             return None
         if name is None and kind == "imagefolder" and not has_val_classes(folder):
             return class_folders_alone(folder) or _of_kind(kind, folder)
-        return image_list(folder, task) if kind == "image_list" else _of_kind(kind, folder)
+        return _listed(folder, name, task) if kind == "image_list" else _of_kind(kind, folder)
     except OSError as error:
         raise UsageError(f"--root: {error.filename or folder}: {error.strerror}; make it readable") from error
+
+
+def _listed(folder: Path, name: str | None, task: str | None) -> Survey | None:
+    """Return the content of a list of images, or if it lists others that of the class folders beside it."""
+    try:
+        return image_list(folder, task)
+    except UsageError:
+        is_chosen = name is not None or task == "regression" or folder.is_file()
+        if is_chosen or len(classes_with_images(folder)) < _MIN_CLASSES:
+            raise
+        return class_folders_alone(folder)
 
 
 def _of_kind(kind: str, folder: Path) -> Survey | None:
