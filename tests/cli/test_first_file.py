@@ -135,7 +135,7 @@ def gray_and_one_class_missing_in_val(root: Path) -> Path:
 TRAINED: dict[str, tuple[Callable[[Path], Path], str, float, int]] = {
     "ten images": (
         lambda root: write_folder(root, {"train": 5, "val": 5}, (64, 64), shapes=("circle", "cross")),
-        "accuracy", 0.7, 100,
+        "accuracy", 0.7, 60,
     ),
     "gray, a class missing in val": (gray_and_one_class_missing_in_val, "accuracy", 0.8, 12),
     "list": (lambda root: write_list(root, {"train": 160, "val": 40}, (32, 32)), "accuracy", 0.8, 15),
