@@ -136,11 +136,13 @@ class InitOptions(_Json):
     output: Path = _output(Path("exp.yaml"), "File to write; never overwritten.", "FILE")
     task: str | None = option(
         None,
-        "classification, segmentation, detection, regression, causal_lm.",
+        "classification, segmentation, detection, regression, causal_lm. Default: that of the data.",
         autocompletion=completion.tasks,
     )
-    data: str | None = option(None, "Data set. Default: one that fits the task.", metavar="NAME")
-    root: str | None = option(None, "Folder of the data (data.root).", metavar="PATH")
+    data: str | None = option(None, "Data set. Default: one that fits root and task.", metavar="NAME")
+    root: str | None = option(
+        None, "Folder of the data (data.root): init looks at a sample of it.", metavar="PATH"
+    )
     model: str | None = option(None, "Model. Default: a small one for the task.", metavar="NAME")
     example: str | None = option(
         None,

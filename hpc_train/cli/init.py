@@ -1,31 +1,35 @@
-"""``init``: writes an experiment file that fits this machine or cluster, with the keys explained.
-
-Comments are the schema's descriptions.
-"""
+"""``init``: writes an experiment file that fits this machine or cluster and the data (``first_file``)."""
 
 from __future__ import annotations
 
-import json
+import csv
+import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from hpc_train.cli.command_options import InitOptions
+from hpc_train.cli.first_file import (
+    CHANGE,
+    FirstFile,
+    first_file,
+    list_path,
+    quoted,
+    start_of,
+    with_job_section,
+)
 from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
-from hpc_train.experiment.config.keys import JOB, description_of
-from hpc_train.experiment.config.marked_yaml import read_value
-from hpc_train.experiment.config.problems import KeyPath, is_clean, shown
-from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.by_name import data_facts
-from hpc_train.experiment.data_facts.task_starts import IMAGE_SIZE, STARTS, Start
+from hpc_train.experiment.data_facts.survey.content import Survey
+from hpc_train.experiment.data_facts.survey.looking import survey
+from hpc_train.experiment.data_facts.task_starts import STARTS
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.paths import expanded
 from hpc_train.registry import suggestion
 
 #: The repository's recipes: package data, in a checkout a link.
@@ -34,12 +38,6 @@ _LIST = "list"
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
 #: The name of the recipes' own modules in the repository.
 _OWN_MODULE = re.compile(r"\bexamples\.(\w+):")
-#: Marks values that only the user knows.
-CHANGE = "CHANGE"
-_COLUMN = 44
-#: Shorter descriptions repeat the key, longer ones obscure the file.
-_COMMENT_LENGTHS = (20, 90)
-_PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
 
 
 class FirstFileJson(TypedDict):
@@ -53,6 +51,8 @@ class FirstFileJson(TypedDict):
     for_cluster: bool
     #: Numbers of the lines that have to be changed.
     lines_to_change: list[int]
+    #: Lines on the content of ``--root``: numbers and sizes, then what may be a mistake.
+    data: list[str]
 
 
 class RecipeJson(TypedDict):
@@ -81,22 +81,32 @@ def init(options: InitOptions) -> ExitCode:
         options = _with_answers(options)
     job = None if options.local else _job_section(options)
     gpus = count_gpus(os.environ) if options.gpus is None else options.gpus
+    remarks: list[str] = []
     if options.example is not None:
         text, modules = _from_example(options, output, job)
     else:
         name = _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
-        chosen = _FirstFile(
-            name=name, task=options.task or STARTS[0].task, data=options.data, root=options.root,
-            model=options.model, job=job, gpus=gpus,
+        content = _survey(options)
+        task = options.task or (STARTS[0].task if content is None else content.task)
+        chosen = FirstFile(
+            name=name, start=start_of(task), data=options.data, root=options.root, model=options.model,
+            job=job, gpus=gpus, survey=content,
         )  # fmt: skip
-        text, modules = _first_file(chosen, output), {}
+        text, modules = first_file(chosen, output), {}
+        if content is not None:
+            modules = _own_modules(text) | _lists(content, output)
+            remarks = content.lines
     files = {output: text} | modules
-    for path, content in files.items():
+    for remark in remarks:
+        say(f"{options.root}: {remark}")
+    for path in modules:
+        if path.suffix == ".csv" and path.exists():
+            raise UsageError(f"{path}: exists, and is not overwritten; write another name after -o")
+    for path, lines in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(content)
-    # The first line with CHANGE explains the marker.
-    to_change = [number for number, line in enumerate(text.splitlines(), start=1) if CHANGE in line][1:]
+            file.write(lines)
+    to_change = [number for number, line in enumerate(text.splitlines(), start=1) if f"# {CHANGE}:" in line]
     _say_next(output, to_change, job)
     if options.as_json:
         written = FirstFileJson(
@@ -105,6 +115,7 @@ def init(options: InitOptions) -> ExitCode:
             files=list(map(str, files)),
             for_cluster=job is not None,
             lines_to_change=to_change,
+            data=remarks,
         )
         put_json(written)
     return ExitCode.DONE
@@ -141,7 +152,7 @@ def _is_terminal() -> bool:
 
 def _with_answers(options: InitOptions) -> InitOptions:
     """Prompt for the most important options; an empty answer keeps the default."""
-    if options.example is None and options.task is None:
+    if options.example is None and options.task is None and options.root is None:
         tasks = [start.task for start in STARTS]
         options = _replaced(options, task=_asked("task", tasks[0], tasks))
     start = next((start_of_task for start_of_task in STARTS if start_of_task.task == options.task), None)
@@ -206,16 +217,41 @@ def _from_example(options: InitOptions, output: Path, job: JobSection | None) ->
     text = recipes_by_name[name].read_text(encoding="utf-8")
     if options.root is not None:
         text = _with_root(text, options.root)
-    modules = {
-        Path("examples", f"{module}.py"): (EXAMPLES / f"{module}.py").read_text(encoding="utf-8")
-        for module in _OWN_MODULE.findall(text)
-    }
-    for path in list(modules):
-        if path.exists():
-            say(f"{path}: exists, and is used as it is")
-            del modules[path]
+    modules = _own_modules(text)
     text = text.replace(f"examples/{name}.yaml", one_line(str(output)))
     return (with_job_section(text, job) if job is not None else text), modules
+
+
+def _own_modules(text: str) -> dict[Path, str]:
+    """Return path → content of the modules of the recipes that a file names and that are not here."""
+    modules = {}
+    for name in _OWN_MODULE.findall(text):
+        path = Path("examples", f"{name}.py")
+        if path.exists():
+            say(f"{path}: exists, and is used as it is")
+        else:
+            modules[path] = (EXAMPLES / path.name).read_text(encoding="utf-8")
+    return modules
+
+
+def _lists(content: Survey, output: Path) -> dict[Path, str]:
+    """Return path → content of the lists of images that the file names."""
+    texts = {}
+    for split, rows in content.new_lists.items():
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        texts[list_path(output, split)] = text.getvalue()
+    return texts
+
+
+def _survey(options: InitOptions) -> Survey | None:
+    """Return the content of ``--root``; None, after a line about it, if it is not on this machine."""
+    if options.root is None:
+        return None
+    folder = expanded(options.root)
+    if not folder.exists():
+        say(f"{options.root}: not on this machine, so sizes and numbers are a start")
+    return survey(folder, options.data, options.task)
 
 
 def _with_root(text: str, root: str) -> str:
@@ -225,173 +261,3 @@ def _with_root(text: str, root: str) -> str:
     if count != 1:
         raise UsageError("--root: the recipe has no data.root of its own line; change it in the file")
     return replaced
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FirstFile:
-    name: str
-    task: str
-    data: str | None = None
-    root: str | None = None
-    model: str | None = None
-    #: The cluster's section; None: a file for this machine.
-    job: JobSection | None = None
-    #: The device of this machine.
-    gpus: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """The ranks of a run of the file; on this machine one per GPU, at least 1."""
-        return max(1, self.gpus) if self.job is None else self.job.ranks
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether the ranks have GPUs: then the file gets bf16 and ``workers: auto``."""
-        return self.gpus > 0 if self.job is None else self.job.has_gpus
-
-
-def _first_file(chosen: _FirstFile, output: Path) -> str:
-    start = _start(chosen.task)
-    data = chosen.data or start.data_for(chosen.root)
-    name = chosen.model or start.model_for(data)
-    model: dict[str, Any] = {"name": name}
-    if name == start.model and start.model_args:
-        model["args"] = dict(start.model_args)
-    batch, micro = _sizes(start, _num_samples(start, data, chosen), chosen.ranks)
-    sizes = {"epochs": 10, "global_batch_size": batch, "micro_batch_size": micro}
-    content = {
-        "name": chosen.name,
-        "seed": 0,
-        "task": start.task,
-        "model": model,
-        "data": _data(start, data, chosen),
-        "optimization": {**sizes, **start.optimization, "schedule": {"name": "cosine", "warmup_epochs": 0.5}},
-    }
-    if chosen.has_gpus:
-        content["precision"] = "bf16"
-    metric, mode = start.metric
-    content["evaluation"] = {"every_epochs": 1}
-    content["checkpoint"] = {"every_min": 10, "best": {"metric": metric, "mode": mode}}
-    changes = _changes(start, data, chosen)
-    lines = [*_header(output, chosen), *_rendered(content, changes)]
-    text = "\n".join(lines) + "\n"
-    return text if chosen.job is None else with_job_section(text, chosen.job)
-
-
-def with_job_section(text: str, job: JobSection) -> str:
-    """Return the text with the cluster's section at its end, unless it has one."""
-    if re.search(rf"^{JOB}:", text, flags=re.MULTILINE):
-        return text
-    notes = [f"# {one_line(note)}" for note in job.notes]
-    heading = ["", "# This cluster has:", *notes] if notes else [""]
-    return text + "\n".join([*heading, *_rendered({JOB: job.values}, {})]) + "\n"
-
-
-def quoted(value: object) -> str:
-    """Return a value as YAML on one line. Raises UsageError for text with control characters."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {quoted(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(quoted, value)) + "]"
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if not is_clean(value):
-        raise UsageError(f"{shown(value)}: has a control character or line break; write it without")
-    # YAML would read it as a number, or as true.
-    is_plain = _PLAIN.fullmatch(value) and not value.endswith(":") and read_value(value)[0] == value
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
-
-
-def _start(task: str) -> Start:
-    for start in STARTS:
-        if start.task == task:
-            return start
-    names = [start.task for start in STARTS]
-    remedy = suggestion(task, names, f"write one of {', '.join(names)}, and change the file")
-    raise UsageError(f"--task: init has no file for {shown(task)}; {remedy}")
-
-
-def _data(start: Start, name: str, chosen: _FirstFile) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": name}
-    if start.needs_root(name) or chosen.root is not None:
-        data["root"] = chosen.root or start.root
-    if name == start.own_data:
-        data |= start.own_keys
-    elif data_facts(name).modality == "images" and _has_no_size(name):
-        data["image_size"] = IMAGE_SIZE
-    if chosen.has_gpus:
-        data["workers"] = "auto"
-    return data
-
-
-def _has_no_size(name: str) -> bool:
-    facts = data_facts(name)
-    return facts.image_size_argument is None and facts.image_size(DataConfig(name=name)) is None
-
-
-def _num_samples(start: Start, name: str, chosen: _FirstFile) -> int | None:
-    """Return N if it can be counted without the data set's own code."""
-    args = start.own_keys.get("args", {}) if name == start.own_data else {}
-    try:
-        number = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
-    except Exception:  # `validate` explains data that can't be read
-        return None
-    return number if isinstance(number, int) else None
-
-
-def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
-    """Return global and micro-batch size: one micro-batch per rank, and a step no larger than the data."""
-    batch, micro = start.global_batch_size, start.micro_batch_size
-    while True:
-        size = max(batch, micro * ranks)
-        if samples is None or size <= samples or micro == 1:
-            return size, micro
-        micro //= 2
-        batch = min(batch, samples // micro * micro)
-
-
-def _changes(start: Start, data: str, chosen: _FirstFile) -> dict[KeyPath, str]:
-    """Return the remark on values that only the user knows."""
-    changes: dict[KeyPath, str] = {}
-    if chosen.root is None and start.needs_root(data):
-        changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
-    if data == start.own_data:
-        table = "docs/reference_parts.md, data.name"
-        changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
-    return changes
-
-
-def _header(output: Path, chosen: _FirstFile) -> list[str]:
-    shown_name, where = one_line(str(output)), "" if chosen.job is not None else " --local"
-    return [
-        f"# An experiment, written by `hpc-train init` for {'a cluster' if chosen.job else 'this machine'}.",
-        f"# Lines with {CHANGE} have values that only you know; the others are a start. All keys:",
-        "# docs/reference_file.md. Check and start it:",
-        "#",
-        f"#   hpc-train validate {shown_name}",
-        f"#   hpc-train plan {shown_name}{where}",
-        f"#   hpc-train submit {shown_name}{where}",
-    ]
-
-
-def _rendered(content: Mapping[str, Any], changes: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Yield the lines of a mapping of sections: two levels as blocks, deeper ones on one line."""
-    for key, value in content.items():
-        if not isinstance(value, Mapping):
-            yield _line((key,), f"{key}: {quoted(value)}", changes)
-            continue
-        yield _line((key,), f"{key}:", changes)
-        for below, item in value.items():
-            yield _line((key, below), f"  {below}: {quoted(item)}", changes)
-
-
-def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
-    comment = changes.get(path) or _described(path)
-    return f"{text:<{_COLUMN}} # {comment}" if comment else text
-
-
-def _described(path: KeyPath) -> str:
-    """Return the first sentence of the key's description; none if that is too short or too long."""
-    sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(description_of(path).split()))[0]
-    sentence = sentence.replace("``", "").rstrip(".")
-    return sentence if _COMMENT_LENGTHS[0] <= len(sentence) <= _COMMENT_LENGTHS[1] else ""

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from hpc_train.cli.init import EXAMPLES, quoted, with_job_section
+from hpc_train.cli.first_file import quoted, with_job_section
+from hpc_train.cli.init import EXAMPLES
 from hpc_train.errors import UsageError
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.task_starts import STARTS

@@ -29,7 +29,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 #: Assumed: a user waits this long for a plan; millions of files on a slow shared disk take longer.
 COUNT_LIMIT_S = 10.0
 #: Assumed: read in about a second; COCO's files have 450 MB.
-_MAX_ANNOTATIONS_BYTES = 64 << 20
+MAX_ANNOTATIONS_BYTES = 64 << 20
 #: Extensions of images in torchvision's ImageFolder.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -99,7 +99,7 @@ def count_annotated_images(data: DataConfig) -> int | None:
         return None
     path = expanded(data.root) / "train.json"
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_ANNOTATIONS_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_ANNOTATIONS_BYTES:
             return None
         return len(json.loads(path.read_bytes())["images"]) or None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -124,15 +124,22 @@ def count_masked_images(root: Path) -> int | None:
 def _count_below(folders: list[Path]) -> int | None:
     deadline = time.monotonic() + COUNT_LIMIT_S
     count = 0
-    for number in itertools.chain.from_iterable(map(_images_by_folder, folders)):
+    for names in itertools.chain.from_iterable(map(_images_by_folder, folders)):
         if time.monotonic() > deadline:
             return None
-        count += number
+        count += len(names)
     return count
 
 
-def _images_by_folder(folder: Path) -> Iterator[int]:
-    """Yield the number of images in ``folder`` and in each folder below it, without hidden files."""
-    for _, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield sum(name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "." for name in names)
+def image_paths(folder: Path) -> list[str]:
+    """Return the paths of the images in ``folder`` and below it, without hidden files."""
+    return [path for paths in _images_by_folder(folder) for path in sorted(paths)]
+
+
+def _images_by_folder(folder: Path) -> Iterator[list[str]]:
+    """Yield the paths of the images in ``folder`` and in each folder below it, without hidden files."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield [
+            f"{parent}/{name}" for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "."
+        ]

@@ -15,6 +15,11 @@ from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.registry import is_factory, split_name
 
+#: PIL modes of masks, with one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
+MASK_MODES = ("1", "L", "P", "I", "I;16", "I;16B")
+#: Rawmode of gray PNG files of two and four bits → the factor by which Pillow scales the stored values.
+SCALED_MASKS = {"L;2": 85, "L;4": 17}
+
 
 class DigitsArgs(Section):
     """``data.args`` of digits."""

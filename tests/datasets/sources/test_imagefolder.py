@@ -130,8 +130,18 @@ def test_a_misnamed_validation_folder_is_not_passed_over(root: Path) -> None:
 
 def test_other_classes_in_val_are_refused(root: Path) -> None:
     (root / "val" / "cat").rename(root / "val" / "dog")
-    with pytest.raises(BadFileError, match=r"1 missing \(cat\); 1 unknown \(dog\)"):
+    with pytest.raises(BadFileError, match=r"val has classes that train has not: dog; put images of them"):
         build(root)
+
+
+def test_val_may_lack_classes_of_train(root: Path) -> None:
+    for path in (root / "val" / "bee").iterdir():
+        path.unlink()
+    (root / "val" / "bee").rmdir()
+    source = build(root)
+    assert source.info.class_names == ("ant", "bee", "cat") and source.val is not None
+    assert [source.val[index][1] for index in range(6)] == [0, 0, 0, 2, 2, 2]
+    assert f"data.root: {root / 'val'} has no image of bee" in source.notices
 
 
 def test_an_empty_class_is_refused(root: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, listed
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.image_facts import ImageFolderArgs
@@ -29,7 +29,13 @@ class FolderSplit:
     """The images below ``folder/<class>``, classes and files in alphabetical order."""
 
     def __init__(
-        self, folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped | None = None
+        self,
+        folder: Path,
+        class_names: tuple[str, ...],
+        channels: int,
+        skipped: Skipped | None = None,
+        *,
+        may_lack_classes: bool = False,
     ) -> None:
         self._folder = os.fspath(folder)
         self.channels = channels
@@ -37,7 +43,7 @@ class FolderSplit:
         counts: list[int] = []
         for name in class_names:
             files = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name, skipped)]
-            if not files:
+            if not files and not may_lack_classes:
                 raise BadFileError(
                     f"data.root: {folder / name} contains no image ({', '.join(IMAGE_EXTENSIONS)}); "
                     "add some, or remove it"
@@ -97,7 +103,14 @@ def folder_source(root: Path, channels: int) -> DataSource:
         if split is not None:
             skipped.add_beside_classes(split.folder)
     skipped.add_unused_folders([root / "train", folder])
-    return DataSource(train, val, _info(class_names, channels), notices=skipped.notices())
+    notices = [*skipped.notices(), *_absent_classes(val, class_names)]
+    return DataSource(train, val, _info(class_names, channels), notices=tuple(notices))
+
+
+def _absent_classes(val: FolderSplit | None, class_names: tuple[str, ...]) -> list[str]:
+    counts = [1] if val is None else np.bincount(val.classes, minlength=len(class_names))
+    absent = [name for name, count in zip(class_names, counts, strict=False) if count == 0]
+    return [f"data.root: {val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
@@ -113,16 +126,10 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
 
 
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
-    val_names = class_folders(folder)
-    if val_names != class_names:
-        missing, unknown = (
-            sorted(set(class_names) - set(val_names)),
-            sorted(set(val_names) - set(class_names)),
-        )
-        differences = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []
-        differences += [f"{len(unknown)} unknown ({', '.join(unknown[:5])})"] if unknown else []
+    """Return the images of the classes of train; a class may have none. Raises BadFileError for others."""
+    if unknown := sorted(set(class_folders(folder)) - set(class_names)):
         raise BadFileError(
-            f"data.root: the classes in {folder} differ from those of train: {'; '.join(differences)}; "
-            "make them equal"
+            f"data.root: {folder} has classes that train has not: {listed(unknown, 5)}; "
+            f"put images of them into {folder.parent / 'train'}, or remove them"
         )
-    return FolderSplit(folder, val_names, channels, skipped)
+    return FolderSplit(folder, class_names, channels, skipped, may_lack_classes=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts.image_facts import SegmentationFolderArgs
+from hpc_train.experiment.data_facts.image_facts import MASK_MODES, SCALED_MASKS, SegmentationFolderArgs
 from hpc_train.experiment.data_facts.root_layout import validation_folder
 from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.base import DataSource
@@ -28,10 +28,6 @@ from hpc_train.training.datasets.sources.image_files import Skipped, images_belo
 from hpc_train.training.datasets.sources.infer import mean_and_std
 from hpc_train.training.datasets.types import DataInfo
 
-#: PIL modes with one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
-_NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B")
-#: Rawmode of gray PNG files of two and four bits → the factor by which Pillow scales the stored values.
-_SCALED_BY = {"L;2": 85, "L;4": 17}
 _SHOWN = 3
 
 
@@ -107,12 +103,12 @@ class MaskedImages:
 def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
     """Return the numbers in a mask file, (H, W): uint8, or int32 for 16 bits and more."""
     with open_image(image_content(path), rules.max_pixels) as image:
-        if image.mode not in _NUMBERS:
+        if image.mode not in MASK_MODES:
             raise BadFileError(
                 f"data: its mask {path} has colors (mode {image.mode}); save one class number per pixel as "
                 "gray or palette PNG"
             )
-        factor = _SCALED_BY.get(str(image.tile[0][3])) if image.tile else None
+        factor = SCALED_MASKS.get(str(image.tile[0][3])) if image.tile else None
         pixels = np.array(image)
         orientation = orientation_of(image) if rules.applies_orientation else UPRIGHT
     if factor is not None:
