@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Sampler
 from hpc_train.data_facts.by_name import PREFETCHED_BATCHES
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
-from hpc_train.datasets.structures import tensors_of
 from hpc_train.datasets.transport import (
     LoaderContext,
     require_shared_memory,
@@ -245,8 +244,7 @@ class _DirectReads(Iterator[Read | Failure]):
         """Return the number of batches of this one's size that are read at a time."""
         if isinstance(first, Failure) or not self._reader.is_in_memory:
             return 1
-        nbytes = sum(tensor.nbytes for tensor in tensors_of((first.batch.inputs, first.batch.targets)))
-        return max(1, min(_MAX_AHEAD, _MAX_AHEAD_BYTES // max(nbytes, 1)))
+        return max(1, min(_MAX_AHEAD, _MAX_AHEAD_BYTES // max(first.batch.nbytes, 1)))
 
 
 def _lost(worker: Any) -> WorkerLostError:
