@@ -42,7 +42,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Gradients of a node's CPU ranks": ("node_sum",),
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
-    "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),
+    "Whole runs": ("headlines", "small_data", "cifar10", "recipes", "fine_tuning"),
     "GPU": ("gpu", "gpu_parts", "gpu_throughput", "gpu_cluster"),
 }
 #: Not part of ``make bench``.
