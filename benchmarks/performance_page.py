@@ -44,6 +44,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": (
         "headlines",
+        "small_data",
         "cifar10",
         "recipes",
         "fine_tuning",

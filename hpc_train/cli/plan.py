@@ -36,12 +36,20 @@ _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
     "run", "ranks", "micro-batches", "accumulation", "precision", "steps per epoch", "steps", "GPU-hours",
 )  # fmt: skip
+_LEGEND = (
+    "micro-batches: forward passes per optimizer step, of all ranks; accumulation: those of one rank; "
+    "GPU-hours: GPUs × time limit"
+)
 #: Set to 1: ``plan`` predicts nothing without ``--memory``.
 NO_MEMORY = "HPC_TRAIN_NO_MEMORY"
 _NOT_ASKED = "not predicted"
 _MEMORY_HEADS = (
     "run", "micro-batch", "peak GB", *PARTS, "fits", "largest micro-batch", "TFLOPs per step", "sent GB",
 )  # fmt: skip
+_MEMORY_LEGEND = (
+    "peak GB: parameters to buffers together, on the rank that needs the most; largest micro-batch: that "
+    "fits; TFLOPs: of all ranks; sent GB: by a rank per step"
+)
 #: GB below which a number is not shown.
 _SHOWN = 0.001
 
@@ -129,15 +137,16 @@ class FullPlan:
 def plan(options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
     full = make_full_plan(options)
+    lines = full.problems or full.queue.refused or missing_packs(full.loaded)
+    for line in lines:
+        say(line)
     if options.as_json:
         put_json(full.to_json())
     else:
         scripts = full.scripts if options.script else ()
         show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
+        say(_LEGEND)
         _show_predictions(full.plan.runs, full.memory)
-    lines = full.problems or full.queue.refused or missing_packs(full.loaded)
-    for line in lines:
-        say(line)
     say_remarks(full.loaded)
     plan_cost.say_cost(full.cost)
     queue_forecast.say_forecast(full.queue, full.plan)
@@ -149,7 +158,7 @@ def plan(options: PlanOptions) -> ExitCode:
 
 def make_full_plan(options: PlanOptions) -> FullPlan:
     """Plan the runs of the file, query the queue, and predict cost and memory."""
-    choice, loaded = LauncherChoice.of(options), load(options.file, options.overrides)
+    choice, loaded = LauncherChoice.of(options, starts=False), load(options.file, options.overrides)
     launcher, devices = choice.launcher, options.devices
     if devices is None:  # explicit devices need not exist here
         devices = launcher.choose_devices(loaded.experiment, None)
@@ -296,6 +305,7 @@ def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction
     rows = [_memory_cells(run, step) for run, step in zip(runs, steps, strict=True)]
     for line in columns([[*_MEMORY_HEADS], *rows]):
         put(line)
+    say(_MEMORY_LEGEND)
     for remark in dict.fromkeys(remark for step in steps for remark in _remarks(step)):
         say(remark)
 
@@ -325,9 +335,9 @@ def _remarks(step: StepPrediction) -> list[str]:
     if step.problem:
         lines.append(f"memory: {step.problem}")
     if step.assumption:
-        lines.append(f"memory: the data are not read: {step.assumption}")
+        lines.append(f"memory: {step.assumption}")
     if device.memory_bytes is None:
-        lines.append(f"memory: the size of {device.name} is unknown; {device.remedy}")
+        lines.append(f"memory: whether a step fits is unknown: {device.remedy}")
     elif step.fits is False:
         limit = (device.limit_bytes or 0) / 1e9
         lines.append(

@@ -38,11 +38,15 @@ class LauncherChoice:
     on_this_machine: bool
 
     @classmethod
-    def of(cls, options: LauncherOptions) -> LauncherChoice:
-        """Load the launcher. Raises UsageError if the options exclude each other."""
-        if options.devices is not None and not options.local and options.launcher is None:
+    def of(cls, options: LauncherOptions, *, starts: bool = True) -> LauncherChoice:
+        """Load the launcher. Raises UsageError if the options exclude each other.
+
+        ``starts``: whether runs will be started, which ``--devices`` alone must not do on this machine.
+        """
+        is_here = options.local or (options.devices is not None and options.launcher is None)
+        if is_here and starts and not options.local:
             raise UsageError("--devices: is for this machine; add --local")
-        name = options.launcher or (LOCAL if options.local else DEFAULT)
+        name = options.launcher or (LOCAL if is_here else DEFAULT)
         on_this_machine = options.local or name == LOCAL or options.devices is not None
         launcher = load_launcher(name)
         if launcher.is_queue and on_this_machine:

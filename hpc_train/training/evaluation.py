@@ -63,6 +63,7 @@ def make_validation(
         rank.device,
         bad_samples,
         spec,
+        keeps=True,
     )
     return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
 

@@ -148,7 +148,8 @@ class TrainingForward:
             return batches
         weights = torch.stack([self._weight(batch) for batch in batches])
         total = weights.sum() if owns_loss else weights.new_zeros(())
-        dist.all_reduce(total)
+        if dist.is_initialized():  # not on the one rank that tries a step in ``prepare``
+            dist.all_reduce(total)
         shares = torch.where(total == 0, 0.0, weights / total)
         return [
             replace(batch, loss_factor=share / batch.weight) if batch.weight > 0 else batch

@@ -48,7 +48,7 @@ from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.splitting import split_model
-from hpc_train.training.non_finite import Guard
+from hpc_train.training.non_finite import NoGuard
 from hpc_train.training.step import train_step
 from hpc_train.training.strategies import ddp
 from hpc_train.training.strategies.base import RankContext
@@ -216,7 +216,7 @@ class PredictedStep:
             state.strategy.stage_specs = lambda batch, forward: specs  # type: ignore[method-assign]
         task = make_task(experiment, self.info)
         forward = TrainingForward.of(experiment, state, task, precision, _CPU, to_input)
-        guard = _NoGuard(experiment.optimization, state.model, norm_counts=False)
+        guard = NoGuard(experiment.optimization, state.model, norm_counts=False)
         labels = self._labels(memory, state)
         state.wrapped.train()
         memory.start()
@@ -326,16 +326,6 @@ class BucketedGradients(nn.Module):
         self._is_synchronised = False
         yield
         self._is_synchronised = True
-
-
-class _NoGuard(Guard):
-    """Allows every step, since there is no loss to check."""
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
-        return True
 
 
 def _with_data(make: Callable[..., None]) -> Callable[..., None]:

@@ -124,6 +124,17 @@ class Guard:
         return clip_gradients(math.inf if max_norm is None else max_norm)
 
 
+class NoGuard(Guard):
+    """Allows every step; not collective. For a step on a sample, and for one without data."""
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
+        """Return True."""
+        return True
+
+
 def seen_error(step: int) -> NonFiniteError:
     """Return the error that all ranks raise under ``stop`` once a rank has had such a loss."""
     return NonFiniteError(

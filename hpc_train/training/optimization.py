@@ -167,10 +167,25 @@ def make_optimizer(
         arguments = _with_kernel(arguments, list(parameters.values()), may_fuse=may_fuse)
     if not may_fuse and (problem := unfit_fused_sgd(config.name, config.args)):
         raise problem.as_error()
+    if kind is getattr(torch.optim, "Muon", None):
+        _refuse_other_than_matrices(config.name, parameters)
     try:
         return make(parameter_groups(config, parameters, arguments["lr"], depths, matched), arguments)
-    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
-        raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; fix them") from error
+    except Exception as error:  # from the optimizer's code, for values of args
+        reason = f"{type(error).__name__}: {error}"
+        raise BadFileError(f"{_KEY}.args: {config.name} can't be built: {reason}; fix them") from error
+
+
+def _refuse_other_than_matrices(name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    others = [name for name, value in parameters.items() if value.requires_grad and value.dim() != 2]
+    if not others:
+        return
+    shown = f"{others[0]} of shape {tuple(parameters[others[0]].shape)}"
+    trained = sum(value.requires_grad for value in parameters.values())
+    raise BadFileError(
+        f"{_KEY}.name: {name} updates matrices only, and {len(others)} of the {trained} trained parameters "
+        f"have other shapes, such as {shown}; write timm/muon, which updates these by AdamW, or adamw"
+    )
 
 
 def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> Arguments:

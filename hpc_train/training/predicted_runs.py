@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -40,6 +40,8 @@ from hpc_train.training.tasks.base import make_task, target_spec
 _LIMIT_S = 10.0
 #: Defaults if the file has no value: ImageNet's classes and usual size, GPT-2's vocabulary and window.
 _CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
+#: Sizes to assume in turn if a model, such as one for CIFAR, does not accept ImageNet's.
+_OTHER_SIDES = (32, 64, 28, 96)
 _VOCABULARY, _TOKENS = 50257, 1024
 #: Default for detectors: COCO's.
 _OBJECT_CLASSES = 80
@@ -59,6 +61,8 @@ class PlannedData:
     num_samples: int
     #: Description of the assumptions; None: no assumptions.
     assumption: str | None = None
+    #: Why the data can't be read here, if nothing determines the size of the images.
+    why_sizeless: str | None = None
 
 
 def planned_data(experiment: Experiment) -> PlannedData:
@@ -70,7 +74,9 @@ def planned_data(experiment: Experiment) -> PlannedData:
         return PlannedData(source.info, sample, _MANY)
     except Exception as error:  # from the data's own code
         first_line = str(error).partition("\n")[0] or type(error).__name__
-        return _assumed(experiment, first_line)
+        return _assumed(
+            experiment, first_line.partition("; ")[0] if isinstance(error, UserError) else first_line
+        )
 
 
 @contextmanager
@@ -89,7 +95,7 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _assumed(experiment: Experiment, why: str) -> PlannedData:
+def _assumed(experiment: Experiment, why: str, usual_side: int = _SIDE) -> PlannedData:
     data, args = experiment.data, experiment.model.args
     facts = data_facts(data.name)
     is_text = "tokens" in (facts.modality, *task_facts(experiment.task).modalities)
@@ -98,22 +104,26 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
         # The builder of hf/ uses the larger of the data's vocabulary and the model's own.
         usual = 1 if experiment.model.name.startswith("hf/") else _VOCABULARY
         classes = _number(args.get("num_classes", args.get("vocab_size")), usual)
-        text = "the model's vocabulary" if classes == 1 else f"{classes}"
+        text = "the model's vocabulary" if classes == 1 else f"a vocabulary of {classes}"
         info = DataInfo(classes, 0, (), (), sequence_length=length)
         tokens = torch.zeros(1, length, dtype=torch.int64)
         sample = _batch(tokens, tokens.clone())
-        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {text}")
+        return PlannedData(info, sample, _MANY, _because(f"sequences of {length} tokens, {text}", why))
     targets = task_facts(experiment.task).targets
     usual = 1 if targets == ("number",) else _OBJECT_CLASSES if "boxes" in targets else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
     channels = facts.channels(data) or _CHANNELS
-    side = facts.image_size(data) or _number(args.get("img_size"), _SIDE)  # timm's name for it
-    height, width = data.height_and_width or (side, side)
+    known_side = facts.image_size(data) or _number(args.get("img_size"), 0)  # timm's name for it
+    height, width = data.height_and_width or (known_side or usual_side,) * 2
     info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
     images = torch.zeros(1, channels, height, width, dtype=torch.uint8)
     sample = _batch(images, _target(experiment, info, height, width))
-    text = f"assumed {classes} classes, images {channels}×{height}×{width}"
-    return PlannedData(info, sample, _MANY, f"{why}; {text}")
+    text = _because(f"{classes} classes, images {channels}×{height}×{width}", why)
+    return PlannedData(info, sample, _MANY, text, None if data.height_and_width or known_side else why)
+
+
+def _because(text: str, why: str) -> str:
+    return f"assumed {text}, because the data can't be read here ({why})"
 
 
 def _target(experiment: Experiment, info: DataInfo, height: int, width: int) -> Tensors:
@@ -151,6 +161,8 @@ class RunQuestion:
     limit_bytes: int | None
     #: Micro-batch sizes that the run may have, in ascending order.
     sizes: Sequence[int]
+    #: Replaces the data of the experiment.
+    assumed: PlannedData | None = None
 
     @classmethod
     def of(cls, question: dict[str, Any]) -> RunQuestion:
@@ -161,10 +173,22 @@ class RunQuestion:
     @cached_property
     def data(self) -> PlannedData:
         """The file's data, or assumed data if they can't be read here."""
-        return planned_data(self.experiment)
+        return self.assumed or planned_data(self.experiment)
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer; parts that can't be predicted are None, and ``problem`` is the reason."""
+        """Return the answer; parts that can't be predicted are None, and ``problem`` is the reason.
+
+        If the model does not accept the size that is assumed for images, others are tried.
+        """
+        first, why = self._answer(), self.data.why_sizeless
+        if first["problem"] is None or why is None:
+            return first
+        others = (
+            replace(self, assumed=_assumed(self.experiment, why, side))._answer() for side in _OTHER_SIDES
+        )
+        return next((other for other in others if other["problem"] is None), first)
+
+    def _answer(self) -> dict[str, Any]:
         size = self.experiment.optimization.micro_batch_size
         problem, peak, largest = None, None, None
         try:
@@ -174,8 +198,7 @@ class RunQuestion:
             if size == "auto" and largest is not None:
                 peak, size = self.predicted(largest), largest
         except Exception as error:  # from the code of the model or the task
-            why = ", since the step fails with the assumed data" if self.data.assumption else ""
-            problem = f"activations are unknown{why}: {_problem(error)}"
+            problem = _problem(error, self.data)
             peak = self._without_activations()
         return {
             "parts": None if peak is None else peak.parts,
@@ -281,15 +304,23 @@ def _normalized(experiment: Experiment) -> Experiment:
         )
 
 
-def _problem(error: Exception) -> str:
-    """Return the failure and, if it is in user code that ranks run too, its location and how to try it."""
+def _problem(error: Exception, data: PlannedData) -> str:
+    """Return why activations are unknown; for errors that ranks may have too, also how to try the step."""
     text = _in_a_line(error)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return f"not predicted for a forward pass that reads its data, such as a detector's ({text})"
+        why = "the model's forward pass depends on the values of its inputs, as a detector's does"
+        return f"activations are not predicted: {why} ({text})"
     where = users_frame(error)
+    shown = text if where is None else f"{where}: {text}"
+    if data.assumption:
+        remedy = "plan where the data are" + (", or write data.image_size" if data.why_sizeless else "")
+        return (
+            f"activations are not predicted: the model does not accept the assumed data ({shown}); {remedy}"
+        )
     if where is None:
-        return text
-    return f"{where}: {text}; the ranks may fail alike: `hpc-train prepare` tries the model on samples"
+        return f"activations are unknown: {shown}"
+    remedy = "the ranks may fail alike: `hpc-train prepare` tries a step on samples"
+    return f"activations are unknown: {shown}; {remedy}"
 
 
 def _in_a_line(error: Exception) -> str:

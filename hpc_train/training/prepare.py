@@ -2,8 +2,8 @@
 does, and runs the model and the task on some of them.
 
 Runs in a separate process, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
-[KEY=VALUE…]``, since commands import no torch. The forward pass of a few samples on the CPU finds errors that
-nothing else shows: shapes, dtypes and mistakes in the user's own code.
+[KEY=VALUE…]``, since commands import no torch. A step on a few samples on the CPU finds errors that nothing
+else shows: shapes, dtypes, an optimizer that does not fit the model, and mistakes in the user's own code.
 
 The size of a model's weights is measured without allocating them: on a login node the kernel overcommits
 memory and later kills a process, not always the one that allocated it.
@@ -12,55 +12,43 @@ memory and later kills a process, not always the one that allocated it.
 from __future__ import annotations
 
 import json
-import re
-import resource
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.experiment.config.schema import Experiment, as_training
 from hpc_train.experiment.config.training_sections import ModelConfig
-from hpc_train.experiment.data_facts.by_name import training_samples
+from hpc_train.experiment.data_facts.by_name import target_of, task_facts, training_samples
+from hpc_train.experiment.plan.prediction import step_settings
 from hpc_train.experiment.plan.sweep import expand
-from hpc_train.experiment.topology.batch_arithmetic import too_few_samples
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, too_few_samples
 from hpc_train.experiment.validate.loading import load as load_file
-from hpc_train.run.resource_limits import cgroup_folders, of_process
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.notices import data_notices
-from hpc_train.training.datasets.structures import map_tensors
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
-from hpc_train.training.evaluation import without_dimensions
-from hpc_train.training.model_selection import check_metrics, refuse_no_evaluations
+from hpc_train.training.free_memory import lacking_memory, limited_to_free_memory, weight_bytes
+from hpc_train.training.model_selection import refuse_no_evaluations
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.fine_tuning import prepare_for_training
 from hpc_train.training.models.preprocessing import with_preprocessing
-from hpc_train.training.models.weights import report_of
-from hpc_train.training.optimization import matched_groups
+from hpc_train.training.optimization import make_schedule
 from hpc_train.training.rank_exit import out_of_memory
-from hpc_train.training.tasks.base import (
-    Task,
-    make_task,
-    mean_loss,
-    optional_metrics,
-    target_spec,
-    total_weight,
-    weighs_batches,
-)
-from hpc_train.training.train_state import load_initial_weights
+from hpc_train.training.tasks.base import Task, make_task, target_spec
+from hpc_train.training.train_state import TrainState, assemble, load_initial_weights
+from hpc_train.training.trial_step import MEMORY_RAN_OUT, ONE_RANK, Trial, num_samples, on_one_rank
 
 #: Option of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"
@@ -70,18 +58,8 @@ AS_JSON = "--json"
 _MORE_MASKS_S = 5.0
 #: Checks that are skipped if the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
-#: BatchNorm needs two samples.
-_SAMPLES = 2
-#: Why a model can't be built or run if its size was not known before.
-MEMORY_RAN_OUT = "the memory that is free here does not suffice"
 #: The user's own model may read a file of weights in this time. Assumed.
 _LIMIT_S = 120.0
-_GB = 1e9
-#: A cgroup's limit, its usage, and the line of memory.stat with reclaimable memory; by version.
-_CGROUP_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
 @dataclass
@@ -128,7 +106,8 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
     """
     prepared = Prepared()
     sources: dict[str, tuple[DataSource, PreparedData]] = {}
-    done: set[tuple[str, str, str]] = set()
+    models: dict[tuple[str, str, str], PreparedModel] = {}
+    done: set[tuple[str, str]] = set()
     for planned in experiments:
         experiment = with_preprocessing(planned, download=True)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
@@ -136,20 +115,23 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
             sources[data] = _fetch_data(experiment)
             prepared.data.append(sources[data][1])
         source, facts = sources[data]
-        _check_number_of_samples(experiment, source)
-        if (data, model, experiment.task) in done:
+        arithmetic = _arithmetic(experiment, source)
+        if (settings := (data, step_settings(experiment))) in done:
             continue
-        done.add((data, model, experiment.task))
+        done.add(settings)
         refuse_no_evaluations(experiment, source)
         with _building("task", experiment.task):
             task = make_task(experiment, source.info)
         batches, bad = _try_data(experiment, source, task)
         facts.bad_samples += [sample for sample in bad if sample not in facts.bad_samples]
         tried = PreparedModel(experiment.model.name, experiment.task, experiment.data.name)
-        prepared.models.append(tried)
-        built = _fetch_model(experiment, source.info, tried)
-        if built is not None:
-            _try_model(experiment, source.info, built, task, batches, tried, runs_forward=runs_forward)
+        if (key := (data, model, experiment.task)) not in models:
+            models[key] = tried
+            prepared.models.append(tried)
+        state = _fetch_model(experiment, source.info, arithmetic, tried, is_new=tried is models[key])
+        if state is not None:
+            _try_model(experiment, source.info, state, task, batches, tried, runs_forward=runs_forward)
+            models[key].unchecked = models[key].unchecked or tried.unchecked
     return prepared
 
 
@@ -167,12 +149,32 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
         )
     where = f" in {config.root}" if config.root else ""
     say(
-        f"data {config.name}{where}: {facts.train_samples} training and {facts.val_samples} validation "
-        f"samples, {facts.classes} classes"
+        f"data {config.name}{where}: {facts.train_samples} training and "
+        f"{facts.val_samples or 'no'} validation samples{described_target(experiment, source.info)}"
     )
     for notice in facts.notices:
         say(notice)
     return source, facts
+
+
+def described_target(experiment: Experiment, info: DataInfo) -> str:
+    """Return the kind of the samples' targets in the words of the task, to append to their number."""
+    targets = (target_of(experiment.data), *task_facts(experiment.task).targets)
+    target = next(filter(None, targets), None)
+    count = info.num_classes
+    classes = "1 class" if count == 1 else f"{count} classes"
+    match target:
+        case "number":
+            return ", each with a number to predict"
+        case "next tokens":
+            return f" of {info.sequence_length} tokens, from a vocabulary of {count}"
+        case "classes":
+            return f", any of {classes} per sample"
+        case "mask":
+            return f", with masks of {classes}"
+        case "boxes":
+            return f", with boxes of {classes}"
+    return f", {classes}"
 
 
 def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[list[Batch], list[str]]:
@@ -187,7 +189,8 @@ def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[l
     return batches, list(map(str, bad))
 
 
-def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
+def _arithmetic(experiment: Experiment, source: DataSource) -> BatchArithmetic:
+    """Return the numbers of steps of the run. Raises BadFileError if they or the schedule are not valid."""
     planned, actual = training_samples(experiment.data), len(source.train)
     if planned is not None and planned != actual:
         say(
@@ -197,12 +200,19 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
     sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
     if problem := too_few_samples(*sizes, actual):
         raise problem.as_error()
+    optimization = experiment.with_micro_batch_size(num_samples(experiment)).optimization
+    arithmetic = BatchArithmetic.of(optimization, actual, 1)
+    make_schedule(optimization.schedule, arithmetic.total_steps, arithmetic.steps_per_epoch)
+    return arithmetic
 
 
-def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -> nn.Module | None:
-    """Build the model; return None, after a message, if this machine has too little memory.
+def _fetch_model(
+    experiment: Experiment, info: DataInfo, arithmetic: BatchArithmetic, tried: PreparedModel, *, is_new: bool
+) -> TrainState | None:
+    """Build the model and its optimizer; return None, after a message, if there is too little memory here.
 
-    Raises UserError if weights can't be fetched for that reason.
+    ``is_new``: False if only the settings of its step differ from those before. Raises UserError if weights
+    can't be fetched for lack of memory.
     """
     config = experiment.model
     model, why = _built(config, info)
@@ -216,17 +226,17 @@ def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -
         tried.unchecked = why
         return None
     load_initial_weights(model, config)
-    prepare_for_training(model, config)
-    matched_groups(experiment.optimization.optimizer, model)
-    report = report_of(model)
+    state = assemble(model, on_one_rank(experiment), arithmetic, ONE_RANK)
+    model, report = state.model, state.pretrained
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
     tried.weights = weights if report is None else report.line()
     total = tried.parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     tried.trained_parameters = trained
     size = f"{total} parameters" + (f" ({trained} trained)" if trained < total else "")
-    say(f"model {config.name}: {size}, {tried.weights}")
-    return model
+    if is_new:
+        say(f"model {config.name}: {size}, {tried.weights}")
+    return state
 
 
 def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:
@@ -248,7 +258,7 @@ def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str |
 def _try_model(
     experiment: Experiment,
     info: DataInfo,
-    model: nn.Module,
+    state: TrainState,
     task: Task,
     batches: Sequence[Batch],
     tried: PreparedModel,
@@ -258,9 +268,10 @@ def _try_model(
     if not runs_forward:
         tried.unchecked = NO_FORWARD
         return
-    name = experiment.model.name
-    say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
-    if why := try_forward(experiment, info, model, task, batches):
+    name, optimizer = experiment.model.name, experiment.optimization.optimizer.name
+    then = " and an evaluation" if len(batches) > 1 else ""
+    say(f"model {name}: trying a step of {optimizer}{then} on the CPU ({NO_FORWARD} skips this)")
+    if why := Trial(experiment, info, state, task).run(batches):
         say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
         tried.unchecked = why
 
@@ -285,15 +296,17 @@ def _building(key: str, name: str) -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
+    place: Callable[[str], str] = str
     try:
         file, *overrides = (argument for argument in arguments if argument not in {NO_FORWARD, AS_JSON})
         loaded = load_file(Path(file), overrides)
+        place = loaded.source.placed
         experiments = [as_training(variant.experiment) for variant in expand(loaded)]
         prepared = prepare(experiments, runs_forward=NO_FORWARD not in arguments)
         if AS_JSON in arguments:
             print(json.dumps(asdict(prepared)), flush=True)
     except UserError as error:
-        say_text(str(error))
+        say_text("\n".join(map(place, str(error).split("\n"))))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
@@ -307,121 +320,6 @@ def main(arguments: Sequence[str]) -> int:
         say_text(f"{shown}\nprepare: your code raised this; fix it there")
         return int(ExitCode.BAD_FILE)
     return int(ExitCode.DONE)
-
-
-def try_forward(
-    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
-) -> str | None:
-    """Compute the loss of training samples, then the sums of an evaluation, without gradients and in float32.
-
-    ``batches``: a training batch and, if there is any, a validation batch. If this machine has too little
-    memory, returns the reason. Raises BadFileError, with the user's own frames if there are any.
-    """
-    # Assumed: without gradients, the activations of two samples need no more memory than the weights.
-    if why := lacking_memory(weight_bytes(model)):
-        return why
-    normalize = Normalize(info, experiment.data, channels_last=experiment.model.channels_last)
-    for batch, is_training in zip(batches, (True, False), strict=False):
-        few = batch.first(_num_samples(experiment))
-        try:
-            normalized = replace(few, inputs=normalize(few.inputs))
-            metrics = _metrics_of(model, task, normalized, is_training=is_training)
-        except UserError:
-            raise
-        except Exception as error:  # from the user's code
-            if out_of_memory(error):
-                return MEMORY_RAN_OUT
-            raise _refusal(experiment, few, is_training=is_training) from error
-        if metrics is not None:
-            check_metrics(experiment, {*metrics, *optional_metrics(task)})
-    return None
-
-
-def _num_samples(experiment: Experiment) -> int:
-    size = experiment.optimization.micro_batch_size
-    # Synchronized BatchNorm counts the samples of all ranks.
-    return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
-
-
-@torch.no_grad()
-def _metrics_of(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> dict[str, float] | None:
-    """Return the metrics of an evaluation of ``batch``; None in training."""
-    outputs = task.forward(model.train(is_training), batch)
-    if is_training:
-        if weighs_batches(task):
-            total_weight(task, replace(batch, inputs=None))
-        mean_loss(task, outputs, batch)
-        return None
-    sums = task.sums(outputs, batch)
-    return task.metrics({name: without_dimensions(value) for name, value in sums.items()})
-
-
-def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
-    shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
-    what = "loss of training" if is_training else "sums of validation"
-    return BadFileError(
-        f"{shortened_traceback(traceback.format_exc())}\n"
-        f"model.name: {experiment.model.name} and task {experiment.task} can't compute the {what} samples of "
-        f"{experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or write "
-        "--no-forward if it only works on a GPU"
-    )
-
-
-def free_bytes() -> int:
-    """Return the free memory of the machine, or of the tightest cgroup of this process."""
-    machine = _number_in(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB") or 0
-    return max(0, min([machine * 1024, *_free_in_cgroups()]))
-
-
-def _free_in_cgroups() -> Iterator[int]:
-    for folder in cgroup_folders("memory"):
-        for limit_name, use_name, reclaimed in _CGROUP_FILES:
-            limit, use = (
-                _number_in(folder / limit_name, r"^(\d+)$"),
-                _number_in(folder / use_name, r"^(\d+)$"),
-            )
-            if limit is not None and use is not None:
-                yield limit - use + (_number_in(folder / "memory.stat", rf"^{reclaimed} (\d+)$") or 0)
-
-
-def _number_in(file: Path, pattern: str) -> int | None:
-    try:
-        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
-    return None if match is None else int(match[1])
-
-
-@contextmanager
-def limited_to_free_memory() -> Iterator[None]:
-    """Limit this process's allocations within this context to the memory that is free now."""
-    before, hard = of_process(resource.RLIMIT_DATA)
-    in_use = (_number_in(Path("/proc/self/status"), r"^VmData:\s+(\d+) kB") or 0) * 1024
-    limits = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
-    _set_data_limit(min([in_use + free_bytes(), *limits]), hard)
-    try:
-        yield
-    finally:
-        _set_data_limit(before, hard)
-
-
-def _set_data_limit(soft: int, hard: int) -> None:
-    with suppress(OSError):  # a sandbox refuses it
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def lacking_memory(nbytes: int) -> str | None:
-    """Return why weights of this size can't be used on this machine now; None if they can."""
-    free = free_bytes()
-    if nbytes <= free:
-        return None
-    return f"its weights have {nbytes / _GB:.1f} GB, and {free / _GB:.1f} GB of memory are free here"
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Return the size of parameters and buffers, on any device."""
-    tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:

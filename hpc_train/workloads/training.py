@@ -111,7 +111,8 @@ class TrainingWorkload:
 
 
 def _root_remedy(data: DataConfig) -> str:
-    facts, write = data_facts(data.name), "write the folder of the data"
+    facts = data_facts(data.name)
+    write = f"write {facts.root}"
     if facts.is_downloaded:
         return f"{write}, or fetch them with `hpc-train prepare FILE`"
     is_useless = data.name in DATA_SETS and not facts.needs_root

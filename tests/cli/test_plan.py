@@ -47,17 +47,21 @@ def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
     ("name", "remedy"),
     [
         ("digits", "take it out; digits needs none"),
-        ("imagefolder", "write the folder of the data"),
-        ("torchvision/CIFAR10", "write the folder of the data, or fetch them with `hpc-train prepare FILE`"),
+        ("imagefolder", "write the folder that contains train/<class>/ and val/<class>/"),
+        (
+            "torchvision/CIFAR10",
+            "write the folder of torchvision's files, for example data/cifar10, or fetch them with `hpc",
+        ),
     ],
 )
 def test_data_that_prepare_can_not_download_are_not_to_be_fetched(file: Path, name: str, remedy: str) -> None:
     (line,) = missing_data(load(file, [f"data={{name: {name}, root: /nonexist}}"]))
-    assert line.endswith(f"/nonexist does not exist on this machine; {remedy}")
+    assert f"/nonexist does not exist on this machine; {remedy}" in line
 
 
 def test_a_plan_without_a_job_has_no_script(file: Path) -> None:
-    assert hpc_train("plan", file).err == ""
+    (legend,) = hpc_train("plan", file).err.splitlines()
+    assert legend.startswith("micro-batches: forward passes per optimizer step")
     done = hpc_train("plan", file, "--script")
     assert (done.code, "#SBATCH" in done.out) == (0, False)
     assert "slurm: is missing" in done.err and "write `slurm: {}`" in done.err
@@ -129,8 +133,16 @@ def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     plan = json.loads(hpc_train("plan", file, *on_slurm, "--local", "--devices", "2", "--json").out)
     (run,) = plan["runs"]
     assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
-    refused = hpc_train("plan", file, "--devices", "2")
+    assert json.loads(hpc_train("plan", file, *on_slurm, "--devices", "2", "--json").out) == plan
+    refused = hpc_train("submit", file, "--devices", "2")
     assert (refused.code, refused.err) == (2, "--devices: is for this machine; add --local\n")
+
+
+def test_a_refused_plan_begins_with_the_problem(file: Path) -> None:
+    done = hpc_train("plan", file, "data={name: imagefolder, root: /nonexist}")
+    first, second, *_ = done.err.splitlines()
+    assert "data.root: /nonexist does not exist on this machine" in first
+    assert second.startswith("micro-batches: ")
 
 
 def test_the_launcher_says_how_many_ranks_a_plan_has(file: Path) -> None:
@@ -153,7 +165,7 @@ def test_ranks_that_the_launcher_does_not_know_are_unknown(file: Path) -> None:
     heads, cells = (line.split("  ") for line in done.out.splitlines())
     shown = dict(zip(map(str.strip, filter(None, heads)), map(str.strip, filter(None, cells)), strict=True))
     assert (shown["ranks"], shown["accumulation"], shown["GPU-hours"]) == ("unknown", "unknown", "0")
-    assert done.err == ""
+    assert len(done.err.splitlines()) == 1  # the legend
 
 
 def test_a_queue_takes_no_devices_of_this_machine(file: Path) -> None:

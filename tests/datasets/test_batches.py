@@ -195,6 +195,32 @@ def test_an_evaluation_has_as_many_batches_as_hold_all_samples(samples: int, siz
     assert evaluation_batch_count(cast(Any, range(samples)), size) == batches
 
 
+class CountedSplit(OneByOne):
+    reads = 0
+
+    def __getitem__(self, index: int, /) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("limit", "reads"), [(1 << 20, 12), (1, 36)])
+def test_a_small_evaluation_is_read_once_even_if_the_model_overwrites_it(
+    limit: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc_train.training.datasets.batches._MAX_KEPT_BYTES", limit)
+    split = CountedSplit(random_split(12))
+    evaluation = evaluation_batches(split, experiment(), 0, 1, CPU, keeps=True)
+    next(iter(evaluation))  # a pass that ends early is not kept
+    split.reads = 0
+    first = [batch.clone() for batch in evaluation]
+    for batch in evaluation:
+        batch.inputs.zero_()
+    again = list(evaluation)
+    assert split.reads == reads
+    assert all(torch.equal(one.inputs, other.inputs) for one, other in zip(first, again, strict=True))
+    assert [batch.number for batch in again] == [batch.number for batch in first]
+
+
 def test_evaluation_batches_are_numbered_over_all_ranks() -> None:
     numbers = [
         [batch.number for batch in evaluation_batches(random_split(11), experiment(), rank, 2, CPU)]

@@ -50,4 +50,5 @@ def test_ranks_on_a_cpu_have_neither() -> None:
 
 def test_a_gpu_that_no_driver_describes_has_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert device_here("cuda", 2) == Device("GPU", is_gpu=True, memory_bytes=None)
+    device = device_here("cuda", 2)
+    assert (device.name, device.is_gpu, device.memory_bytes) == ("GPU", True, None)

@@ -250,9 +250,7 @@ def question_of(
 def test_a_forward_that_needs_data_leaves_the_other_parts() -> None:
     config = experiment(model={"name": f"{__name__}:Linear", "args": {"needs_data": True}})
     answer = question_of(config, step(config)).answer()
-    assert answer["problem"].startswith(
-        "activations are unknown: not predicted for a forward pass that reads"
-    )
+    assert answer["problem"].startswith("activations are not predicted: the model's forward pass depends on")
     found = answer["parts"]
     assert (found["parameters"], found["gradients"]) == (WEIGHTS, WEIGHTS)
     assert found["optimizer"] == 2 * WEIGHTS + 8
@@ -362,6 +360,32 @@ def test_images_of_unreadable_data_have_the_size_of_the_model() -> None:
     assert planned_data(config).sample.inputs.shape == (1, 3, 32, 32)
 
 
+@pytest.mark.parametrize(
+    ("side", "data", "assumption", "problem"),
+    [
+        (32, {}, "assumed 1000 classes, images 3×32×32, ", None),
+        (
+            30,
+            {},
+            "assumed 1000 classes, images 3×224×224, ",
+            "does not accept the assumed data (test_memory_prediction.py:",
+        ),
+        (32, {"image_size": 64}, "assumed 1000 classes, images 3×64×64, ", "; plan where the data are"),
+    ],
+    ids=["of CIFAR", "of no data", "in the file"],
+)
+def test_a_model_of_another_size_than_assumed_is_no_false_alarm(
+    side: int, data: dict[str, Any], assumption: str, problem: str | None
+) -> None:
+    model = {"name": f"{__name__}:Linear", "args": {"features": 3 * side * side}}
+    config = experiment(model=model, data={"name": "imagefolder", "root": "/missing", **data})
+    answer = RunQuestion(config, Degrees(), False, None, [BATCH]).answer()
+    assert answer["assumption"].startswith(assumption)
+    assert answer["assumption"].endswith("(data.root: /missing is not a folder on this machine)")
+    assert "prepare" not in str(answer["problem"])
+    assert (answer["problem"] is None) if problem is None else (problem in answer["problem"])
+
+
 def test_the_largest_size_is_found_in_few_calls() -> None:
     sizes, calls = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96], []
 
@@ -397,9 +421,9 @@ def test_activations_of_detectors_are_not_predicted() -> None:
     )
     planned = planned_data(config)
     assert planned.assumption is not None
-    assert planned.assumption.endswith("assumed 80 classes, images 3×32×48")
+    assert planned.assumption.startswith("assumed 80 classes, images 3×32×48, because the data can't be read")
     answer = RunQuestion(config, Degrees(), False, None, [BATCH]).answer()
-    assert "not predicted for a forward pass that reads its data" in answer["problem"]
+    assert "not predicted: the model's forward pass depends on the values of its inputs" in answer["problem"]
     assert answer["parts"]["parameters"] > 0 == answer["parts"]["activations"]
 
 

@@ -161,8 +161,15 @@ def test_lists_of_the_file_become_tuples() -> None:
             {"name": "sgd", "args": {"lr": 1}},
             "optimizer.args.lr: is not allowed here; write optimization.optimizer.lr$",
         ),
-        ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: sgd can't be made: Nesterov"),
-        ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: adamw can't be made: Invalid beta"),
+        (
+            {"name": "sgd", "args": {"nesterov": True}},
+            "optimizer.args: sgd can't be built: ValueError: Nesterov",
+        ),
+        ({"name": "adamw", "args": {"betas": [0.9]}}, "optimizer.args: adamw can't be built: IndexError: "),
+        (
+            {"name": "adamw", "args": {"betas": [2, 3]}},
+            "optimizer.args: adamw can't be built: ValueError: Invalid beta",
+        ),
         (
             {"groups": [{"match": ["0.*"]}, {"match": ["3.*"]}]},
             r"optimizer.groups\[1\].match: '3.\*' matches no trained parameter of the model; did",

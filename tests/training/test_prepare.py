@@ -20,10 +20,10 @@ from hpc_train.experiment.config.schema import DataConfig, EarlyStoppingConfig, 
 from hpc_train.experiment.data_facts.built_in import DATA_SETS
 from hpc_train.experiment.data_facts.facts import DataFacts
 from hpc_train.run import resource_limits
-from hpc_train.training import prepare as preparing
+from hpc_train.training import free_memory
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.prepare import main, prepare
+from hpc_train.training.prepare import described_target, main, prepare
 from hpc_train.training.tasks.classification import Classification
 from tests.experiments import tiny_experiment
 
@@ -77,6 +77,20 @@ class OnlyTrains(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if not self.training:
             raise KeyError("ema")
+        return self.layers(images)
+
+
+class Detached(OnlyTrains):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images).detach()
+
+
+class WithUnusedLayer(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers, self.spare = net(num_classes), nn.Linear(1, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)
 
 
@@ -137,6 +151,37 @@ def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
         ("features", {}, {"data": {"image_size": 4}}, r"^data\.image_size: is for images"),
         ("without_statistics", {}, {}, r"^data\.normalize\.mean: \[\] has 0 values"),
         ("images", {}, {"optimization": {"global_batch_size": 48}}, r"global_batch_size: 48 is more"),
+        *(
+            ("images", {}, {"optimization": {"optimizer": {"lr": 0.1, **optimizer}}}, words)
+            for optimizer, words in (
+                (
+                    {"name": "muon"},
+                    r"name: muon updates matrices only, and 1 of the 2 .* 1\.bias of shape \(3,\);",
+                ),
+                ({"name": "adamw", "args": {"betas": [0.9]}}, r"args: adamw can't be built: IndexError: "),
+                (
+                    {"name": "nadam", "args": {"capturable": True}},
+                    r"optimizer: nadam can't update the w",
+                ),
+                (
+                    {"name": "adamw", "groups": [{"match": ["head.*"], "lr_factor": 2}]},
+                    r"'head\.\*' matches no",
+                ),
+            )
+        ),
+        (
+            "images",
+            {},
+            {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 1}}},
+            r"warm-up of 1 step",
+        ),
+        (
+            "images",
+            {},
+            {"model": {"name": f"{HERE}:Detached"}},
+            r"can't compute the gradients of the loss of train",
+        ),
+        ("images", {}, {"activation_checkpointing": "blocks"}, r"^activation_checkpointing: "),
     ],
 )
 def test_prepare_refuses_what_ranks_would_refuse(
@@ -144,6 +189,58 @@ def test_prepare_refuses_what_ranks_would_refuse(
 ) -> None:
     with pytest.raises(BadFileError, match=words):
         prepare([experiment(factory, args, **keys)])
+
+
+def test_prepare_tries_each_optimizer_of_a_sweep_once(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizers = [{"name": "sgd", "lr": 0.1}, {"name": "sgd", "lr": 0.2}, {"name": "adamw", "lr": 0.1}]
+    prepared = prepare([experiment("images", {}, optimization={"optimizer": each}) for each in optimizers])
+    printed = capsys.readouterr().err
+    assert [printed.count(f"trying a step of {name} ") for name in ("sgd", "adamw")] == [1, 1]
+    assert len(prepared.models) == printed.count("51 parameters") == 1
+
+
+def test_prepare_names_weights_that_the_loss_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"name": f"{HERE}:WithUnusedLayer"}
+    finds = {"args": {"find_unused_parameters": True}}
+    prepare([experiment("images", {}, model=model), experiment("images", {}, model=model, parallel=finds)])
+    assert (
+        capsys.readouterr().err.count("will refuse it: the loss does not use spare.weight, spare.bias") == 1
+    )
+
+
+def test_problems_of_prepare_have_their_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exp.yaml"
+    file.write_text(
+        f"name: x\ntask: classification\nmodel: {{name: '{HERE}:net'}}\ndata: {{name: '{HERE}:images'}}\n"
+        "optimization:\n  steps: 1\n  global_batch_size: 4\n  micro_batch_size: 4\n"
+        "  optimizer: {name: muon, lr: 0.1}\n"
+    )
+    assert main([str(file)]) == 65
+    assert f"{file}:9:21: optimization.optimizer.name: muon" in capsys.readouterr().err
+    assert (
+        main(
+            [str(file), "model.name=tests.training.test_prepare:Detached", "optimization.optimizer.name=sgd"]
+        )
+        == 65
+    )
+    assert "\ncommand line: model.name: tests.training.test_prepare:Detached and" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "text"),
+    [
+        ("classification", "imagefolder", ", 3 classes"),
+        ("classification", f"{HERE}:images", ", 3 classes"),
+        ("regression", f"{HERE}:images", ", each with a number to predict"),
+        ("segmentation", "segmentation_folder", ", with masks of 3 classes"),
+        ("detection", "coco", ", with boxes of 3 classes"),
+        ("causal_lm", "text", " of 64 tokens, from a vocabulary of 3"),
+        ("tests.training.test_prepare:LossPerSample", f"{HERE}:images", ", 3 classes"),
+    ],
+)
+def test_samples_are_described_in_the_words_of_the_task(task: str, data: str, text: str) -> None:
+    named = tiny_experiment({}, task=task).model_copy(update={"data": DataConfig(name=data)})
+    assert described_target(named, DataInfo(3, 0, (), (), sequence_length=64)) == text
 
 
 def test_prepare_accepts_rows_of_features(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +374,7 @@ def test_a_model_is_not_run_where_memory_does_not_suffice(
     prepare([experiment("images", {}, model={"name": f"{HERE}:NeedsMemory"})])
     assert "NeedsMemory: not run on samples: the memory that is free here does not" in capsys.readouterr().err
     free = iter((204, 203))  # before and after 51 parameters of 4 bytes
-    monkeypatch.setattr(preparing, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: next(free))
     prepare([experiment("images", {"target": 2})])
     said = capsys.readouterr().err
     assert "net: not run on samples: its weights have 0.0 GB, and 0.0 GB" in said
@@ -298,7 +395,7 @@ def test_a_model_larger_than_the_memory_is_not_built(capsys: pytest.CaptureFixtu
 def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preparing, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 1000)
     monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
     with pytest.raises(
         UserError, match=r"^model\.pretrained: the weights of timm/resnet18 are not fetched: it"
@@ -309,7 +406,7 @@ def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
 def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preparing, "free_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 64 << 20)
     prepare([experiment("images", {}, model={"name": f"{HERE}:ReadsItsWeights"})])
     assert "ReadsItsWeights: 51 parameters" in capsys.readouterr().err
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -323,17 +420,17 @@ def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
 def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_machine = preparing.free_bytes()
+    of_machine = free_memory.free_bytes()
     assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
     for folder, (limit, use, reclaimed) in zip(
-        (tmp_path, tmp_path / "memory"), preparing._CGROUP_FILES, strict=True
+        (tmp_path, tmp_path / "memory"), free_memory._CGROUP_FILES, strict=True
     ):
         folder.mkdir(exist_ok=True)
         for name, text in ((limit, "5000000\n"), (use, "4000000\n")):
             (folder / name).write_text(text)
         (folder / "memory.stat").write_text(f"anon 1\n{reclaimed} 250000\n")
-    assert preparing.free_bytes() == 1_250_000
+    assert free_memory.free_bytes() == 1_250_000
 
 
 def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(

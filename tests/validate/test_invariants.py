@@ -307,9 +307,9 @@ SHARED = {
             experiment.optimization.optimizer, {}, 1, may_fuse=False
         ),
     ),
-    "training.prepare._check_number_of_samples: too_few_samples": Shared(
+    "training.prepare._arithmetic: too_few_samples": Shared(
         {"data": {"name": "synthetic", "args": {"num_samples": 40}}},
-        lambda experiment: prepare._check_number_of_samples(experiment, build_source(experiment.data)),
+        lambda experiment: prepare._arithmetic(experiment, build_source(experiment.data)),
     ),
     "training.rank._degrees: find_degrees": Shared(
         {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4

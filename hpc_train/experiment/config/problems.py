@@ -6,6 +6,7 @@ positions.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ class ProblemLine(str):
         return line
 
 
+#: ``model.args`` or ``groups[0].match`` at the start of a line, and the segments of such a path.
+_KEY, _SEGMENT = re.compile(r"([a-z_]+(?:\.\w+|\[\d+\])*): "), re.compile(r"\w+|\[\d+")
+
+
 @dataclass(frozen=True)
 class Source:
     """A file as the user named it, the positions of its keys, and the keys given on the command line.
@@ -101,6 +106,21 @@ class Source:
                 return self.marks[path].key
             path = path[:-1]
         return Place(1, 1)
+
+    def placed(self, line: str) -> str:
+        """Return the line of an error without a position, ``key.path: …``, with that of the key."""
+        match = _KEY.match(line)
+        if match is None:
+            return line
+        path = tuple(int(key[1:]) if key[0] == "[" else key for key in _SEGMENT.findall(match[1]))
+        if path[:1] not in self.marks and path[:1] not in self.command_line:
+            return line
+        place = self.place(Problem(path, "", ""))
+        return (
+            f"command line: {line}"
+            if place == COMMAND_LINE
+            else f"{self.name}:{place.line}:{place.column}: {line}"
+        )
 
     def render(self, problem: Problem) -> str:
         """Return ``exp.yaml:LINE:COL: key.path: what is wrong; what to write instead``, on one line."""

@@ -201,8 +201,8 @@ class Device:
     is_gpu: bool
     #: As nvidia-smi shows it; None: unknown.
     memory_bytes: int | None
-    #: How to make the memory known.
-    remedy: str = "write the name of a known GPU"
+    #: Why the memory is unknown, and how to make it known.
+    remedy: str = ""
     #: Number of NCCL communicators of a rank.
     communicators: int = 0
 
@@ -224,7 +224,8 @@ def device_here(device: str, ranks: int) -> Device:
     if gpu is not None:
         return gpu
     if device == "cuda":
-        return Device("GPU", is_gpu=True, memory_bytes=None)
+        remedy = "nvidia-smi shows no GPU here; plan on the machine that trains"
+        return Device("GPU", is_gpu=True, memory_bytes=None, remedy=remedy)
     match = re.search(
         r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
     )

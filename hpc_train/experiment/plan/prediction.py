@@ -193,8 +193,15 @@ def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str
     return None if problem is None else str(problem)
 
 
+def step_settings(experiment: Experiment) -> str:
+    """Return what determines the tensors of a step, as JSON: runs with the same settings fail alike.
+
+    Numbers that only turn a feature on or off are normalized.
+    """
+    return json.dumps(_relevant(experiment), sort_keys=True)
+
+
 def _relevant(experiment: Experiment) -> dict[str, Any]:
-    """Return the settings that affect memory; numbers that only turn a feature on or off are normalized."""
     settings = experiment.model_dump(mode="json")
     _neutralize_optimization(settings["optimization"])
     data = settings["data"] | {"workers": 0}

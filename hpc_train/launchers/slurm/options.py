@@ -250,12 +250,18 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
     """Return the job's GPU, or the rank's part of a node's memory. ``device``: the file's key."""
     if slurm.gpus_per_node == 0 or device == "cpu":
         share = None if slurm.mem_gb is None else slurm.mem_gb * _GIB // (size.per_node or 1)
-        return Device("CPU", is_gpu=False, memory_bytes=share, remedy="write slurm.mem_gb")
+        remedy = "the file does not request memory; write slurm.mem_gb"
+        return Device("a rank's share of a node", is_gpu=False, memory_bytes=share, remedy=remedy)
     items = [item.strip() for item in str(slurm.extra.get("gres") or "").split(",")]
     gres = ",".join(item for item in items if item.removeprefix("gres/").startswith("gpu"))
     names = (slurm.gpu_type, gres, slurm.constraint)
     for name in (text for text in names if isinstance(text, str)):
         if (gib := gpu_memory_gib(name)) is not None:
             return Device(name, is_gpu=True, memory_bytes=int(gib * _GIB))
-    shown = slurm.gpu_type or "a GPU of any type"
-    return Device(shown, is_gpu=True, memory_bytes=None, remedy="write slurm.gpu_type, like a100_80gb")
+    why = (
+        "the file names no type of GPU"
+        if slurm.gpu_type is None
+        else f"no GPU of type {slurm.gpu_type} is known"
+    )
+    remedy = f"{why}; write slurm.gpu_type, like a100_80gb"
+    return Device(slurm.gpu_type or "a GPU", is_gpu=True, memory_bytes=None, remedy=remedy)

@@ -44,6 +44,8 @@ from hpc_train.training.datasets.workers import BatchStream
 
 #: Maximum delay until a rank that waits for its data notices a stop request (assumed).
 _LOOK_EVERY_S = 0.2
+#: Maximum size of a rank's validation batches that stay in memory between evaluations (assumed).
+_MAX_KEPT_BYTES = 64 << 20
 #: Samples of each split that ``prepare`` reads, evenly spaced (assumed).
 _TRIED_SAMPLES = 16
 
@@ -123,7 +125,11 @@ def training_batches(
 
 
 class EvaluationBatches:
-    """This rank's share of a split, restarted by each ``iter``; loader processes live for one pass."""
+    """This rank's share of a split, restarted by each ``iter``; loader processes live for one pass.
+
+    ``keeps``: whether a small share stays in memory after a whole pass, so that the evaluations of small data
+    neither start processes nor decode again.
+    """
 
     def __init__(
         self,
@@ -132,12 +138,17 @@ class EvaluationBatches:
         workers: int,
         device: torch.device,
         bad_samples: BadSamples | None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._reader = reader
         self._sampler = sampler
         self._workers = workers
         self._device = device
         self._bad_samples = bad_samples
+        self._keeps = keeps
+        #: The batches of a whole pass.
+        self._kept: list[Batch] | None = None
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -149,6 +160,11 @@ class EvaluationBatches:
 
     def until(self, gives_up: Callable[[], bool]) -> Iterator[Batch | None]:
         """Yield the batches; None, and no more, if one does not arrive and ``gives_up`` returns true."""
+        if self._kept is not None:
+            yield from map(self._unshared, self._kept)
+            return
+        kept: list[Batch] = []
+        free_bytes = _MAX_KEPT_BYTES if self._keeps else 0
         workers = min(self._workers, len(self))
         stream = BatchStream(self._reader, self._sampler, workers=workers, device=self._device)
         try:
@@ -160,9 +176,17 @@ class EvaluationBatches:
                 read = next(stream)
                 if self._bad_samples is not None:
                     self._bad_samples.note(read.bad)
+                free_bytes -= read.batch.nbytes
+                if free_bytes >= 0:
+                    kept.append(self._unshared(read.batch))
                 yield read.batch
+            self._kept = kept if free_bytes >= 0 else None
         finally:
             stream.close()
+
+    def _unshared(self, batch: Batch) -> Batch:
+        """Return a copy that the model may overwrite; ``to`` makes it for another device."""
+        return batch.clone() if self._device.type == "cpu" else batch
 
 
 def evaluation_batches(
@@ -175,6 +199,7 @@ def evaluation_batches(
     target_spec: TargetSpecs = None,
     *,
     has_targets: bool = True,
+    keeps: bool = False,
 ) -> EvaluationBatches:
     """Return this rank's batches of ``split``: the same number on every rank, each of exactly m samples.
 
@@ -185,7 +210,7 @@ def evaluation_batches(
     skip_bad = bad_samples is not None
     reader = _evaluation_reader(split, experiment, target_spec, skip_bad=skip_bad, has_targets=has_targets)
     sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
-    return EvaluationBatches(reader, sampler, experiment.workers, device, bad_samples)
+    return EvaluationBatches(reader, sampler, experiment.workers, device, bad_samples, keeps=keeps)
 
 
 def evaluation_batch_count(split: AnySplit, micro_batch_size: int) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hpc_train.training.datasets.structures import Tensors, map_tensors
+from hpc_train.training.datasets.structures import Tensors, map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,15 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory; called by the loader."""
         return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def clone(self) -> Batch:
+        """Return a copy that shares no tensor."""
+        return self._mapped(torch.clone)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of inputs and targets."""
+        return sum(tensor.nbytes for tensor in tensors_of((self.inputs, self.targets)))
 
     def repeated(self, count: int) -> Batch:
         """Return a batch that has each sample ``count`` times."""

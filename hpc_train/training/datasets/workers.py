@@ -28,7 +28,6 @@ from hpc_train.experiment.data_facts.by_name import PREFETCHED_BATCHES
 from hpc_train.rank import parent_process, signals
 from hpc_train.training.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.datasets.structures import tensors_of
 from hpc_train.training.datasets.transport import (
     LoaderContext,
     require_shared_memory,
@@ -246,8 +245,7 @@ class _DirectReads(Iterator[Read | Failure]):
         """Return the number of batches of this one's size that are read at a time."""
         if isinstance(first, Failure) or not self._reader.is_in_memory:
             return 1
-        nbytes = sum(tensor.nbytes for tensor in tensors_of((first.batch.inputs, first.batch.targets)))
-        return max(1, min(_MAX_AHEAD, _MAX_AHEAD_BYTES // max(nbytes, 1)))
+        return max(1, min(_MAX_AHEAD, _MAX_AHEAD_BYTES // max(first.batch.nbytes, 1)))
 
 
 def _lost(worker: Any) -> WorkerLostError:

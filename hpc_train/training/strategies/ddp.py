@@ -26,6 +26,9 @@ _WITHOUT_BUFFERS: dict[str, Any] = (
     else {"broadcast_buffers": False}
 )
 
+#: Argument of ``parallel.args``.
+FIND_UNUSED = "find_unused_parameters"
+
 
 class DDPStrategy(DataParallel):
     """torch's DistributedDataParallel, with the same bucket layout in every attempt."""
@@ -37,7 +40,7 @@ class DDPStrategy(DataParallel):
         super().__init__(context)
         context.check_args(self.name)
         #: For models that do not use all parameters in every forward; searching the graph takes time.
-        self._finds_unused = bool(context.args.get("find_unused_parameters", False))
+        self._finds_unused = bool(context.args.get(FIND_UNUSED, False))
         #: With this search DDP keeps its first layout.
         self.is_rehearsed = context.world_size == 1 or self._finds_unused
 
@@ -79,14 +82,21 @@ class DDPStrategy(DataParallel):
 
     def _refuse_unused(self) -> None:
         """Raise if a parameter has no gradient: DDP would wait for it forever."""
-        named = self.model.named_parameters()
-        unused = [name for name, value in named if value.requires_grad and value.grad is None]
-        if unused:
-            shown = ", ".join(unused[:5]) + (" …" if len(unused) > 5 else "")
-            raise BadFileError(
-                f"model.name: the loss does not use {shown}; "
-                "write parallel.args: {find_unused_parameters: true}, or requires_grad_(False) in the model"
-            )
+        if unused := unused_parameters(self.model):
+            raise BadFileError(f"model.name: {unused}")
+
+
+def unused_parameters(model: nn.Module) -> str | None:
+    """Return the message on parameters to which backward gave no gradient; None if all have one."""
+    named = model.named_parameters()
+    unused = [name for name, value in named if value.requires_grad and value.grad is None]
+    if not unused:
+        return None
+    shown = ", ".join(unused[:5]) + (" …" if len(unused) > 5 else "")
+    return (
+        f"the loss does not use {shown}; "
+        "write parallel.args: {find_unused_parameters: true}, or requires_grad_(False) in the model"
+    )
 
 
 def _average(shared_sum, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings

@@ -1,0 +1,162 @@
+"""A training step and an evaluation of a few samples on the CPU, by the code of ranks, for ``prepare``."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hpc_train.console import say
+from hpc_train.errors import BadFileError, UserError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import CompileConfig, ParallelConfig
+from hpc_train.experiment.topology.degrees import Degrees
+from hpc_train.experiment.topology.strategy_traits import traits_of
+from hpc_train.run.tracebacks import shortened_traceback
+from hpc_train.training.datasets.structures import map_tensors
+from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.free_memory import lacking_memory, limited_to_free_memory, weight_bytes
+from hpc_train.training.model_selection import check_metrics
+from hpc_train.training.non_finite import NoGuard
+from hpc_train.training.rank_exit import out_of_memory
+from hpc_train.training.step import train_step
+from hpc_train.training.strategies.base import RankContext
+from hpc_train.training.strategies.ddp import FIND_UNUSED, unused_parameters
+from hpc_train.training.tasks.base import Task, optional_metrics
+from hpc_train.training.train_state import TrainState
+
+#: BatchNorm needs two samples.
+_SAMPLES = 2
+#: Memory that a training step needs besides the weights, in their size. Assumed: gradients, two values per
+#: weight of the optimizer, and activations of two samples.
+_STEP_FACTOR = 4
+#: So low that an evaluation after the step uses the same weights.
+_TINY_LR = 1e-12
+#: Why a model can't be built or run if its size was not known before.
+MEMORY_RAN_OUT = "the memory that is free here does not suffice"
+#: What can fail.
+_LOSS, _GRADIENTS, _SUMS = "loss of training", "gradients of the loss of training", "sums of validation"
+_UPDATE = "update"
+_CPU = torch.device("cpu")
+#: The rank that takes the step.
+ONE_RANK = RankContext(0, Degrees(), _CPU, choose_precision("fp32", _CPU))
+
+
+def on_one_rank(experiment: Experiment) -> Experiment:
+    """Return the experiment as it is tried: in float32 without its strategy, compilation and EMA."""
+    optimizer = experiment.optimization.optimizer
+    optimizer = optimizer.model_copy(update={"lr": _TINY_LR, "lr_per_batch": None})
+    optimization = experiment.optimization.model_copy(update={"optimizer": optimizer, "ema": None})
+    other = {"parallel": ParallelConfig(), "compile": CompileConfig(enabled=False), "precision": "fp32"}
+    return experiment.model_copy(update=other | {"optimization": optimization})
+
+
+def num_samples(experiment: Experiment) -> int:
+    """Return the number of samples of the step."""
+    size = experiment.optimization.micro_batch_size
+    # Synchronized BatchNorm counts the samples of all ranks.
+    return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and its optimizer, made by ``train_state.assemble`` from ``on_one_rank`` of ``experiment``."""
+
+    experiment: Experiment
+    info: DataInfo
+    state: TrainState
+    task: Task
+
+    def run(self, batches: Sequence[Batch]) -> str | None:
+        """Train one step, then compute the metrics of an evaluation.
+
+        ``batches``: a training batch and, if there is any, a validation batch. If this machine has too little
+        memory, returns the reason; if only the step lacks it, computes its loss alone. Raises BadFileError,
+        with the user's own frames if there are any.
+        """
+        # Assumed: without gradients, the activations of two samples need no more memory than the weights.
+        nbytes = weight_bytes(self.state.model)
+        if why := lacking_memory(nbytes):
+            return why
+        may_step = not lacking_memory(_STEP_FACTOR * nbytes)
+        for batch, is_training in zip(batches, (True, False), strict=False):
+            few, metrics = replace(batch.first(num_samples(self.experiment)), weight=1.0), None
+            reached = [_LOSS if is_training else _SUMS]
+            try:
+                if is_training and may_step:
+                    self._train(few, reached)
+                elif is_training:
+                    self._compute_loss(few)
+                else:
+                    metrics = self._metrics(few)
+            except UserError:
+                raise
+            except Exception as error:  # from the user's code
+                if out_of_memory(error):
+                    return MEMORY_RAN_OUT
+                raise self._refusal(few, reached[-1]) from error
+            if metrics is not None:
+                check_metrics(self.experiment, {*metrics, *optional_metrics(self.task)})
+        return None
+
+    def _train(self, few: Batch, reached: list[str]) -> None:
+        """Train a step; append to ``reached`` what is computed next."""
+        optimization = on_one_rank(self.experiment).optimization
+        guard = NoGuard(optimization, self.state.model, norm_counts=False)
+        self.state.wrapped.train()
+        max_norm = optimization.clip_grad_norm
+
+        def before_update() -> None:
+            reached.append(_UPDATE)
+            self._report_unused()
+
+        forward = replace(self._forward, on_end=lambda: reached.append(_GRADIENTS))
+        with limited_to_free_memory():
+            train_step(self.state, 0, [few], forward, guard, max_norm, before_update)
+
+    @torch.no_grad()
+    def _compute_loss(self, few: Batch) -> None:
+        (weighted,) = self._forward.with_loss_factors([few], owns_loss=True)
+        self._forward.loss(self.state.wrapped.train(), weighted)
+
+    @torch.no_grad()
+    def _metrics(self, few: Batch) -> dict[str, float]:
+        sums = self._forward.sums(self.state.wrapped.eval(), few, 0)
+        return self.task.metrics({name: without_dimensions(value) for name, value in sums.items()})
+
+    @property
+    def _forward(self) -> TrainingForward:
+        single, precision = on_one_rank(self.experiment), ONE_RANK.precision
+        to_input = make_to_input(single, self.info, ONE_RANK.device, precision)
+        return TrainingForward.of(single, self.state, self.task, precision, ONE_RANK.device, to_input)
+
+    def _report_unused(self) -> None:
+        """Print the parameters without a gradient, for which ranks of DDP would wait."""
+        parallel = self.experiment.parallel
+        may_find = FIND_UNUSED in (traits_of(parallel.strategy).arguments or ())
+        if (
+            may_find
+            and not parallel.args.get(FIND_UNUSED)
+            and (unused := unused_parameters(self.state.model))
+        ):
+            say(f"model.name: two or more ranks will refuse it: {unused}")
+
+    def _refusal(self, batch: Batch, part: str) -> BadFileError:
+        shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
+        shown, model = shortened_traceback(traceback.format_exc()), self.experiment.model.name
+        if part == _UPDATE:
+            optimizer = self.experiment.optimization.optimizer.name
+            return BadFileError(
+                f"{shown}\noptimization.optimizer: {optimizer} can't update the weights of {model}; fix its "
+                "args, write adamw, or --no-forward if it only works on a GPU"
+            )
+        return BadFileError(
+            f"{shown}\nmodel.name: {model} and task {self.experiment.task} can't compute the {part} samples "
+            f"of {self.experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or "
+            "write --no-forward if it only works on a GPU"
+        )
