@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.cli.changes import (
     VersionChange,
     either,
     other_python,
+    other_run_keys,
     runs_and_overrides,
     say_file_changes,
     version_change,
 )
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
+from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.starting import (
     has_saved,
-    new_run_command,
     next_attempt_words,
     next_steps,
+    other_run,
     polling,
     report,
     start,
@@ -34,7 +36,6 @@ from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartReques
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.plan.identity import changes_identity
 from hpc_train.plan.input_files import DATA
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
@@ -49,6 +50,7 @@ from hpc_train.run.create import (
     noted_changes,
     refused_changes,
 )
+from hpc_train.run.extension import extended_run, extensions
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.found_micro_batch import kept_size
@@ -60,17 +62,6 @@ from hpc_train.run.versions import Differences, in_words
 from hpc_train.validate.loading import Loaded
 
 _STRICT = "environment.strict=true"
-#: Not part of the run's identity: its location and its sweep.
-_FIXED: dict[str, Callable[[Experiment], object]] = {
-    "name": lambda experiment: experiment.name,
-    "sweep.grid": lambda experiment: experiment.sweep.grid,
-    "sweep.list": lambda experiment: experiment.sweep.list,
-    "sweep.random": lambda experiment: experiment.sweep.random,
-    "sweep.exclude": lambda experiment: experiment.sweep.exclude,
-    "sweep.search": lambda experiment: experiment.sweep.search,
-    # Unlike the rest of its section it changes the mathematics.
-    "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,8 @@ def resume(options: ResumeOptions) -> ExitCode:
     if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     runs = find_runs(names)
-    codes, _ = resume_runs(runs, overrides, options)
+    with extending(runs, overrides) as (runs, overrides):
+        codes, _ = resume_runs(runs, overrides, options)
     report(rows_of(runs), as_json=options.as_json)
     return max(codes)
 
@@ -233,7 +225,8 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     """Return why the run is not resumed; None if it can be."""
     take_over = request.take_over
     if status.state == "completed":
-        say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
+        name = run_name(paths)
+        say(f"{name}: completed already, in {paths.folder}{_longer_words(paths)}; nothing to resume")
         return ExitCode.DONE
     if is_made_only:
         return None
@@ -248,6 +241,16 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     if record is not None and record.job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status, request)
     return None
+
+
+def _longer_words(paths: RunPaths) -> str:
+    """Return the runs that extend a completed run, else the command that does."""
+    if names := extensions(paths):
+        return f", extended by {', '.join(names)}"
+    try:
+        return f" (`{longer_command(paths)}` trains it longer)"
+    except BadFileError:
+        return ""
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
@@ -335,8 +338,14 @@ def _prepare(
 
 
 def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
-    """Return the ``--devices`` of the command line, else of the last attempt by the same launcher."""
+    """Return the ``--devices`` of the command line, else of the last attempt by the same launcher.
+
+    Before the first, that of the run that this one extends.
+    """
+    extends = extended_run(paths)
     record = newest_record(paths)
+    if record is None and extends is not None:
+        record = newest_record(RunPaths(paths.folder.with_name(extends.run)))
     if request.devices is not None or record is None or name != last_launcher(paths):
         return request.devices
     return record.devices
@@ -368,19 +377,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
     if not overrides:
         return before, before
     after = load_changed(paths, [*earlier, *overrides], check_names=True)
-    refused = changes_identity(before.experiment, after.experiment)
-    refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
-    if refused:
-        raise UsageError(_other_run(paths, refused, overrides))
+    if refused := other_run_keys(before.experiment, after.experiment):
+        head = f"{', '.join(refused)}: would make {run_name(paths)} another run; start one of its own"
+        raise UsageError(other_run(paths, head, overrides))
     return before, after
-
-
-def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
-    """Report how to train with keys that a resume can't change: as a separate run."""
-    run = run_name(paths)
-    text = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
-    text += f"  from step 0: `{new_run_command(paths, overrides)}`"
-    if has_saved(paths):
-        command = new_run_command(paths, [*overrides, f"model.init_from={run}"])
-        text += f"\n  from its weights: `{command}`"
-    return text
