@@ -23,6 +23,7 @@ from hpc_train.run.find import run_name
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.trust import check_run
 from hpc_train.topology.batch_arithmetic import count_total_steps
 from hpc_train.topology.learning_rate import OVER_SPAN
 
@@ -132,12 +133,16 @@ def _lengths(experiment: Experiment) -> dict[str, int]:
 def _longer(
     paths: RunPaths, status: RunStatus, length: Sequence[str], others: Sequence[str]
 ) -> _Longer | None:
-    """Return the longer run; None if the run has that length. Raises UsageError if it can't be extended."""
+    """Return the longer run; None if the run has that length.
+
+    Raises UsageError if it can't be extended, UntrustedError if another user could have written its files.
+    """
     before, experiment, changes = _with_length(paths, length)
     if not other_run_keys(before, experiment):
         return None
     if others and (refused := other_run_keys(experiment, _with_length(paths, length, others)[1])):
         raise UsageError(_refusal(paths, refused, [*changes, *others]))
+    check_run(paths)  # the new run would have its code and tensors
     name, checkpoints = run_name(paths), committed(paths)
     if not checkpoints:
         again = new_run_command(paths, changes)

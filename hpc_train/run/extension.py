@@ -23,6 +23,7 @@ from hpc_train.run.files import (
     create_folder,
     json_text,
     read_json,
+    remove_folder,
     sync_file,
     sync_folder,
     write_json,
@@ -100,7 +101,7 @@ def extend(
 def withdraw(paths: RunPaths) -> None:
     """Remove a run that ``extend`` created and that was not started."""
     extended = extended_run(paths)
-    shutil.rmtree(paths.folder)
+    remove_folder(paths.folder)
     if extended is not None:
         old = RunPaths(paths.folder.with_name(extended.run))
         run = run_to_change(old)

@@ -12,6 +12,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import Manifest, committed, verify
 from hpc_train.run.find import find_runs
+from hpc_train.run.found_micro_batch import Found, keep, kept_size
 from hpc_train.run.run_status import read_status, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, queued, requests
@@ -210,3 +211,16 @@ def test_status_and_report_name_both_runs(completed: RunPaths, tmp_path: Path) -
     page = (tmp_path / "report.html").read_text()
     assert f"<dt>extends</dt><dd>{old} from step 5</dd>" in page
     assert f"<dt>extended by</dt><dd>{new}</dd>" in page
+
+
+def test_a_run_that_others_may_write_is_not_extended(completed: RunPaths) -> None:
+    completed.folder.chmod(0o722)
+    done = _resume(completed.folder, "optimization.steps=9")
+    assert done.code == 1 and "group or others may write it" in done.err
+    assert find_runs([]) == [completed]
+
+
+def test_an_extension_keeps_the_micro_batch_size_that_was_found(completed: RunPaths) -> None:
+    keep(completed, Found(size=4, too_large=8, ranks=3, attempt=1))
+    _resume(completed.folder, "optimization.steps=9")
+    assert kept_size(_new_run(completed)) == 4
