@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hpc_train.cli.changes import (
     VersionChange,
@@ -29,6 +31,7 @@ from hpc_train.cli.starting import (
     report,
     start,
 )
+from hpc_train.config.keys import node_at
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
@@ -104,6 +107,7 @@ class _Resumption:
 def resume(options: ResumeOptions) -> ExitCode:
     """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
     names, overrides = runs_and_overrides(options.runs_and_overrides)
+    _refuse_other_words(names)
     if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     runs = find_runs(names)
@@ -111,6 +115,18 @@ def resume(options: ResumeOptions) -> ExitCode:
         codes, _ = resume_runs(runs, overrides, options)
     report(rows_of(runs), as_json=options.as_json)
     return max(codes)
+
+
+def _refuse_other_words(names: Sequence[str]) -> None:
+    """Raise UsageError for an experiment file, or a key without its value, in place of a run."""
+    for word in names:
+        if Path(word).suffix in {".yaml", ".yml"} and Path(word).is_file():
+            raise UsageError(
+                f"resume: {word} is a file, not a run; `hpc-train submit {word}` starts its runs, "
+                "or shows how each one continues"
+            )
+        if "." in word and node_at(tuple(word.split("."))) is not None:
+            raise UsageError(f"resume: {word} is a key; write {word}=VALUE, without spaces around =")
 
 
 def resume_runs(
@@ -269,9 +285,25 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
 
 
 def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
-    request.refused.append(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+    words = f"{_living_words(paths, status)}{_how_to_change(paths, request.overrides)}"
+    request.refused.append(f"{run_name(paths)}: {words}; nothing started")
     say(request.refused[-1])
     return ExitCode.FAILED
+
+
+def _how_to_change(paths: RunPaths, overrides: Sequence[str]) -> str:
+    """Return the commands that apply changes to an active run. Raises UsageError if they make another run."""
+    record = newest_record(paths)
+    process = None if record is None else record.launcher_process
+    is_ours = launcher_of(paths).is_queue or (process is not None and process.is_alive())
+    if not overrides or not is_ours or _other_cluster(paths) is not None:
+        return ""
+    _changed(paths, overrides)
+    cancel, resume = (
+        shlex.join(["hpc-train", verb, run_name(paths), *words])
+        for verb, words in (("cancel", ()), ("resume", overrides))
+    )
+    return f"; to apply {' '.join(overrides)}: `{cancel} && {resume}`"
 
 
 def _other_cluster(paths: RunPaths) -> str | None:
