@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,15 +19,17 @@ from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.create import effective_experiment, noted_changes
 from hpc_train.run.extension import LENGTH, extend, extensions, withdraw
-from hpc_train.run.find import run_name
+from hpc_train.run.find import is_run, run_name
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.run_facts import run_facts
-from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.topology.batch_arithmetic import count_total_steps
 from hpc_train.topology.learning_rate import OVER_SPAN
 
 _SECTION = "optimization"
+#: More runs of one experiment are a sweep, whose files take too long to compare. Assumed.
+_MAX_SIBLINGS = 50
 _LENGTH_KEYS = tuple(f"{_SECTION}.{key}" for key in LENGTH)
 
 
@@ -178,10 +180,32 @@ def _example(experiment: Experiment) -> str:
     return " ".join(as_override(key, 2 * value) for key, value in _lengths(experiment).items())
 
 
-def longer_command(paths: RunPaths, others: Sequence[str] = ()) -> str:
-    """Return a command that makes a completed run longer. Raises BadFileError if its file is broken."""
-    experiment = effective_experiment(paths, newest_number(paths) + 1)
+def longer_command(paths: RunPaths, others: Sequence[str] = ()) -> str | None:
+    """Return a command that makes a completed run longer; None if its files prevent that."""
+    try:
+        experiment = effective_experiment(paths, newest_number(paths) + 1)
+        if not committed(paths):
+            return None
+    except BadFileError:
+        return None
     return shlex.join(["hpc-train", "resume", run_name(paths), _example(experiment), *others])
+
+
+def shorter_run(paths: RunPaths, experiment: Experiment) -> tuple[RunPaths, str] | None:
+    """Return a completed run beside ``paths`` that is ``experiment`` with a shorter length, and the ``KEY=VALUE``
+    that makes it as long; None without one.
+    """
+    lengths = _lengths(experiment)
+    for folder in sorted(paths.siblings.folder.iterdir())[:_MAX_SIBLINGS]:
+        other = RunPaths(folder)
+        if other == paths or not is_run(other) or read_status(other).state != "completed":
+            continue
+        with suppress(BadFileError):
+            before = effective_experiment(other, newest_number(other) + 1)
+            shorter = [key for key, value in lengths.items() if _lengths(before).get(key, value) < value]
+            if shorter and other_run_keys(before, experiment) == shorter and committed(other):
+                return other, as_override(shorter[0], lengths[shorter[0]])
+    return None
 
 
 def _unchangeable(paths: RunPaths, overrides: Sequence[str]) -> str:
@@ -189,10 +213,9 @@ def _unchangeable(paths: RunPaths, overrides: Sequence[str]) -> str:
     before, after, _ = _with_length(paths, (), overrides)
     if refused := other_run_keys(before, after):
         return _refusal(paths, refused, overrides)
-    return (
-        f"{' '.join(overrides)}: changes nothing, since {run_name(paths)} has completed; "
-        f"`{longer_command(paths, overrides)}` trains it longer with it"
-    )
+    longer = longer_command(paths, overrides)
+    remedy = f"`{longer}` trains it longer with it" if longer else "submit the file again with --new"
+    return f"{' '.join(overrides)}: changes nothing, since {run_name(paths)} has completed; {remedy}"
 
 
 def _refusal(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:

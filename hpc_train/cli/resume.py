@@ -263,10 +263,8 @@ def _longer_words(paths: RunPaths) -> str:
     """Return the runs that extend a completed run, else the command that does."""
     if names := extensions(paths):
         return f", extended by {', '.join(names)}"
-    try:
-        return f" (`{longer_command(paths)}` trains it longer)"
-    except BadFileError:
-        return ""
+    longer = longer_command(paths)
+    return f" (`{longer}` trains it longer)" if longer else ""
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:

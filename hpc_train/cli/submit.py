@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
+from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
@@ -194,6 +195,8 @@ class _Submission:
                 new.append((paths, run))
                 self._runs.append(paths)
             if new:
+                if len(self._plan.runs) == 1 and not self._options.new:
+                    _say_shorter(*new[0])
                 self._start_new(new)
         self._handle_existing(existing)
 
@@ -322,6 +325,17 @@ class _Submission:
         return is_interrupted and not inputs_differ(paths, run.experiment)
 
 
+def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:
+    """Print how to continue a completed run that is only shorter than this new one."""
+    if (shorter := shorter_run(paths, run.experiment)) is not None:
+        other, length = shorter
+        command = shlex.join(["hpc-train", "resume", run_name(other), length])
+        say(
+            f"{run_name(other)}: has completed the same experiment with a shorter length; "
+            f"`{command}` trains it longer"
+        )
+
+
 def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
     """Return the run of this id whose data files are the current ones; ``paths`` if there is none."""
     beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
@@ -343,7 +357,10 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_
         )
         return ExitCode.FAILED
     if status.state == "completed":
-        say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
+        longer = f", `{command}` longer" if (command := longer_command(paths)) else ""
+        say(
+            f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again{longer})"
+        )
         return ExitCode.DONE
     reason = f" ({status.reason})" if status.reason else ""
     if status.state in GOING_ON:

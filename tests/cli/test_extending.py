@@ -224,3 +224,15 @@ def test_an_extension_keeps_the_micro_batch_size_that_was_found(completed: RunPa
     keep(completed, Found(size=4, too_large=8, ranks=3, attempt=1))
     _resume(completed.folder, "optimization.steps=9")
     assert kept_size(_new_run(completed)) == 4
+
+
+def test_a_submit_of_more_steps_names_the_run_that_a_resume_would_continue(
+    completed: RunPaths, file: Path
+) -> None:
+    words = ("--local", "--launcher", COMPLETING, "optimization.epochs=null")
+    hint = f"`hpc-train resume {completed.folder.name} optimization.steps=9` trains it longer"
+    assert hint not in hpc_train("submit", file, *words, "optimization.steps=4").err
+    assert hint not in hpc_train("submit", file, *words, "optimization.steps=9", "seed=8").err
+    assert hint in hpc_train("submit", file, *words, "optimization.steps=9").err
+    again = hpc_train("submit", file, *words, "optimization.steps=5")
+    assert f"`hpc-train resume {completed.folder.name} optimization.steps=10` longer" in again.err
