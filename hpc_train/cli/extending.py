@@ -192,7 +192,7 @@ def longer_command(paths: RunPaths, others: Sequence[str] = ()) -> str | None:
 
 
 def shorter_run(paths: RunPaths, experiment: Experiment) -> tuple[RunPaths, str] | None:
-    """Return a completed run beside ``paths`` that is ``experiment`` with a shorter length, and the ``KEY=VALUE``
+    """Return a completed run beside ``paths`` that is a shorter ``experiment``, and the ``KEY=VALUE``
     that makes it as long; None without one.
     """
     lengths = _lengths(experiment)
