@@ -18,10 +18,10 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.create import effective_experiment, noted_changes
-from hpc_train.run.extension import LENGTH, extend, extensions, withdraw
+from hpc_train.run.extension import LENGTH, extend, withdraw
 from hpc_train.run.find import is_run, run_name
 from hpc_train.run.frozen_experiment import load_changed
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_facts import extensions, run_facts
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.topology.batch_arithmetic import count_total_steps
@@ -93,7 +93,7 @@ def _unextended(runs: Sequence[RunPaths]) -> list[RunPaths]:
     return [
         paths
         for paths in runs
-        if not any(RunPaths(paths.folder.with_name(name)) in extending_runs for name in extensions(paths))
+        if not any(RunPaths(paths.siblings.folder / name) in extending_runs for name in extensions(paths))
     ]
 
 

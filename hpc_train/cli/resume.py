@@ -53,12 +53,12 @@ from hpc_train.run.create import (
     noted_changes,
     refused_changes,
 )
-from hpc_train.run.extension import extended_run, extensions
 from hpc_train.run.files import read_json
 from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
+from hpc_train.run.run_facts import extended_run, extensions
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
@@ -372,10 +372,9 @@ def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
 
     Before the first, that of the run that this one extends.
     """
-    extends = extended_run(paths)
     record = newest_record(paths)
-    if record is None and extends is not None:
-        record = newest_record(RunPaths(paths.folder.with_name(extends.run)))
+    if record is None and (extended := extended_run(paths)) is not None:
+        record = newest_record(extended)
     if request.devices is not None or record is None or name != last_launcher(paths):
         return request.devices
     return record.devices

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpc_train.config.schema import Experiment
 from hpc_train.paths import CheckpointPaths, RunPaths
@@ -30,30 +30,12 @@ from hpc_train.run.files import (
     write_new,
 )
 from hpc_train.run.metric_rows import lines_of, parse_row
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_facts import extended_run
 from hpc_train.run.run_status import INTERRUPTED, RunStatus
 
 #: The keys that an extension changes, without their section ``optimization``.
 LENGTH = ("steps", "epochs")
 _ATTEMPT = re.compile(rb'("attempt": )\d+')
-
-
-class Extension(NamedTuple):
-    """The completed run that another one continues, and the step of the checkpoint."""
-
-    run: str
-    step: int
-
-
-def extended_run(paths: RunPaths) -> Extension | None:
-    """Return which run this one extends; None if it began at step 0."""
-    facts = run_facts(paths).get("extends")
-    return Extension(str(facts.get("run")), int(facts.get("step", 0))) if isinstance(facts, dict) else None
-
-
-def extensions(paths: RunPaths) -> list[str]:
-    """Return the ids of the runs that extend this one, oldest first."""
-    return list(run_facts(paths).get("extended_by") or ())
 
 
 def extend(
@@ -67,7 +49,7 @@ def extend(
     """
     checkpoints = committed(paths)
     step = checkpoints[0].step
-    facts = _facts(paths, experiment, Extension(paths.folder.name, step), overrides)
+    facts = _facts(paths, experiment, step, overrides)
     extension = RunPaths(paths.folder.with_name(facts["id"]))
 
     def fill(folder: Path) -> None:
@@ -100,24 +82,21 @@ def extend(
 
 def withdraw(paths: RunPaths) -> None:
     """Remove a run that ``extend`` created and that was not started."""
-    extended = extended_run(paths)
+    old = extended_run(paths)
     remove_folder(paths.folder)
-    if extended is not None:
-        old = RunPaths(paths.folder.with_name(extended.run))
+    if old is not None:
         run = run_to_change(old)
         left = [name for name in run.get("extended_by") or [] if name != paths.folder.name]
         write_json(old.run, run | {"extended_by": left}, sync=True)
 
 
-def _facts(
-    paths: RunPaths, experiment: Experiment, extends: Extension, overrides: Sequence[str]
-) -> dict[str, Any]:
+def _facts(paths: RunPaths, experiment: Experiment, step: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Return ``run.json``: the old run's, but of another identity.
 
     The id is another than that of a run of this length from step 0, which a schedule may train differently.
     """
     old = run_to_change(paths)
-    text = f"{content_hash(experiment)} extends {extends.run} at {extends.step}"
+    text = f"{content_hash(experiment)} extends {paths.folder.name} at {step}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     lengths = experiment.optimization.model_dump(include=set(LENGTH))
     values = {
@@ -136,7 +115,7 @@ def _facts(
             "values": values,
             "versions": newest_versions(old),
             "code": code and {key: value for key, value in code.items() if key != "earlier"},
-            "extends": extends._asdict(),
+            "extends": {"run": paths.folder.name, "step": step},
         }
     )
 

@@ -34,6 +34,17 @@ def recorded_values(paths: RunPaths) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def extended_run(paths: RunPaths) -> RunPaths | None:
+    """Return the completed run that this one extends, which may be gone; None if it began at step 0."""
+    name = Path(str((run_facts(paths).get("extends") or {}).get("run", ""))).name
+    return RunPaths(paths.siblings.folder / name) if name else None
+
+
+def extensions(paths: RunPaths) -> list[str]:
+    """Return the ids of the runs that extend this one, oldest first."""
+    return list(run_facts(paths).get("extended_by") or ())
+
+
 def extension_words(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return label and text of the run that this one extends, and of those that extend it.
 
