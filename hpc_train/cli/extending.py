@@ -80,6 +80,7 @@ def extending(
         for run in created:
             if not newest_number(run) and not job_ids(run_facts(run)):
                 withdraw(run)
+                say(f"{run.folder.name}: removed again, since it can't start like this")
         raise
 
 

@@ -121,6 +121,7 @@ def test_what_is_not_longer_is_refused_with_what_to_do(
 def test_a_longer_run_that_can_not_start_is_removed_again(completed: RunPaths) -> None:
     done = _resume(completed.folder, "optimization.steps=9", "--devices", "99")
     assert done.code == 65, done.err
+    assert "removed again" in done.err
     assert find_runs([]) == [completed]
     assert _facts(completed)["extended_by"] == []
 
