@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 from hpc_train.cli.cancel import cancel_runs
 from hpc_train.cli.code import is_new
 from hpc_train.cli.command_options import PlanOptions, ResumeOptions, SubmitOptions
+from hpc_train.cli.extending import extending
 from hpc_train.cli.logs import find_log, last_lines
 from hpc_train.cli.plan import make_full_plan
 from hpc_train.cli.resume import resume_runs
@@ -220,7 +221,8 @@ class Run:
     ) -> RunRow:
         """Resume the run from its newest valid checkpoint, like ``hpc-train resume``; return its status.
 
-        Raises UserError if the run may be alive.
+        With a larger ``optimization.steps`` or ``epochs`` a completed run is extended by a new one, whose
+        status is returned. Raises UserError if the run may be alive.
         """
         options = ResumeOptions(
             runs_and_overrides=[],
@@ -231,12 +233,13 @@ class Run:
             strict_env=strict_env,
             take_over=take_over,
         )
-        codes, refused = resume_runs([self._paths], overrides, options)
+        with extending([self._paths], overrides) as (runs, overrides_left):
+            codes, refused = resume_runs(runs, overrides_left, options)
         if refused:
             raise UserError("\n".join(refused))
         if ExitCode.INTERRUPTED in codes:
             raise KeyboardInterrupt
-        return self.status
+        return RunRow.of(runs[0])
 
     @property
     def checkpoints(self) -> list[CheckpointPaths]:

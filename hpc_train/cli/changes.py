@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,8 @@ from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.experiment.config.schema import Job
-from hpc_train.experiment.plan.identity import CHANGEABLE
+from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.plan.identity import CHANGEABLE, changes_identity
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
@@ -34,6 +34,17 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 _IGNORED = ("sweep",)
 #: Excluded from the id, but part of the run's location.
 _FIXED = ("name",)
+#: Not part of the run's identity: its location and its sweep.
+_OF_ANOTHER_RUN: dict[str, Callable[[Experiment], object]] = {
+    "name": lambda experiment: experiment.name,
+    "sweep.grid": lambda experiment: experiment.sweep.grid,
+    "sweep.list": lambda experiment: experiment.sweep.list,
+    "sweep.random": lambda experiment: experiment.sweep.random,
+    "sweep.exclude": lambda experiment: experiment.sweep.exclude,
+    "sweep.search": lambda experiment: experiment.sweep.search,
+    # Unlike the rest of its section it changes the mathematics.
+    "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
+}
 #: Number of changes that are listed.
 _NAMED = 10
 
@@ -71,6 +82,11 @@ class Change:
         return any(self.path[: len(key)] == key for key in keys)
 
     @property
+    def words(self) -> str:
+        """Return ``checkpoint.keep 3 → 5``."""
+        return f"{self.key} {value_in_words(self.before)} → {value_in_words(self.written)}"
+
+    @property
     def override(self) -> str:
         """Return ``KEY=VALUE`` for ``resume``."""
         return as_override(".".join(map(str, self.path)), self.written)
@@ -91,13 +107,19 @@ def changes(before: Job, after: Job) -> list[Change]:
     ]
 
 
-def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> list[str]:
-    """Return ``KEY=VALUE`` for each key that a resume may change and that differs in ``wanted``.
+def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> list[Change]:
+    """Return the keys that a resume may change and that differ in ``wanted``.
 
     ``is_queued``: including the resources that a job requests, which don't matter on this machine.
     """
     allowed = [change for change in changes(frozen, wanted) if change.can_be_taken]
-    return [change.override for change in allowed if is_queued or not change.is_of_job]
+    return [change for change in allowed if is_queued or not change.is_of_job]
+
+
+def other_run_keys(before: Experiment, after: Experiment) -> list[str]:
+    """Return the dotted keys that differ and that a resume may not change."""
+    others = [key for key, value in _OF_ANOTHER_RUN.items() if value(before) != value(after)]
+    return [*changes_identity(before, after), *others]
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
@@ -215,8 +237,7 @@ def _entries(frozen: Job, wanted: Job, used: Job, is_queued: bool) -> Iterator[s
         if value != change.after and (is_queued or not change.is_of_job):
             continues = "without it" if value is None else f"with {value_in_words(value)}"
             remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
-            before, after = value_in_words(change.before), value_in_words(change.written)
-            yield f"{change.key} {before} → {after} (the run continues {continues}{remedy})"
+            yield f"{change.words} (the run continues {continues}{remedy})"
 
 
 @dataclass(frozen=True)

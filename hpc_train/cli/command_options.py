@@ -268,11 +268,11 @@ class LogsOptions(_Json):
 
 @command("resume")
 class ResumeOptions(LauncherOptions, _Code, _Json):
-    """Resume unfinished runs from their newest valid checkpoint."""
+    """Resume unfinished runs from their newest valid checkpoint; train completed runs longer."""
 
     runs_and_overrides: list[str] = argument(
         ...,
-        "Runs, and keys to override that are not part of a run's id.",
+        "Runs, and keys to override that are not part of a run's id; for completed runs, a longer length.",
         "RUN|KEY=VALUE",
         autocompletion=completion.runs_and_overrides,
     )

@@ -44,15 +44,13 @@ class QueueForecast:
         return {"refused": list(self.refused), "jobs": jobs}
 
 
-def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
+def never_starting(launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[str]:
     """Return the lines on runs that the queue would refuse, or never start; none if it does not answer.
 
-    The submission has its own time limit. ``new``: existing runs are submitted again.
+    The submission has its own time limit. ``name``: the experiment's.
     """
     try:
-        return _refused(
-            loaded, _forecast(launcher, loaded, plan.name, plan.runs if new else _to_submit(plan))
-        )
+        return _refused(loaded, _forecast(launcher, loaded, name, runs))
     except NoSchedulerError:
         return []
 
@@ -71,7 +69,7 @@ def refuse_never_starting(launcher: Launcher, resumed: Mapping[RunPaths, Loaded]
 def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
     """Query the queue about the jobs that ``submit`` would submit; report if it does not answer."""
     try:
-        jobs = _forecast(launcher, loaded, plan.name, _to_submit(plan))
+        jobs = _forecast(launcher, loaded, plan.name, to_submit(plan))
     except NoSchedulerError as error:
         say(f"{error}; whether and when jobs would start is unknown")
         return QueueForecast()
@@ -90,7 +88,7 @@ def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
             say(f"{which}could not start now: {job.note}")
 
 
-def _to_submit(plan: Plan) -> list[PlannedRun]:
+def to_submit(plan: Plan) -> list[PlannedRun]:
     """Return the runs that do not exist yet: ``submit`` leaves the others to ``resume``."""
     folder = runs_root() / plan.name
     return [run for run in plan.runs if not RunPaths(folder / run.id).run.is_file()]

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hpc_train.cli.changes import (
     VersionChange,
     either,
     other_python,
+    other_run_keys,
     runs_and_overrides,
     say_file_changes,
     version_change,
 )
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
+from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.starting import (
     has_saved,
-    new_run_command,
     next_attempt_words,
     next_steps,
+    other_run,
     polling,
     report,
     start,
 )
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.experiment.config.schema import Experiment, Job
-from hpc_train.experiment.plan.identity import changes_identity
+from hpc_train.experiment.config.keys import node_at
+from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.input_files import DATA
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest
@@ -55,22 +59,12 @@ from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
+from hpc_train.run.run_facts import extended_run, extensions
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
 
 _STRICT = "environment.strict=true"
-#: Not part of the run's identity: its location and its sweep.
-_FIXED: dict[str, Callable[[Job], object]] = {
-    "name": lambda experiment: experiment.name,
-    "sweep.grid": lambda experiment: experiment.sweep.grid,
-    "sweep.list": lambda experiment: experiment.sweep.list,
-    "sweep.random": lambda experiment: experiment.sweep.random,
-    "sweep.exclude": lambda experiment: experiment.sweep.exclude,
-    "sweep.search": lambda experiment: experiment.sweep.search,
-    # Unlike the rest of its section it changes the mathematics.
-    "parallel.sync_batchnorm": lambda job: isinstance(job, Experiment) and job.parallel.sync_batchnorm,
-}
 
 
 @dataclass(frozen=True)
@@ -113,12 +107,26 @@ class _Resumption:
 def resume(options: ResumeOptions) -> ExitCode:
     """Resume the runs and print their status; return ``resume_runs``'s worst exit code."""
     names, overrides = runs_and_overrides(options.runs_and_overrides)
+    _refuse_other_words(names)
     if not names:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     runs = find_runs(names)
-    codes, _ = resume_runs(runs, overrides, options)
+    with extending(runs, overrides) as (runs, overrides):
+        codes, _ = resume_runs(runs, overrides, options)
     report(rows_of(runs), as_json=options.as_json)
     return max(codes)
+
+
+def _refuse_other_words(names: Sequence[str]) -> None:
+    """Raise UsageError for an experiment file, or a key without its value, in place of a run."""
+    for word in names:
+        if Path(word).suffix in {".yaml", ".yml"} and Path(word).is_file():
+            raise UsageError(
+                f"resume: {word} is a file, not a run; `hpc-train submit {word}` starts its runs, "
+                "or shows how each one continues"
+            )
+        if "." in word and node_at(tuple(word.split("."))) is not None:
+            raise UsageError(f"resume: {word} is a key; write {word}=VALUE, without spaces around =")
 
 
 def resume_runs(
@@ -233,7 +241,8 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     """Return why the run is not resumed; None if it can be."""
     take_over = request.take_over
     if status.state == "completed":
-        say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
+        name = run_name(paths)
+        say(f"{name}: completed already, in {paths.folder}{_longer_words(paths)}; nothing to resume")
         return ExitCode.DONE
     if is_made_only:
         return None
@@ -248,6 +257,14 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     if record is not None and record.job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status, request)
     return None
+
+
+def _longer_words(paths: RunPaths) -> str:
+    """Return the runs that extend a completed run, else the command that does."""
+    if names := extensions(paths):
+        return f", extended by {', '.join(names)}"
+    longer = longer_command(paths)
+    return f" (`{longer}` trains it longer)" if longer else ""
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
@@ -266,9 +283,25 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
 
 
 def _refuse_living(paths: RunPaths, status: RunStatus, request: _Request) -> ExitCode:
-    request.refused.append(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
+    words = f"{_living_words(paths, status)}{_how_to_change(paths, request.overrides)}"
+    request.refused.append(f"{run_name(paths)}: {words}; nothing started")
     say(request.refused[-1])
     return ExitCode.FAILED
+
+
+def _how_to_change(paths: RunPaths, overrides: Sequence[str]) -> str:
+    """Return the commands that apply changes to an active run. Raises UsageError if they make another run."""
+    record = newest_record(paths)
+    process = None if record is None else record.launcher_process
+    is_ours = launcher_of(paths).is_queue or (process is not None and process.is_alive())
+    if not overrides or not is_ours or _other_cluster(paths) is not None:
+        return ""
+    _changed(paths, overrides)
+    cancel, resume = (
+        shlex.join(["hpc-train", verb, run_name(paths), *words])
+        for verb, words in (("cancel", ()), ("resume", overrides))
+    )
+    return f"; to apply {' '.join(overrides)}: `{cancel} && {resume}`"
 
 
 def _other_cluster(paths: RunPaths) -> str | None:
@@ -335,8 +368,13 @@ def _prepare(
 
 
 def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
-    """Return the ``--devices`` of the command line, else of the last attempt by the same launcher."""
+    """Return the ``--devices`` of the command line, else of the last attempt by the same launcher.
+
+    Before the first, that of the run that this one extends.
+    """
     record = newest_record(paths)
+    if record is None and (extended := extended_run(paths)) is not None:
+        record = newest_record(extended)
     if request.devices is not None or record is None or name != last_launcher(paths):
         return request.devices
     return record.devices
@@ -368,19 +406,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
     if not overrides:
         return before, before
     after = load_changed(paths, [*earlier, *overrides], check_names=True)
-    refused = changes_identity(before.experiment, after.experiment)
-    refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
-    if refused:
-        raise UsageError(_other_run(paths, refused, overrides))
+    if refused := other_run_keys(before.experiment, after.experiment):
+        head = f"{', '.join(refused)}: would make {run_name(paths)} another run; start one of its own"
+        raise UsageError(other_run(paths, head, overrides))
     return before, after
-
-
-def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
-    """Report how to train with keys that a resume can't change: as a separate run."""
-    run = run_name(paths)
-    text = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
-    text += f"  from step 0: `{new_run_command(paths, overrides)}`"
-    if has_saved(paths):
-        command = new_run_command(paths, [*overrides, f"model.init_from={run}"])
-        text += f"\n  from its weights: `{command}`"
-    return text

@@ -33,6 +33,7 @@ from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.run.run_facts import extension_words
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
 
@@ -60,6 +61,10 @@ class RunRow:
     excluded_nodes: dict[str, str] = field(default_factory=dict)
     #: The swept keys and their values.
     values: dict[str, Any] = field(default_factory=dict)
+    #: ``run`` and ``step``: the completed run that this one extends, and that one's last step; else None.
+    extends: dict[str, Any] | None = None
+    #: Ids of the runs that extend this one.
+    extended_by: list[str] = field(default_factory=list)
     #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None if unknown.
     code: dict[str, Any] | None = None
     #: Of the newest attempt; before the first, as planned.
@@ -133,6 +138,8 @@ class RunRow:
             budget=recovery.budget,
             excluded_nodes=recovery.excluded_nodes,
             values=values if isinstance(values, dict) else {},
+            extends=facts.get("extends"),
+            extended_by=facts.get("extended_by") or [],
             elapsed_s=None if elapsed is None else round(elapsed, 1),
             eta_s=None if remaining is None else round(remaining, 1),
             last_metric=last_metric(rows, best.metric if best else None),
@@ -175,6 +182,7 @@ class RunRow:
 
     def cells(self, name: str) -> list[str]:
         """Return a line of the table; ``name``: the printed name of the run."""
+        extends = [" ".join(words) for words in extension_words({"extends": self.extends})]
         times = (short_duration(self.elapsed_s), short_duration(self.eta_s))
         return [
             name,
@@ -183,7 +191,7 @@ class RunRow:
             self.progress,
             self.job or "",
             *times,
-            in_words(self.values),
+            ", ".join(filter(None, (in_words(self.values), *extends))),
             self.reason or self.metric,
         ]
 
@@ -206,6 +214,7 @@ class RunRow:
             ("first step", first_step_words(self.first_step or {})),
             *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values)),
+            *extension_words(vars(self)),
             ("code", ", ".join(filter(None, (commit, snapshot)))),
             ("folder", self.path),
         ]

@@ -226,6 +226,15 @@ def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
     return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
 
 
+def other_run(paths: RunPaths, head: str, overrides: Sequence[str]) -> str:
+    """Return ``head`` and the commands that train with keys that a resume can't change: as a separate run."""
+    lines = [f"{head}:", f"  from step 0: `{new_run_command(paths, overrides)}`"]
+    if has_saved(paths):
+        command = new_run_command(paths, [*overrides, f"model.init_from={run_name(paths)}"])
+        lines.append(f"  from its weights: `{command}`")
+    return "\n".join(lines)
+
+
 def _key(override: str) -> str:
     return override.partition("=")[0]
 

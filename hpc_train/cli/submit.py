@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_train.cli.changes import changes_on_resume, value_at
+from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
+from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_data, say_remarks
-from hpc_train.cli.queue_forecast import never_starting
+from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
@@ -25,14 +27,14 @@ from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import Launcher, StartRequest
-from hpc_train.launchers.lookup import statuses
+from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.loggers.wandb_key import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
 from hpc_train.run.files import in_parallel, remove_folder, sync_folder
-from hpc_train.run.find import is_run, run_name
+from hpc_train.run.find import is_run, names_of, run_name
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.run.trust import check_experiment_folder
 
@@ -75,7 +77,9 @@ def submit_runs(
         loaded,
         plan,
         budget=lambda: over_budget_lines(loaded, plan, choice.name),
-        queue=lambda: never_starting(launcher, loaded, plan, new=options.new),
+        queue=lambda: never_starting(
+            launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
+        ),
     )
     if options.dry_run:
         show(plan, as_json=options.as_json, scripts=checked.scripts)
@@ -191,6 +195,8 @@ class _Submission:
                 new.append((paths, run))
                 self._runs.append(paths)
             if new:
+                if len(self._plan.runs) == 1 and not self._options.new:
+                    _say_shorter(*new[0])
                 self._start_new(new)
         self._handle_existing(existing)
 
@@ -264,6 +270,7 @@ class _Submission:
         is_queued = self._launcher.is_queue
         #: By the changes of the file that they apply: a queue accepts runs with the same changes at once.
         again: dict[tuple[str, ...], list[RunPaths]] = {}
+        active: list[tuple[RunPaths, PlannedRun]] = []
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
             is_again = starts_again(paths, status)
             if is_again:
@@ -273,21 +280,60 @@ class _Submission:
                     "starts again with the current code and file"
                 )
             if is_again or self._resumes(paths, run, status):
-                changes = tuple(_changes_since(paths, run.experiment, is_queued=is_queued))
+                changes = tuple(_overrides_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
-            else:
-                self._codes.append(_say_existing(paths, status, run.experiment, is_queued=is_queued))
-                self._unchanged[paths] = run.experiment
+                continue
+            self._codes.append(_say_existing(paths, status, run.experiment, is_queued=is_queued))
+            self._unchanged[paths] = run.experiment
+            if status.state in GOING_ON and not inputs_differ(paths, run.experiment):
+                active.append((paths, run))
+        self._say_not_applied(active)
         for changes, group in again.items():
             if self._slots is not None:
                 self._slots.start(group[0], changes)
             else:
                 self._codes.append(start_again(group, changes, self._name, self._devices))
 
+    def _say_not_applied(self, active: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
+        """Print what the file changes in active runs, whether the queue accepts it, and how to apply it."""
+        groups: dict[tuple[str, ...], list[tuple[RunPaths, PlannedRun]]] = {}
+        for paths, run in active:
+            lines = tuple(change.words for change in self._changes_of_active(paths, run))
+            groups.setdefault(lines, []).append((paths, run))
+        for lines, group in groups.items():
+            runs = [paths for paths, _ in group]
+            if not lines:
+                continue
+            say(f"{either([run_name(paths) for paths in runs])}: the file has changed since:")
+            say(*(f"  {line}" for line in lines))
+            if refused := never_starting(self._launcher, self._loaded, self._plan.name, [group[0][1]]):
+                say("  but the queue would not start it:", *(f"    {line}" for line in refused))
+                self._codes.append(ExitCode.BAD_FILE)
+                continue
+            names = names_of(runs)
+            overrides = [change.override for change in self._changes_of_active(*group[0])]
+            cancel = shlex.join(["hpc-train", "cancel", *names])
+            resume = shlex.join(["hpc-train", "resume", *names, *overrides])
+            say(f"  the changes are valid; to apply them: `{cancel} && {resume}`")
+
+    def _changes_of_active(self, paths: RunPaths, run: PlannedRun) -> list[Change]:
+        return _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
+
     def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
         """Return True if a search's trial continues from its checkpoint, because the search was stopped."""
         is_interrupted = run.id in self._again and status.state == INTERRUPTED
         return is_interrupted and not inputs_differ(paths, run.experiment)
+
+
+def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:
+    """Print how to continue a completed run that is only shorter than this new one."""
+    if (shorter := shorter_run(paths, run.experiment)) is not None:
+        other, length = shorter
+        command = shlex.join(["hpc-train", "resume", run_name(other), length])
+        say(
+            f"{run_name(other)}: has completed the same experiment with a shorter length; "
+            f"`{command}` trains it longer"
+        )
 
 
 def _existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
@@ -311,7 +357,10 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         )
         return ExitCode.FAILED
     if status.state == "completed":
-        say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
+        longer = f", `{command}` longer" if (command := longer_command(paths)) else ""
+        say(
+            f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again{longer})"
+        )
         return ExitCode.DONE
     reason = f" ({status.reason})" if status.reason else ""
     if status.state in GOING_ON:
@@ -321,14 +370,18 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started{local}")
         return ExitCode.DONE
     say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
-    for line in next_steps(paths, status, _changes_since(paths, wanted, is_queued=is_queued)):
+    for line in next_steps(paths, status, _overrides_since(paths, wanted, is_queued=is_queued)):
         say(f"  {line}")
     say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED
 
 
-def _changes_since(paths: RunPaths, wanted: Job, *, is_queued: bool) -> list[str]:
-    """Return ``KEY=VALUE`` of the keys that the file has changed since and that a resume may change."""
+def _overrides_since(paths: RunPaths, wanted: Job, *, is_queued: bool) -> list[str]:
+    return [change.override for change in _changes_since(paths, wanted, is_queued=is_queued)]
+
+
+def _changes_since(paths: RunPaths, wanted: Job, *, is_queued: bool) -> list[Change]:
+    """Return the keys that the file has changed since and that a resume may change."""
     try:
         frozen = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:

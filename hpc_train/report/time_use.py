@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpc_train.report.metrics_reader import Row, number, rows_in
 from hpc_train.report.run_times import attempt_spans, timestamp
 from hpc_train.run.attempts import CAUSES
+from hpc_train.run.checkpoints import INHERITED
 
 if TYPE_CHECKING:
     from hpc_train.paths import RunPaths
@@ -62,6 +63,9 @@ def step_seconds(rows: Iterable[Row], num_steps: int) -> StepSeconds | None:
     for row in rows:
         step = row.get("step")
         if row.get("split") != "train" or type(step) is not int or step <= done:
+            continue
+        if row.get("attempt") == INHERITED:  # steps of the run that this one extends
+            done = step
             continue
         untimed += min(step, num_steps) - min(done, num_steps)
         done = step
@@ -137,7 +141,7 @@ def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
     for row in rows:
         step, time = row.get("step"), number(row.get("time"))
         step_s = number(row.get("step_s")) or step_s
-        if type(step) is not int or time is None or number(step) is None:
+        if type(step) is not int or time is None or number(step) is None or row.get("attempt") == INHERITED:
             continue
         if row.get("split") == "val" and before is not None and row.get("attempt") == before[2]:
             durations.append(max(0.0, time - before[0] - (step - before[1]) * step_s))

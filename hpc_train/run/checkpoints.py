@@ -29,6 +29,8 @@ from hpc_train.run.storage_errors import TRANSIENT, retried
 FORMAT_VERSION = 2
 #: With fewer than two there would be no fallback when the newest is damaged.
 MIN_KEEP = 2
+#: ``attempt`` of checkpoints, and of rows of metrics, that a run took over from the run that it extends.
+INHERITED = 0
 
 #: File server errors that may be temporary. I/O errors are excluded: the file itself may be damaged.
 _SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
@@ -161,9 +163,9 @@ def newest_attempt(paths: RunPaths) -> int:
 def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
     """Return True if ``attempt`` may read the checkpoint.
 
-    An attempt may read its own checkpoints, and those of an earlier attempt only if they were listed when a
-    later attempt started. Raises NewerVersionError: an attempt that did not list a checkpoint would
-    invalidate it for good.
+    An attempt may read its own checkpoints, inherited ones, and those of an earlier attempt only if they were
+    listed when a later attempt started. Raises NewerVersionError: an attempt that did not list a checkpoint
+    would invalidate it for good.
     """
     try:
         written_by = Manifest.read(checkpoint).attempt
@@ -171,7 +173,7 @@ def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
         raise
     except BadFileError:
         return False
-    return written_by == attempt or any(
+    return written_by in {INHERITED, attempt} or any(
         written_by < later.number <= attempt and checkpoint.folder.name in _listed(later.record)
         for later in paths.attempt_folders()
     )

@@ -120,7 +120,7 @@ def training_experiment(paths: RunPaths, attempt: int) -> Experiment:
 
 def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
     """Record in ``run.json`` the changes of ``attempt`` and later ones, one ``KEY=VALUE`` per change."""
-    run = _run_to_change(paths)
+    run = run_to_change(paths)
     changes = {str(number): listed for number, listed in _changes(run).items()}
     changes[str(attempt)] = list(overrides)
     write_json(paths.run, run | {"changes": changes}, sync=True)
@@ -158,7 +158,7 @@ def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
 
 def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
     """Record in ``run.json`` that ``attempt`` and later ones use another snapshot than earlier attempts."""
-    run = _run_to_change(paths)
+    run = run_to_change(paths)
     before = run.get("code") or {}
     earlier = [*before.pop("earlier", []), before | {"until_attempt": attempt - 1}]
     write_json(paths.run, run | {"code": _code_facts(snapshot) | {"earlier": earlier}}, sync=True)
@@ -166,7 +166,7 @@ def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
 
 def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None:
     """Record in ``run.json`` the versions that ``attempt`` and later ones run with, if they differ."""
-    run = _run_to_change(paths)
+    run = run_to_change(paths)
     if dict(now) != newest_versions(run):
         by_attempt = (run.get("versions_by_attempt") or {}) | {str(attempt): dict(now)}
         write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
@@ -174,7 +174,7 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
 
 def note_inputs(paths: RunPaths, experiment: Job, *, has_saved: bool) -> None:
     """Record in ``run.json`` the data of the next attempt; the earlier data remain recorded."""
-    run = _run_to_change(paths)
+    run = run_to_change(paths)
     if has_saved:
         now = workload_of(experiment).inputs_now(experiment, None)
         facts: dict[str, Any] = {"inputs": {**now, **(run.get("inputs") or {})}}
@@ -210,7 +210,8 @@ def was_submitted_here(paths: RunPaths) -> bool:
     return code.get("folder") == str(Path.cwd())
 
 
-def _run_to_change(paths: RunPaths) -> dict[str, Any]:
+def run_to_change(paths: RunPaths) -> dict[str, Any]:
+    """Return the content of ``run.json``, to be replaced. Raises StorageError if it can't be read."""
     run = read_json(paths.run)
     if run is None:
         raise StorageError(
@@ -237,16 +238,23 @@ def _run_facts(
 ) -> dict[str, Any]:
     return {
         "version": 1,
-        "id": run_id,
+        **new_identity(run_id, content_hash(experiment)),
         "name": experiment.name,
-        "content_hash": content_hash(experiment),
-        "created": now(),
-        "creator": Process.current().to_json(),
         "source": asdict(origin) if origin else None,
         "workload": experiment.workload,
         "versions": surroundings.versions,
         "code": surroundings.code,
         "launcher": launcher,
+    }
+
+
+def new_identity(run_id: str, digest: str) -> dict[str, Any]:
+    """Return the part of ``run.json`` that no two runs share; ``digest``: ``content_hash``."""
+    return {
+        "id": run_id,
+        "content_hash": digest,
+        "created": now(),
+        "creator": Process.current().to_json(),
         "slurm_job_ids": [],
         "slurm_clusters": [],
         "wandb_id": secrets.token_hex(8),

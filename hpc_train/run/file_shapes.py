@@ -69,6 +69,8 @@ _RUN = {
     "wandb_id": str,
     "inputs": dict[str, dict[str, str]] | None,
     "changes": dict[Number, list[str]] | None,
+    "extends": dict[str, str | int] | None,
+    "extended_by": list[str] | None,
 }
 _SUBMISSION = {
     "token": str,

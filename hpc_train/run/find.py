@@ -109,6 +109,15 @@ def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
     return {paths: _name_among(paths, root, counts) for paths in runs}
 
 
+def names_of(runs: Sequence[RunPaths]) -> list[str]:
+    """Return words that name these runs of one experiment: its name if they are all of its runs."""
+    experiment = runs[0].siblings.folder
+    others = {RunPaths(folder) for folder in _folders(experiment)} - set(runs)
+    if len(runs) > 1 and experiment.parent == runs_root() and not any(map(is_run, others)):
+        return [experiment.name]
+    return list(run_names(runs).values())
+
+
 def _name_among(paths: RunPaths, root: Path, counts: Mapping[str, int]) -> str:
     if paths.folder.parent.parent != root:
         return str(paths.folder)

@@ -67,7 +67,7 @@ def numbers(row: Row) -> dict[str, float]:
 
 def unusable_lines(path: Path, last_step: int, *, needs_time: bool) -> Iterator[tuple[int, str]]:
     """Yield (number, problem) of the lines up to ``last_step`` that are not a row, or one without a time."""
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(lines_of(path), 1):
         row = parse_row(line)
         if row is None and line.endswith(b"\n") and line.strip():
             yield number, "is not a row"
@@ -79,17 +79,18 @@ def unusable_lines(path: Path, last_step: int, *, needs_time: bool) -> Iterator[
 
 def iter_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of the file in order; none if there is no file."""
-    yield from filter(None, map(parse_row, _lines(path)))
+    yield from filter(None, map(parse_row, lines_of(path)))
 
 
 def evaluation_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
-    for line in _lines(path):
+    for line in lines_of(path):
         if b'"val"' in line and (row := parse_row(line)) and row["split"] == "val":
             yield row
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of the file in order; none if there is no file."""
     try:
         file = open_regular(path)
     except (FileNotFoundError, UnreadableFileError):

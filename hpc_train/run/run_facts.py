@@ -34,6 +34,27 @@ def recorded_values(paths: RunPaths) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def extended_run(paths: RunPaths) -> RunPaths | None:
+    """Return the completed run that this one extends, which may be gone; None if it began at step 0."""
+    name = Path(str((run_facts(paths).get("extends") or {}).get("run", ""))).name
+    return RunPaths(paths.siblings.folder / name) if name else None
+
+
+def extensions(paths: RunPaths) -> list[str]:
+    """Return the ids of the runs that extend this one, oldest first."""
+    return list(run_facts(paths).get("extended_by") or ())
+
+
+def extension_words(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return label and text of the run that this one extends, and of those that extend it.
+
+    ``facts``: ``run_facts`` of the run.
+    """
+    old = facts.get("extends")
+    words = [("extends", f"{old.get('run')} from step {old.get('step')}")] if old else []
+    return words + [("extended by", name) for name in facts.get("extended_by") or ()]
+
+
 @lru_cache(_MAX_RUNS)
 def _read(path: str, inode: int, size: int, modified_ns: int, changed_ns: int) -> Mapping[str, Any]:
     return read_json(Path(path)) or {}

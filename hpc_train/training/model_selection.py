@@ -22,6 +22,7 @@ from hpc_train.run.best import BEST, BestSoFar, default_metric, goal_of
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.file_shapes import encoded
 from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows
+from hpc_train.run.run_facts import extensions
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.distributed.consensus import Agreement
 
@@ -210,9 +211,12 @@ class MedianRule:
             self.paths.siblings.folder.iterdir()
         )  # names are hashes: the first are as good as any
         others = (
-            folder for folder in folders if folder.name[0] != "." and folder.name != self.paths.folder.name
+            RunPaths(folder)
+            for folder in folders
+            if folder.name[0] != "." and folder.name != self.paths.folder.name
         )
-        values = (self._best_by(step, RunPaths(folder)) for folder in others)
+        # The rows of an extended run are also in the run that extends it.
+        values = (self._best_by(step, paths) for paths in others if not extensions(paths))
         yield from islice((value for value in values if value is not None), MAX_RUNS)
 
     def _best_by(self, step: int, paths: RunPaths) -> float | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import queue_forecast
+from hpc_train.experiment.plan.planning import Plan
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
@@ -22,15 +24,19 @@ class _TwoJobs(SlurmLauncher):
         return [JobForecast([run.paths for run in runs], problems=[too_many] if len(runs) > 2 else [])]
 
 
+def _refused(file: Loaded, plan: Plan) -> list[str]:
+    return queue_forecast.never_starting(_TwoJobs(), file, plan.name, queue_forecast.to_submit(plan))
+
+
 def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     file = loaded(tmp_path, "sweep.grid={seed: [1, 2, 3, 4]}", more="slurm: {}\n")
     plan = plan_on_slurm(file)
-    assert len(queue_forecast.never_starting(_TwoJobs(), file, plan)) == 1
+    assert len(_refused(file, plan)) == 1
     for run in plan.runs[:2]:
         paths = RunPaths(runs_root() / plan.name / run.id)
         paths.folder.mkdir(parents=True)
         paths.run.write_text("{}")
-    assert queue_forecast.never_starting(_TwoJobs(), file, plan) == []
-    (line,) = queue_forecast.never_starting(_TwoJobs(), file, plan, new=True)
+    assert _refused(file, plan) == []
+    (line,) = queue_forecast.never_starting(_TwoJobs(), file, plan.name, plan.runs)
     assert "sweep: 4 runs" in line

@@ -292,6 +292,37 @@ def test_all_runs_of_an_experiment_continue(file: Path) -> None:
     assert [request.attempt for request in requests] == [1, 1, 2, 2]
 
 
+def test_changes_of_an_active_run_are_checked_and_lead_to_cancel_and_resume(file: Path) -> None:
+    hpc_train("submit", file, "--launcher", QUEUE)
+    (paths,) = find_runs([])
+    run = paths.folder.name
+    done = hpc_train("resume", run, "slurm.time_limit=2h")
+    assert done.code == 1
+    assert f"`hpc-train cancel {run} && hpc-train resume {run} slurm.time_limit=2h`" in done.err
+    assert "to apply" not in hpc_train("resume", run).err
+    assert hpc_train("resume", run, "slurm.time_limit=soon").code == 65
+    done = hpc_train("resume", run, "seed=5")
+    assert (done.code, "seed: would make" in done.err) == (2, True)
+    assert len(queued) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["exp.yaml"], "`hpc-train submit exp.yaml` starts its runs"),
+        (["tiny", "data.workers", "=", "2"], "data.workers is a key; write data.workers=VALUE"),
+        (["tiny", "steps=30"], "did you mean optimization.steps?"),
+    ],
+)
+def test_words_that_are_no_run_and_no_key_lead_on(
+    failed: RunPaths, file: Path, words: list[str], remedy: str
+) -> None:
+    shutil.copy(file, "exp.yaml")
+    done = hpc_train("resume", *words)
+    assert done.code in {2, 65} and remedy in done.err
+    assert newest_number(failed) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["pending", "running"])
 def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, state: str) -> None:

@@ -15,6 +15,7 @@ from hpc_train.cli.starting import say_end
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.plan.identity import run_id
+from hpc_train.launchers.base import JobForecast, KeyProblem
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.attempts import write_record
 from hpc_train.run.bad_samples import BadSample, append
@@ -38,6 +39,7 @@ from tests.cli.launchers import (
     RAISING,
     REFUSING,
     SAVING,
+    Queue,
     queued,
     requests,
 )
@@ -270,6 +272,47 @@ def test_a_run_that_somebody_is_starting_is_not_started_again(file: Path, tmp_pa
     assert done.code == 0
     assert "pending already" in done.err
     assert not requests
+
+
+@pytest.fixture
+def active(file: Path) -> RunPaths:
+    """A run that runs in a queue."""
+    _queue(file, "slurm.nodes=1")
+    (paths,) = find_runs([])
+    write_status(paths, replace(read_status(paths), state="running"))
+    return paths
+
+
+def test_what_the_file_changes_in_a_run_that_runs_is_said_with_the_commands_that_apply_it(
+    active: RunPaths, file: Path
+) -> None:
+    changes = ("slurm.nodes=1", "slurm.time_limit=90min", "environment.modules=[cuda]", "data.workers=3")
+    done = _queue(file, *changes)
+    run = active.folder.name
+    assert done.code == 0 and f"{run}: running already" in done.err
+    assert "  slurm.time_limit absent → 90min\n" in done.err
+    assert "  data.workers 0 → 3\n" in done.err
+    (line,) = [line for line in done.err.splitlines() if "to apply them" in line]
+    cancel, resume = line.partition("`")[2].rstrip("`").split(" && ")
+    for command in (cancel, resume):
+        assert hpc_train(*shlex.split(command)[1:]).code == 0
+    experiment = queued[-1][0].experiment
+    assert experiment.slurm is not None and experiment.slurm.time_limit == 90
+    assert (experiment.data.workers, experiment.environment.modules) == (3, ["cuda"])
+    write_status(active, replace(read_status(active), state="running"))
+    assert "to apply them" not in _queue(file, *changes).err
+
+
+def test_changes_that_the_queue_refuses_are_an_error_of_the_file(
+    active: RunPaths, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = KeyProblem("slurm.nodes", "3 exceeds the 2 nodes of partition short", "write 2")
+    answer = [JobForecast([active], problems=[problem])]
+    monkeypatch.setattr(Queue, "forecast", lambda self, folder, runs: answer, raising=False)
+    done = _queue(file, "slurm.nodes=3")
+    assert done.code == 65
+    assert "the queue would not start it:" in done.err and "partition short; write 2" in done.err
+    assert "to apply" not in done.err
 
 
 def test_a_failed_run_names_the_two_ways_on(file: Path) -> None:

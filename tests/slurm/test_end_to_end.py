@@ -118,6 +118,23 @@ def test_three_preemptions_change_no_bit(
     assert list(events) and sorted(events, key=lambda name: events[name]) == order
 
 
+def test_an_extended_run_that_is_preempted_equals_one_of_the_full_length(
+    cluster: Cluster, quiet: Quiet, tmp_path: Path
+) -> None:
+    settings = ("optimization.schedule={name: constant}", "evaluation.every_steps=7")
+    short, long = (f"optimization.steps={steps}" for steps in (7, 14))
+    old = submit_one(tmp_path, *settings, short, text=TWO_RANKS)
+    wait_for_state(old, "completed")
+    with Hold(tmp_path, 10) as hold:
+        done = command(tmp_path, "resume", old.folder, long, hold.override)
+        assert done.code == 0, done.err
+        (paths,) = set(found_runs(tmp_path)) - {old}
+        wait_for_step(paths, 10)
+        with preempting(cluster, paths):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    see_it_complete(paths, quiet.two(*settings, long))
+
+
 @pytest.mark.fault(55)
 def test_a_preemption_during_compilation_is_requeued(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -292,6 +292,21 @@ def test_what_slurm_refuses_is_placed_in_the_file_and_leaves_nothing(place: Plac
     assert place.submit()[0] == 0
 
 
+def test_changes_of_runs_in_the_queue_are_tried_and_applied_by_the_printed_commands(place: Place) -> None:
+    assert place.submit(_SWEEP)[0] == 0
+    code, message = place.submit(_SWEEP, "slurm.dependency=nope")
+    assert code == 65
+    assert "3 runs: the file has changed since:" in message and "dependency problem" in message
+    code, message = place.submit(_SWEEP, "slurm.time_limit=20min")
+    commands = "hpc-train cancel tiny && hpc-train resume tiny slurm.time_limit=20min"
+    assert (code, f"`{commands}`" in message) == (0, True), message
+    for command in commands.split(" && "):
+        code, message = place.run(*command.split()[1:])
+        assert code == 0, message
+    assert place.queue("%l") == ["20:00"]
+    assert "to apply" not in place.submit(_SWEEP, "slurm.time_limit=20min")[1]
+
+
 @pytest.mark.fault(35)
 def test_a_job_that_can_never_start_is_withdrawn(place: Place) -> None:
     """By the disks of nodes, which only Slurm knows."""

@@ -280,6 +280,16 @@ def test_a_run_below_the_median_of_others_at_its_step_ends(run: RunPaths) -> Non
     assert not median_selection(run, rows, median_after=1).has_stopped, "two others say little"
 
 
+def test_an_extended_run_is_counted_once(run: RunPaths) -> None:
+    for name, accuracies in (("a", [0.9]), ("b", [0.9]), ("c", [0.9]), ("longer", [0.9, 0.9])):
+        other_run(run.siblings.folder / name, accuracies)
+    rows = rows_of([0.5])
+    assert median_selection(run, rows, median_after=1).reason is not None
+    for name in ("a", "b"):
+        (run.siblings.folder / name / "run.json").write_text('{"extended_by": ["longer"]}')
+    assert not median_selection(run, rows, median_after=1).has_stopped, "two others say little"
+
+
 def test_a_lower_loss_than_the_median_goes_on(run: RunPaths) -> None:
     for name in "abc":
         other_run(run.folder.with_name(name), [0.4])

@@ -113,7 +113,7 @@ def meant_path(path: KeyPath) -> KeyPath | None:
     if advice_for(path):
         return None
     elsewhere = _elsewhere(path)
-    if len(elsewhere) == 1:
+    if elsewhere and (len(elsewhere) == 1 or len(path) == 1):
         return elsewhere[0]
     close = nearest(str(path[-1]), known_keys(path[:-1]))
     return (*path[:-1], close) if close else None

@@ -25,6 +25,7 @@ from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metric_values import Point
 from hpc_train.report.run_times import first_step_words, short_duration
 from hpc_train.report.time_use import PARTS, summed
+from hpc_train.run.run_facts import extension_words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -307,6 +308,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("created", str(run.facts.get("created") or "")),
         ("file", str(source.get("file") or "")),
         ("overrides", " ".join(map(str, overrides)) if isinstance(overrides, list) else ""),
+        *extension_words(run.facts),
         ("code commit", f"{code['commit']}{changed}" if code.get("commit") else ""),
         ("code snapshot", str(code.get("snapshot") or "")),
         ("folder", str(run.paths.folder)),

@@ -1,0 +1,151 @@
+"""Creates the run that trains a completed run longer, from its checkpoints. Called by ``resume``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.identity import RUN_ID_LENGTH, content_hash
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run import frozen_experiment
+from hpc_train.run.checkpoints import INHERITED, Manifest, committed
+from hpc_train.run.code import snapshot
+from hpc_train.run.create import new_identity, newest_versions, run_to_change
+from hpc_train.run.files import (
+    create_folder,
+    json_text,
+    read_json,
+    remove_folder,
+    sync_file,
+    sync_folder,
+    write_json,
+    write_new,
+)
+from hpc_train.run.metric_rows import lines_of, parse_row
+from hpc_train.run.run_facts import extended_run
+from hpc_train.run.run_status import INTERRUPTED, RunStatus
+
+#: The keys that an extension changes, without their section ``optimization``.
+LENGTH = ("steps", "epochs")
+_ATTEMPT = re.compile(rb'("attempt": )\d+')
+
+
+def extend(
+    paths: RunPaths, experiment: Experiment, total_steps: int | None, overrides: Sequence[str]
+) -> RunPaths:
+    """Return the run that continues ``paths`` from its last checkpoint with ``experiment``; create it if new.
+
+    Its files are complete and independent of the old run's: the checkpoints are hard links, or copies if the
+    file system has none. It is interrupted at the checkpoint's step until a resume starts it. ``overrides``:
+    ``KEY=VALUE`` of the new length.
+    """
+    checkpoints = committed(paths)
+    step = checkpoints[0].step
+    facts = _facts(paths, experiment, step, overrides)
+    extension = RunPaths(paths.folder.with_name(facts["id"]))
+
+    def fill(folder: Path) -> None:
+        temporary = RunPaths(folder)
+        frozen_experiment.write(temporary, experiment)
+        write_new(temporary.run, json_text(facts))
+        if (code := snapshot.linked(paths)) is not None:
+            snapshot.link(temporary, code)
+        if paths.micro_batch.exists():
+            shutil.copyfile(paths.micro_batch, temporary.micro_batch)
+        if paths.evaluations.is_dir():
+            shutil.copytree(paths.evaluations, temporary.evaluations, symlinks=True)
+        _copy_rows(paths, temporary, step)
+        temporary.checkpoints.mkdir()
+        for checkpoint in checkpoints:
+            _link_checkpoint(checkpoint, temporary.checkpoint(checkpoint.step))
+        sync_folder(temporary.checkpoints)
+        epoch = (read_json(paths.status) or {}).get("epoch", 0.0)
+        status = RunStatus(state=INTERRUPTED, step=step, total_steps=total_steps, epoch=epoch)
+        write_new(temporary.status, json_text(status.to_json()), sync=False)
+        sync_folder(folder)
+
+    if not extension.folder.exists():
+        create_folder(extension.folder, fill, mode=0o700)
+    run = run_to_change(paths)
+    if extension.folder.name not in (known := run.get("extended_by") or []):
+        write_json(paths.run, run | {"extended_by": [*known, extension.folder.name]}, sync=True)
+    return extension
+
+
+def withdraw(paths: RunPaths) -> None:
+    """Remove a run that ``extend`` created and that was not started."""
+    old = extended_run(paths)
+    remove_folder(paths.folder)
+    if old is not None:
+        run = run_to_change(old)
+        left = [name for name in run.get("extended_by") or [] if name != paths.folder.name]
+        write_json(old.run, run | {"extended_by": left}, sync=True)
+
+
+def _facts(paths: RunPaths, experiment: Experiment, step: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return ``run.json``: the old run's, but of another identity.
+
+    The id is another than that of a run of this length from step 0, which a schedule may train differently.
+    """
+    old = run_to_change(paths)
+    text = f"{content_hash(experiment)} extends {paths.folder.name} at {step}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    lengths = experiment.optimization.model_dump(include=set(LENGTH))
+    values = {
+        key: lengths.get(key.removeprefix("optimization."), value)
+        for key, value in (old.get("values") or {}).items()
+    }
+    source = old.get("source")
+    if isinstance(source, dict):
+        source = source | {"overrides": [*(source.get("overrides") or []), *overrides]}
+    code = old.get("code")
+    return (
+        {key: value for key, value in old.items() if key not in ("extended_by", "versions_by_attempt")}
+        | new_identity(digest[:RUN_ID_LENGTH], digest)
+        | {
+            "source": source,
+            "values": values,
+            "versions": newest_versions(old),
+            "code": code and {key: value for key, value in code.items() if key != "earlier"},
+            "extends": {"run": paths.folder.name, "step": step},
+        }
+    )
+
+
+def _link_checkpoint(old: CheckpointPaths, new: CheckpointPaths) -> None:
+    manifest = Manifest.read(old)
+    new.folder.mkdir()
+    for name in manifest.files:
+        _link(old.folder / name, new.folder / name)
+    replace(manifest, attempt=INHERITED).write(new)
+
+
+def _link(old: Path, new: Path) -> None:
+    """Create a hard link, or a copy on another or a limited file system; both are on disk then."""
+    with suppress(OSError):
+        os.link(old, new)
+        return
+    shutil.copyfile(old, new)
+    with new.open("rb") as file:
+        sync_file(file.fileno())
+
+
+def _copy_rows(old: RunPaths, new: RunPaths, last_step: int) -> None:
+    """Copy the rows up to ``last_step``, with the attempt ``INHERITED``: no attempt of the new run took their
+    time.
+    """
+    with new.metrics.open("wb") as file:
+        for line in lines_of(old.metrics):
+            row = parse_row(line)
+            if row is not None and row["step"] <= last_step:
+                file.write(_ATTEMPT.sub(rb"\g<1>%d" % INHERITED, line, count=1))
+        file.flush()
+        sync_file(file.fileno())
