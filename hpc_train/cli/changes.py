@@ -35,7 +35,7 @@ _IGNORED = ("sweep",)
 #: Excluded from the id, but part of the run's location.
 _FIXED = ("name",)
 #: Not part of the run's identity: its location and its sweep.
-_OF_ANOTHER_RUN: dict[str, Callable[[Experiment], object]] = {
+_OF_ANOTHER_RUN: dict[str, Callable[[Job], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
     "sweep.list": lambda experiment: experiment.sweep.list,
@@ -43,7 +43,7 @@ _OF_ANOTHER_RUN: dict[str, Callable[[Experiment], object]] = {
     "sweep.exclude": lambda experiment: experiment.sweep.exclude,
     "sweep.search": lambda experiment: experiment.sweep.search,
     # Unlike the rest of its section it changes the mathematics.
-    "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
+    "parallel.sync_batchnorm": lambda job: isinstance(job, Experiment) and job.parallel.sync_batchnorm,
 }
 #: Number of changes that are listed.
 _NAMED = 10
@@ -116,7 +116,7 @@ def changes_on_resume(frozen: Job, wanted: Job, *, is_queued: bool = False) -> l
     return [change for change in allowed if is_queued or not change.is_of_job]
 
 
-def other_run_keys(before: Experiment, after: Experiment) -> list[str]:
+def other_run_keys(before: Job, after: Job) -> list[str]:
     """Return the dotted keys that differ and that a resume may not change."""
     others = [key for key, value in _OF_ANOTHER_RUN.items() if value(before) != value(after)]
     return [*changes_identity(before, after), *others]

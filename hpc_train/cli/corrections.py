@@ -18,7 +18,8 @@ from hpc_train.cli.other_tools import OPTION_ROWS, VERBS, OptionRow
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.keys import all_keys, as_mapping, members, node_at
 from hpc_train.experiment.config.problems import KeyPath, dotted
-from hpc_train.experiment.config.synonyms import advice_for, key_for, value_for
+from hpc_train.experiment.config.synonyms import advice_for, key_for
+from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.experiment.validate.other_files import why_not_yaml
 from hpc_train.registry import nearest
 from hpc_train.run.find import find_runs

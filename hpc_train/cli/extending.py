@@ -12,7 +12,7 @@ from hpc_train.cli.changes import as_override, other_run_keys
 from hpc_train.cli.starting import new_run_command, other_run
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.experiment.topology.batch_arithmetic import count_total_steps
 from hpc_train.experiment.topology.learning_rate import OVER_SPAN
 from hpc_train.launchers.lookup import statuses
@@ -117,7 +117,7 @@ def _refuse_unfinished(states: Mapping[RunPaths, RunStatus], length: Sequence[st
 
 def _with_length(
     paths: RunPaths, length: Sequence[str], others: Sequence[str] = ()
-) -> tuple[Experiment, Experiment, list[str]]:
+) -> tuple[Job, Job, list[str]]:
     """Return the run's experiment, the same with the changes, and the changes of the length."""
     noted = noted_changes(paths, newest_number(paths) + 1)
     before = effective_experiment(paths, newest_number(paths) + 1)
@@ -127,8 +127,10 @@ def _with_length(
     return before, after, [*unset, *length]
 
 
-def _lengths(experiment: Experiment) -> dict[str, int]:
-    """Return the dotted key of the length, and its value."""
+def _lengths(experiment: Job) -> dict[str, int]:
+    """Return the dotted key of the length, and its value; empty for a program."""
+    if not isinstance(experiment, Experiment):
+        return {}
     lengths = experiment.optimization.model_dump(include=set(LENGTH), exclude_none=True)
     return {f"{_SECTION}.{key}": value for key, value in lengths.items()}
 
@@ -140,7 +142,8 @@ def _longer(
 
     Raises UsageError if it can't be extended, UntrustedError if another user could have written its files.
     """
-    before, experiment, changes = _with_length(paths, length)
+    *both, changes = _with_length(paths, length)
+    before, experiment = map(as_training, both)
     if not other_run_keys(before, experiment):
         return None
     if others and (refused := other_run_keys(experiment, _with_length(paths, length, others)[1])):
@@ -176,7 +179,7 @@ def _length_words(experiment: Experiment, step: int) -> str:
     return f"{step} steps" if epochs is None else f"{epochs} epochs, {step} steps"
 
 
-def _example(experiment: Experiment) -> str:
+def _example(experiment: Job) -> str:
     """Return ``KEY=VALUE`` of twice the length."""
     return " ".join(as_override(key, 2 * value) for key, value in _lengths(experiment).items())
 
@@ -185,14 +188,14 @@ def longer_command(paths: RunPaths, others: Sequence[str] = ()) -> str | None:
     """Return a command that makes a completed run longer; None if its files prevent that."""
     try:
         experiment = effective_experiment(paths, newest_number(paths) + 1)
-        if not committed(paths):
+        if not committed(paths) or not _lengths(experiment):
             return None
     except BadFileError:
         return None
     return shlex.join(["hpc-train", "resume", run_name(paths), _example(experiment), *others])
 
 
-def shorter_run(paths: RunPaths, experiment: Experiment) -> tuple[RunPaths, str] | None:
+def shorter_run(paths: RunPaths, experiment: Job) -> tuple[RunPaths, str] | None:
     """Return a completed run beside ``paths`` that is a shorter ``experiment``, and the ``KEY=VALUE``
     that makes it as long; None without one.
     """

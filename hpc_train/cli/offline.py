@@ -46,7 +46,8 @@ def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
 
     If other downloads may already be in a cache, the Hugging Face clients of child processes go offline.
     """
-    downloads = dict.fromkeys(download for run in plan.runs for download in _downloads(run.experiment))
+    experiments = [run.experiment for run in plan.runs if isinstance(run.experiment, Experiment)]
+    downloads = dict.fromkeys(download for job in experiments for download in _downloads(job))
     unreachable = {download: reason for download in downloads if (reason := _no_network(download.servers))}
     if unreachable:
         os.environ.update(dict.fromkeys(_OFFLINE, "1"))

@@ -74,8 +74,8 @@ class Saving:
         return checkpoints / name if name else None
 
     def _newest_intact(self) -> str:
-        found = committed(self._run, self._attempt) if self._has_launcher else self._complete()
-        for checkpoint in found:
+        candidates = committed(self._run, self._attempt) if self._has_launcher else self._complete()
+        for checkpoint in candidates:
             problems = verify(checkpoint)
             if not problems:
                 return checkpoint.folder.name
@@ -110,7 +110,7 @@ class Saving:
 
     def _complete(self) -> list[CheckpointPaths]:
         """Return the checkpoints of a script without hpc-train's launcher, newest first."""
-        return [each for each in self._run.checkpoint_folders()[::-1] if each.manifest.is_file()]
+        return [folder for folder in self._run.checkpoint_folders()[::-1] if folder.manifest.is_file()]
 
     def _unfinished(self, step: int) -> Path:
         folder = self._run.checkpoint(step).folder

@@ -109,8 +109,8 @@ class ProgramMetrics:
         except OSError:
             return
 
-    def _add(self, found: Mapping[str, Any]) -> None:
-        values = {name: number for name, value in found.items() if (number := _number(value)) is not None}
+    def _add(self, row: Mapping[str, Any]) -> None:
+        values = {name: number for name, value in row.items() if (number := _number(value)) is not None}
         if "total" in values and "progress" in values:
             self.total_steps, self._progress = int(values["total"]), int(values["progress"])
             self.newest_at = time.monotonic()
@@ -121,7 +121,7 @@ class ProgramMetrics:
         for name, value in values.items():
             prefix = next((prefix for prefix in _VAL if name.startswith(prefix)), "")
             by_split.setdefault("val" if prefix else "train", {})[name.removeprefix(prefix)] = value
-        if found.get("split") == "val" and by_split:
+        if row.get("split") == "val" and by_split:
             by_split = {"val": by_split.get("train", {}) | by_split.get("val", {})}
         with self._lock:
             for split, metrics in by_split.items():

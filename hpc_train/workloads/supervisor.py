@@ -117,12 +117,12 @@ class _Supervisor:
 
     def _await_meeting(self) -> _Meeting:
         deadline = time.monotonic() + _PREPARE_LIMIT_S
-        while (found := read_json(self._attempt.program)) is None:
+        while (published := read_json(self._attempt.program)) is None:
             self._leave_if_stopped()
             if time.monotonic() > deadline:
                 raise HpcTrainError(f"rank 0 has not prepared {self._paths.work} in {_PREPARE_LIMIT_S:g} s")
             time.sleep(_POLL_S)
-        return _Meeting(found["address"], found["port"], found["folder"])
+        return _Meeting(published["address"], published["port"], published["folder"])
 
     def _leave_if_stopped(self) -> None:
         if self._flag:
@@ -135,15 +135,15 @@ class _Supervisor:
         program, folder = self._job.program, Path(meeting.folder)
         values = self._values(meeting)
         resumes = program.resume is not None and any(folder.glob(program.resume.if_exists))
-        words = command_of(program, values, resumes=resumes)
+        command = command_of(program, values, resumes=resumes)
         if self._facts.rank == 0:
             self._metrics = ProgramMetrics(program.metrics, self._paths, self._number, folder)
         self._leave_if_stopped()
-        print(f"hpc-train: attempt {self._number}: {' '.join(words)}", flush=True)
+        print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
         try:
-            child = self._start(words, folder, meeting, values, resumes=resumes)
+            child = self._start(command, folder, meeting, values, resumes=resumes)
         except OSError as error:
-            raise UserError(f"program.command: {words[0]}: {error.strerror or error}") from error
+            raise UserError(f"program.command: {command[0]}: {error.strerror or error}") from error
         if self._events is not None:
             self._events.note("first_step")  # from here on a stop counts as a preemption of a run that works
         if self._metrics is not None:
@@ -151,11 +151,11 @@ class _Supervisor:
         return self._judge(self._wait(child))
 
     def _start(
-        self, words: list[str], folder: Path, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool
+        self, command: list[str], folder: Path, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool
     ) -> subprocess.Popen[bytes]:
         piped = self._metrics is not None and self._metrics.reads_output
         return subprocess.Popen(
-            words,
+            command,
             cwd=folder,
             env=self._environment(meeting, values, resumes=resumes),
             stdin=subprocess.DEVNULL,
@@ -200,14 +200,14 @@ class _Supervisor:
         }
         wandb_id = (read_json(self._paths.run) or {}).get("wandb_id")
         environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"} if wandb_id else {}
-        own = {
+        session = {
             FOLDER_VARIABLE: self._paths.folder.absolute(),
             ATTEMPT_VARIABLE: self._number,
             "HPC_TRAIN_RUN": self._paths.folder.absolute(),
             "HPC_TRAIN_RESUME": int(resumes),
             "PYTHONFAULTHANDLER": 1,  # SIGABRT prints the stacks
         }
-        shared = own | nodes | (ranks if program.per == "rank" else {})
+        shared = session | nodes | (ranks if program.per == "rank" else {})
         environment |= {name: str(value) for name, value in shared.items()}
         environment.setdefault("PYTHONUNBUFFERED", "1")
         return environment | {name: text.format_map(values) for name, text in program.env.items()}
@@ -339,20 +339,20 @@ class _HungError(HpcTrainError):
 
 
 def command_of(program: ProgramConfig, values: Mapping[str, str], *, resumes: bool) -> list[str]:
-    """Return the words of the command with the arguments; ``values`` replace the names in braces."""
-    words = [word.format_map(values) for word in program.command]
-    if words[0] == "python":
-        words[0] = sys.executable
+    """Return the command with its arguments; ``values`` replace the names in braces."""
+    command = [word.format_map(values) for word in program.command]
+    if command[0] == "python":
+        command[0] = sys.executable
     for name, value in program.args.items():
         text = value.format_map(values) if isinstance(value, str) else value
-        words += rendered(name, text, program.style)
+        command += rendered(name, text, program.style)
     if resumes and program.resume is not None:
-        words += [word.format_map(values) for word in program.resume.args]
-    return words
+        command += [word.format_map(values) for word in program.resume.args]
+    return command
 
 
 def rendered(name: str, value: Any, style: str) -> list[str]:
-    """Return the words of one argument."""
+    """Return one argument as words of a command line."""
     if style == "key=value":
         return [f"{name}={_as_hydra(value)}"]
     if value is None or value is False:
