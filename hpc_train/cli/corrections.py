@@ -6,20 +6,18 @@ Imported only after such an error, so it may import what takes time.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.command_line import RUN_PARAMETERS
-from hpc_train.cli.other_tools import OPTION_ROWS, VERBS, OptionRow
 from hpc_train.errors import UsageError
-from hpc_train.experiment.config.keys import all_keys, as_mapping, members, node_at
-from hpc_train.experiment.config.problems import KeyPath, dotted
+from hpc_train.experiment.config.keys import JOB, all_keys, as_mapping, members, node_at
+from hpc_train.experiment.config.other_tools import OPTION_ROWS, VERBS, OptionRow, overrides_of
+from hpc_train.experiment.config.problems import KeyPath
 from hpc_train.experiment.config.synonyms import advice_for, key_for
-from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.experiment.validate.other_files import why_not_yaml
 from hpc_train.registry import nearest
 from hpc_train.run.find import find_runs
@@ -29,15 +27,10 @@ _NEED_A_NAME = {"cancel", "clean", "rm"}
 #: Command → the file that its ``-o`` writes.
 _OUTPUTS = {"export": "weights.safetensors", "predict": "predictions.jsonl", "report": "report.html"}
 #: Keys whose value is the number of ranks, which ``--devices`` is on this machine.
-_RANKS = re.compile(r"slurm\.(?:gpus|ranks)_per_node=(.*)")
+_RANKS = re.compile(rf"{JOB}\.(?:gpus|ranks)_per_node=(.*)")
 _YAML = (".yaml", ".yml")
 _NUMBER = re.compile(r"-\d+")
 _SHORT_WITH_VALUE = re.compile(r"(-[A-Za-z])=?(\d.*)")
-#: sbatch's forms of a time in minutes: ``90``, ``90:00``.
-_MINUTES = re.compile(r"\d+:\d\d")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
-#: sbatch's units of memory, in GB.
-_GB = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
 
 
 def answer(commands: Mapping[str, Any], words: Sequence[str]) -> str | None:
@@ -216,7 +209,7 @@ class _Correction:
         elif written == "KEY=VALUE":
             key, equals, text = value.lstrip("+~").partition("=")
             path = _path_of(key) if equals else None
-            self._keys += _overrides(path, text) if path else [value]
+            self._keys += overrides_of(path, text) if path else [value]
         elif written:
             key, _, template = written.partition("=")
             self._add_key(tuple(key.split(".")), template.format(value))
@@ -246,7 +239,7 @@ class _Correction:
         if value is None:
             kinds = {member.get("type") for member in members(node)}
             value = "true" if "boolean" in kinds else "{}" if section is not None else "VALUE"
-        self._keys += _overrides(path, value)
+        self._keys += overrides_of(path, value)
 
     def _misspelled(self, name: str) -> None:
         """Take the option of this command that is spelled almost like it, or refer to the help."""
@@ -324,23 +317,23 @@ class _Correction:
 
     def _lines(self) -> list[str]:
         """Return the command line; two if what was meant differs between a queue and this machine."""
-        slurm = [key for key in self._keys if key.startswith("slurm.")]
-        words = [self._name, *self._positional, *(key for key in self._keys if key not in slurm)]
-        num_ranks = [match[1] for key in slurm if (match := _RANKS.fullmatch(key))]
-        if not slurm or "--devices" not in self._options:
-            return [_line([*words, *slurm, *self._written])]
+        of_job = [key for key in self._keys if key.startswith(f"{JOB}.")]
+        words = [self._name, *self._positional, *(key for key in self._keys if key not in of_job)]
+        num_ranks = [match[1] for key in of_job if (match := _RANKS.fullmatch(key))]
+        if not of_job or "--devices" not in self._options:
+            return [_line([*words, *of_job, *self._written])]
         if "--local" not in self._options:  # always on this machine
             return [_line([*words, *self._written, *(["--devices", num_ranks[-1]] if num_ranks else [])])]
         options, devices = _without_devices(self._written)
         is_local = "--local" in options
         options = [option for option in options if option != "--local"]
         if devices and not num_ranks:
-            slurm.append(f"slurm.gpus_per_node={devices}")
+            of_job.append(f"{JOB}.gpus_per_node={devices}")
         number = devices or (num_ranks[-1] if num_ranks else None)
         size = [] if number is None else ["device=cpu"] if number == "0" else ["--devices", number]
-        here, queued = _line([*words, *options, "--local", *size]), _line([*words, *slurm, *options])
+        here, queued = _line([*words, *options, "--local", *size]), _line([*words, *of_job, *options])
         if is_local:
-            return [here, *([f"in the queue {queued}"] if len(slurm) > len(num_ranks) else [])]
+            return [here, *([f"in the queue {queued}"] if len(of_job) > len(num_ranks) else [])]
         return [queued, *([f"on this machine {here}"] if number else [])]
 
 
@@ -366,21 +359,6 @@ def _path_of(name: str) -> KeyPath | None:
         return tuple(key.partition(" ")[0].split("."))
     same = [other for other in all_keys() if other[-1] == path[-1]]
     return same[0] if len(same) == 1 else None
-
-
-def _overrides(path: KeyPath, value: str) -> Iterator[str]:
-    """Yield ``KEY=VALUE`` with the value as it is written here; Slurm's GPUs may be of a type."""
-    key = dotted(path)
-    if key == "slurm.gpus_per_node":
-        *kind, number = value.removeprefix("gpu:").split(":")
-        yield f"{key}={number if number.isdigit() or not value.startswith('gpu') else 1}"
-        yield from (f"slurm.gpu_type={word}" for word in kind if word != "gpu")
-    elif key == "slurm.mem_gb" and (match := _MEMORY.fullmatch(value)):
-        yield f"{key}={math.ceil(float(match[1]) * _GB[match[2].upper()])}"
-    elif key == "slurm.time_limit" and (value.isdigit() or _MINUTES.fullmatch(value)):
-        yield f"{key}={int(value.partition(':')[0])}min"
-    else:
-        yield f"{key}={value_for(path, value) or value}"
 
 
 def _experiment_file() -> str:

@@ -12,7 +12,7 @@ from hpc_train.cli.changes import as_override, other_run_keys
 from hpc_train.cli.starting import new_run_command, other_run
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
-from hpc_train.experiment.config.schema import Experiment, Job, as_training
+from hpc_train.experiment.config.schema import Experiment, Job, Program, as_training
 from hpc_train.experiment.topology.batch_arithmetic import count_total_steps
 from hpc_train.experiment.topology.learning_rate import OVER_SPAN
 from hpc_train.launchers.lookup import statuses
@@ -223,10 +223,10 @@ def _unchangeable(paths: RunPaths, overrides: Sequence[str]) -> str:
 
 
 def _refusal(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
-    head = (
-        f"{', '.join(refused)}: {run_name(paths)} has completed, so it can only be trained longer "
-        f"({' or '.join(_LENGTH_KEYS)}); start another run"
-    )
+    longer = f", so it can only be trained longer ({' or '.join(_LENGTH_KEYS)})"
+    if run_facts(paths).get("workload") == Program.workload:
+        longer = ""
+    head = f"{', '.join(refused)}: {run_name(paths)} has completed{longer}; start another run"
     return other_run(paths, head, overrides)
 
 

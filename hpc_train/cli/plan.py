@@ -145,7 +145,8 @@ def plan(options: PlanOptions) -> ExitCode:
     else:
         scripts = full.scripts if options.script else ()
         show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
-        say(_LEGEND)
+        if any(run.parallel for run in full.plan.runs):
+            say(_LEGEND)
         _show_predictions(full.plan.runs, full.memory)
     say_remarks(full.loaded)
     plan_cost.say_cost(full.cost)
@@ -211,6 +212,8 @@ def _table(
     runs: Sequence[PlannedRun], more_columns: Sequence[tuple[str, Sequence[str]]] = ()
 ) -> list[list[str]]:
     rows = [[*_HEADS], *map(_cells, runs)]
+    if not any(run.parallel for run in runs):  # programs have no steps that we know
+        rows = [[run, ranks, hours] for run, ranks, *_, hours in rows]
     for head, cells in more_columns:
         _append(rows, head, cells)
     if any(run.parallel and len(traits_of(run.parallel.strategy).degrees) > 1 for run in runs):
@@ -277,6 +280,8 @@ def _predictions(
     plan: Plan, launcher: Launcher, *, is_wanted: bool | None, on_this_machine: bool
 ) -> list[StepPrediction] | None:
     """Return the prediction of each run's step; None if the user does not want to wait for it."""
+    if not any(run.parallel for run in plan.runs):
+        return None
     if is_wanted is None:
         is_wanted = os.environ.get(NO_MEMORY) != "1"
     if not is_wanted:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.command_options import LauncherOptions, PrepareOptions, SchemaOptions, ValidateOptions
-from hpc_train.cli.offline import impossible_downloads
 from hpc_train.cli.plan import say_layouts
 from hpc_train.cli.preflight import LauncherChoice, lacking_parts, say_remarks, submittable
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
+from hpc_train.experiment.data_facts.by_name import data_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.workload import workload_of
+from hpc_train.paths import expanded
+from hpc_train.registry import split_name
 
 
 class Validation(TypedDict):
@@ -104,9 +116,9 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
 
 def schema(options: SchemaOptions) -> ExitCode:
     """Print the JSON Schema of the file."""
-    from hpc_train.experiment.config.json_schema import json_schema
+    from hpc_train.experiment.config.json_schema import schema_for_editors
 
-    put_json(json_schema())
+    put_json(schema_for_editors())
     return ExitCode.DONE
 
 
@@ -117,10 +129,133 @@ def prepare(options: PrepareOptions) -> int:
     if problems := lacking_parts(loaded, plan) or impossible_downloads(loaded, plan):
         raise BadFileError(problems)
     flags = [*(["--no-forward"] if options.no_forward else []), *(["--json"] if options.as_json else [])]
-    request = ("hpc_train.training.prepare", str(options.file), *flags, *options.overrides)
+    module = workload_of(loaded.experiment).preparation
+    request = (module, str(options.file), *flags, *options.overrides)
     if not options.as_json:
         return run_child(*request)
     code, report = child_report(*request)
     if code == ExitCode.DONE:
         put_json({"version": JSON_VERSION} | report)
     return code
+
+
+#: Until a connection is established, the lookup of the name included. Assumed: a usable network needs less.
+_LIMIT_S = 2.0
+#: Switches of the Hugging Face clients: they use their cache and don't retry.
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TORCH = "https://download.pytorch.org"
+
+
+class _Download(NamedTuple):
+    key: str
+    what: str
+    #: One of these servers has it.
+    servers: tuple[str, ...]
+    #: Where it is kept.
+    folder: Path
+    may_be_there: bool
+
+
+def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
+    """Return a line per download that is needed and impossible here, its remedy first.
+
+    If other downloads may already be in a cache, the Hugging Face clients of child processes go offline.
+    """
+    experiments = [run.experiment for run in plan.runs if isinstance(run.experiment, Experiment)]
+    downloads = dict.fromkeys(download for job in experiments for download in _downloads(job))
+    unreachable = {download: reason for download in downloads if (reason := _no_network(download.servers))}
+    if unreachable:
+        os.environ.update(dict.fromkeys(_OFFLINE, "1"))
+    return [
+        loaded.problem(
+            download.key,
+            f"run `hpc-train prepare {loaded.source_name}` on a machine with network",
+            f"{download.servers[0]} can't be reached from here ({reason}), and {download.what} is not in "
+            f"{download.folder}",
+            "prepare.offline",
+        )
+        for download, reason in unreachable.items()
+        if not download.may_be_there
+    ]
+
+
+def _downloads(experiment: Experiment) -> Iterator[_Download]:
+    yield from _of_data(experiment.data)
+    yield from _of_model(experiment.model)
+
+
+def _of_data(data: DataConfig) -> Iterator[_Download]:
+    if data.root is None or not data_facts(data.name).is_downloaded:
+        return
+    root = expanded(data.root)
+    with suppress(OSError):
+        if not root.is_dir() or not any(root.iterdir()):
+            is_of_hub = data_facts(data.name).is_on_hub
+            # Data sets of torchvision are on many servers: if the two are reachable, so may be the others.
+            servers = (_hub(),) if is_of_hub else (_TORCH, _hub())
+            yield _Download("data.root", data.name, servers, root, may_be_there=False)
+
+
+def _of_model(model: ModelConfig) -> Iterator[_Download]:
+    provider, rest = split_name(model.name)
+    name = rest.partition(".")[0]
+    hub, torch = _hub_cache(), _torch_cache()
+    if provider == "hf" and not expanded(rest).exists():
+        is_there = any(hub.glob(f"models--{rest.replace('/', '--')}"))
+        yield _Download("model.name", model.name, (_hub(),), hub, is_there)
+    if model.pretrained is not True:
+        return
+    if provider == "timm":
+        is_there = any(hub.glob(f"models--*--{name}*")) or any(torch.glob(f"{name}*"))
+        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, is_there)
+    elif provider == "torchvision":
+        is_there = any(torch.glob(f"{name}*"))
+        yield _Download("model.pretrained", f"a file of {model.name}", (_TORCH,), torch, is_there)
+    elif provider == "smp":  # its encoders come from either place
+        yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, may_be_there=True)
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+def _torch_cache() -> Path:
+    home = os.environ.get("TORCH_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch")
+    return Path(home, "hub", "checkpoints").expanduser()
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+@cache
+def _no_network(servers: tuple[str, ...]) -> str | None:
+    """Return why no connection to any of the servers can be made; None if one can."""
+    reasons = [f"no answer within {_LIMIT_S:g} s"]
+    is_reachable = threading.Event()
+
+    def connect(server: str) -> None:
+        try:
+            socket.create_connection(_place(server), _LIMIT_S).close()
+            is_reachable.set()
+        except OSError as error:
+            reasons.append(str(error))
+
+    # The lookup of a name has no time limit of its own.
+    threads = [threading.Thread(target=connect, args=[server], daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_LIMIT_S)
+    return None if is_reachable.is_set() else reasons[-1]
+
+
+def _place(server: str) -> tuple[str, int]:
+    """Return the host and port to connect to: of the server, or of the proxy before it."""
+    url = urlsplit(server)
+    proxy = "" if proxy_bypass(url.hostname or "") else getproxies().get(url.scheme, "")
+    if proxy:
+        proxied = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        return proxied.hostname or "", proxied.port or 80
+    return url.hostname or "", url.port or (80 if url.scheme == "http" else 443)

@@ -30,6 +30,9 @@ _IMPLEMENTATIONS = {
 class Workload(Protocol[J_contra]):
     """What the runs of a job execute. Constructed without arguments; methods read files, but change none."""
 
+    #: Module that `prepare` executes in a child process, with the file, its options and overrides.
+    preparation: str
+
     def start_problems(self, job: J_contra, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
         """Return the problems that prevent a start on these ranks.
 

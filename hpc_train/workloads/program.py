@@ -20,6 +20,8 @@ _SCRIPTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml")
 class ProgramWorkload:
     """See ``Workload``. A program has no steps, data and weights that we know."""
 
+    preparation = "hpc_train.workloads.program_check"
+
     def start_problems(self, job: Program, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
         """Return []: the program decides whether it can use the ranks."""
         return []

@@ -25,6 +25,8 @@ from hpc_train.run.weight_source import KEY, source_facts
 class TrainingWorkload:
     """See ``Workload``."""
 
+    preparation = "hpc_train.training.prepare"
+
     def start_problems(self, job: Experiment, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
         """Return keys that don't fit the ranks."""
         return rules.check_start(job, ranks.most, ranks.per_node, ranks.fewest, micro_batch_size)

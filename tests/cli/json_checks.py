@@ -1,4 +1,4 @@
-"""Compares what a command printed with its type in ``cli.json_shapes``."""
+"""Compares what a command printed with its type in ``docs.json_shapes``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from docs.json_shapes import SHAPES
 from docs.make_json_page import is_object
-from hpc_train.cli.json_shapes import SHAPES
 
 
 def checked(command: str, text: str) -> Any:

@@ -38,7 +38,7 @@ def test_commands_options_and_their_values_are_offered() -> None:
     assert _offers("hpc-train su") == ["submit"]
     assert _offers("hpc-train plan --dev") == ["--devices"]
     assert _offers("hpc-train init --task seg") == ["segmentation"]
-    assert _offers("hpc-train init --from dig") == ["digits"]
+    assert _offers("hpc-train init --from dig") == ["digits", "digits-wandb"]
     assert _offers("hpc-train submit x.yaml --launcher lo") == ["local"]
     assert _offers("hpc-train compare a --over optimization.steps") == ["optimization.steps"]
 

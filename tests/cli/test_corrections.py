@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
-from hpc_train.cli.other_tools import OPTION_ROWS, VERBS
+from hpc_train.experiment.config.other_tools import OPTION_ROWS, VERBS
 from hpc_train.experiment.validate.loading import load
 from tests.cli.commands import hpc_train
 
@@ -167,7 +167,7 @@ def test_the_answer_is_a_command_line_that_leads_on(typed: str, remedy: str) -> 
         ("submit exp.yaml --foo 3", "there is no option --foo; `hpc-train submit --help` lists the options"),
         (
             "submit exp.yaml --accumulate-grad-batches 4",
-            "write optimization.global_batch_size and micro_batch",
+            "optimization.global_batch_size",
         ),
         ("submit exp.yaml --devices two", "Invalid value for '--devices'"),
         ("logs abc --rank -1", "Invalid value for '--rank'"),

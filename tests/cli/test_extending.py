@@ -103,7 +103,7 @@ def test_the_same_command_continues_the_run_that_it_created(completed: RunPaths)
         (["name=other"], 2, "name: {run} has completed", "name=other"),
         (["data.workers=3"], 2, "changes nothing", "resume {run} optimization.steps=10 data.workers=3`"),
         (["optimization.steps=9", "nonsense=1"], 65, "nonsense: unknown key", ""),
-        (["optimization.steps=9", "optimization.epochs=3"], 65, "can't be combined", "keep one of the two"),
+        (["optimization.steps=9", "optimization.epochs=3"], 65, "can't be combined", "take one of the two"),
         (["optimization.steps=many"], 65, "needs a whole number", ""),
     ],
 )  # fmt: skip

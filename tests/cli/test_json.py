@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.json_shapes import SHAPES
 from docs.make_json_page import PAGE, page
 from hpc_train.cli.children import child_report
-from hpc_train.cli.json_shapes import SHAPES
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import runs_root
 from tests.cli.commands import hpc_train

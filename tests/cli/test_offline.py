@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import offline, validate
+from hpc_train.cli import validate
 from tests.cli.commands import hpc_train
 
 _EXPERIMENT = """\
@@ -33,7 +33,7 @@ def _without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(socket, "create_connection", _refuse)
     monkeypatch.setattr(validate, "run_child", lambda *arguments: 0)
-    offline._no_network.cache_clear()
+    validate._no_network.cache_clear()
 
 
 def _refuse(place: tuple[str, int], limit_s: float) -> socket.socket:
@@ -70,6 +70,6 @@ def test_without_downloads_no_network_is_needed() -> None:
 def test_a_mirror_and_a_proxy_are_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror:8080")
     assert "no route to mirror:8080" in hpc_train("prepare", "exp.yaml").err
-    offline._no_network.cache_clear()
+    validate._no_network.cache_clear()
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     assert "no route to proxy:3128" in hpc_train("prepare", "exp.yaml").err

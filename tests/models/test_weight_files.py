@@ -16,8 +16,13 @@ from torch import Tensor, nn
 
 from hpc_train.errors import BadFileError
 from hpc_train.training.models.weight_files import read_weights
-from hpc_train.training.models.weight_names import common_prefixes
-from hpc_train.training.models.weights import load_weights, load_what_fits, report_of, unchanged
+from hpc_train.training.models.weights import (
+    common_prefixes,
+    load_weights,
+    load_what_fits,
+    report_of,
+    unchanged,
+)
 
 State = dict[str, Tensor]
 

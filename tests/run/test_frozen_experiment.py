@@ -131,14 +131,14 @@ def test_keys_keep_the_schemas_order_and_defaults_are_omitted(tmp_path: Path) ->
 def test_text_like_other_types_is_quoted_for_every_reader(tmp_path: Path, text: str) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
-    frozen = dump(load(path, [f"optimization.optimizer.args.x='{text}'"]).experiment)
+    frozen = dump(load(path, [f"model.args.x='{text}'"]).experiment)
     assert f'x: "{text}"' in frozen
-    assert yaml.safe_load(frozen)["optimization"]["optimizer"]["args"]["x"] == text
+    assert yaml.safe_load(frozen)["model"]["args"]["x"] == text
 
 
 def test_shared_values_are_written_out(tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
     shared = [1, 2]
-    frozen = dump(load(path).variant({"optimization.optimizer.args": {"a": shared, "b": shared}}))
+    frozen = dump(load(path).variant({"model.args": {"a": shared, "b": shared}}))
     assert "&" not in frozen and "*" not in frozen

@@ -19,8 +19,7 @@ from hpc_train.training.datasets.batches import evaluation_batch_count, evaluati
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.evaluation import evaluate
-from hpc_train.training.forward import TrainingForward, TrainingSums
-from hpc_train.training.mixing import Mixing
+from hpc_train.training.forward import Mixing, TrainingForward, TrainingSums
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.step import train_step

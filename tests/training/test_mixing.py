@@ -14,7 +14,7 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.mixing import Mix, Mixing
+from hpc_train.training.forward import Mix, Mixing
 from hpc_train.training.tasks.class_losses import smoothed
 from hpc_train.training.tasks.classification import Classification
 from tests.tasks.test_classification import experiment

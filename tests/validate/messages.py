@@ -67,8 +67,15 @@ optimization:
   micro_batch_size: 16
   optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
 """
+PROGRAM = """\
+name: own
+program:
+  command: [python, train.py]
+  args: {lr: 0.1}
+"""
 FILES = {
     "good": GOOD,
+    "program": PROGRAM,
     "digits": DIGITS,
     "text": TEXT,
     "boxes": DETECTION.replace("text, root: some.txt", "coco, root: coco"),

@@ -70,7 +70,7 @@ def _explained(
     misspelt |= {
         (*path[:-1], "parameters")
         for path, problem in problems.items()
-        if problem.remedy.startswith("write parameters: ")
+        if _is_unknown(problem) and problem.remedy.startswith("write parameters: ")
     }
     # A misspelt key is not reported as missing as well.
     return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]

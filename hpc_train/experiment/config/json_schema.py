@@ -17,8 +17,16 @@ Node = dict[str, Any]
 
 
 def json_schema() -> Node:
-    """Return a copy of the schema with a description of each key, which the caller may change."""
-    schema = deepcopy(described_schema())
+    """Return a copy of the schema with a description of each key, which the caller may change.
+
+    Its ``required`` is that of a file for our trainer.
+    """
+    return deepcopy(described_schema())
+
+
+def schema_for_editors() -> Node:
+    """Return the schema of both kinds of file."""
+    schema = json_schema()
     required = schema.pop("required")
     own = [key for key in required if key not in Job.model_fields]
     shared = [key for key in required if key in Job.model_fields]

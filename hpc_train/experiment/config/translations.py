@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.keys import (
+    PROGRAM,
     BadKeyError,
     as_mapping,
     known_keys,
@@ -46,6 +47,9 @@ _OFF = {"false", "none", "no", "off"}
 
 def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problem with the unknown key at ``path`` of ``data``; if it only wraps keys, theirs."""
+    if path[0] == PROGRAM or (len(path) == 1 and node_at(path) is not None):
+        yield unknown_key(path)  # the user's own names, or a key of the other kind of file
+        return
     value = _at(data, path)
     if value in ({}, []):
         yield Problem(path, "unknown key", "take it out", on_key=True, code="key.unknown")

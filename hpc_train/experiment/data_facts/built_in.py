@@ -197,6 +197,7 @@ DATA_SETS = {
         "images",
         needs_root=True,
         is_downloaded=True,
+        is_on_hub=True,
         root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
         is_in_root=True,
         listing=arrow_files,

@@ -37,6 +37,8 @@ class DataFacts:
     rootless: tuple[str, ...] = ()
     #: True if ``prepare`` can download the data to ``data.root``.
     is_downloaded: bool = False
+    #: True: from Hugging Face's hub.
+    is_on_hub: bool = False
     #: Description of ``data.root`` for messages.
     root: str = "the folder of the data"
     #: Returns the problem if ``data.root`` lacks required folders or files.

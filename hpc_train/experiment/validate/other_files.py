@@ -12,9 +12,13 @@ _DESCRIBE = (
     "hpc-train trains the model, data and task that a YAML file names: `hpc-train init` writes one, and "
     "model.name, data.name and task accept your own code as package.module:factory (docs/plugins.md)"
 )
+_SCRIPT = (
+    "to run it as it is, write a file with `name: my-run` and `program: {command: [python, FILE]}` "
+    "(docs/programs.md); to move its parts, " + _DESCRIBE
+)
 #: Suffixes → the kind of file, and what to do instead.
 _KINDS = {
-    ".py .pyw": ("a Python script", _DESCRIBE),
+    ".py .pyw": ("a Python script", _SCRIPT),
     ".ipynb": ("a notebook", _DESCRIBE),
     ".sh .bash .slurm .sbatch .job .batch .pbs": (
         "a batch script",
@@ -32,7 +36,11 @@ _BY_SUFFIX = {suffix: kind for suffixes, kind in _KINDS.items() for suffix in su
 def why_not_yaml(path: Path) -> str | None:
     """Return what the file is and what to do instead; None if it may be an experiment file."""
     kind, remedy = _BY_SUFFIX.get(path.suffix.lower(), ("", ""))
-    return f"{path}: is {kind}, not an experiment file; {remedy}" if kind else None
+    return (
+        f"{path}: is {kind}, not an experiment file; {remedy.replace('FILE]', f'{path.name}]')}"
+        if kind
+        else None
+    )
 
 
 def instead_of_missing(path: Path) -> str:

@@ -131,7 +131,7 @@ def _pictures(path: Path, run: RunPaths) -> Iterator[Picture]:
 
     # Reads the file's head only: no image is decoded.
     unreadable = OSError, ValueError, Image.DecompressionBombError
-    with suppress(*unreadable), Image.open(io.BytesIO(content)) as image:
+    with suppress(*unreadable), Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         uri = f"data:image/png;base64,{base64.b64encode(content).decode()}"
         yield Picture(path.stem, uri, *image.size, _samples(image.info.get(_DESCRIPTION)))
 

@@ -87,7 +87,7 @@ def test_an_empty_profile_says_nothing(own: Path) -> None:
         ("environment: {A: [1]}\n", "1:18: environment.A", "needs text or a whole number, got a list"),
         ("defaults: {nodes: 2}\n", "1:12: defaults.nodes", "leave it to the experiment file"),
         ("defaults: {partitoin: gpu}\n", "1:12: defaults.partitoin", "did you mean partition?"),
-        ("defaults: {time_limit: 24}\n", "1:24: defaults.time_limit", "write 24min or 24h"),
+        ("defaults: {time_limit: 24}\n", "1:24: defaults.time_limit", "write 24h, or 24min"),
         ("defaults: {account: 'a b'}\n", "1:21: defaults.account", "needs one word"),
         ("sbatch: {array: 1-3}\n", "1:10: sbatch.array", "is set by hpc-train"),
         ("sbatch: {comment: $(id)}\n", "1:19: sbatch.comment", "one word"),

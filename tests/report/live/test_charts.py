@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpc_train.report.live.charts import MIN_LINES, charts
+from hpc_train.report.live.details import MIN_LINES, charts
 
 
 def test_a_line_goes_from_one_corner_to_the_other() -> None:

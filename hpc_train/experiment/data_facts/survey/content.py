@@ -80,6 +80,10 @@ class Survey:
         return [*([self.summary] if self.summary else []), *self.remarks]
 
 
+#: Formats of images that are looked at. Pillow would start Ghostscript on a file that begins like EPS.
+HEADER_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+
+
 def sampled_images(paths: Iterable[str | Path]) -> Images | None:
     """Return the facts of an even sample of images, from their headers; None if none can be opened."""
     from PIL import Image
@@ -89,7 +93,7 @@ def sampled_images(paths: Iterable[str | Path]) -> Images | None:
     unreadable: list[str] = []
     for path in kept[:: -(-len(kept) // SAMPLED) or 1]:
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=HEADER_FORMATS) as image:
                 pixel_s = _DECODE_S.get(image.format or "", _DECODE_OTHERS_S)
                 opened.append((*image.size, image.mode, image.width * image.height * pixel_s))
         except Exception:  # any error of Pillow's formats

@@ -24,6 +24,7 @@ from hpc_train.experiment.data_facts.root_layout import (
     why_not_read,
 )
 from hpc_train.experiment.data_facts.survey.content import (
+    HEADER_FORMATS,
     LAYOUTS,
     MOST_NAMES,
     Survey,
@@ -171,7 +172,7 @@ def _mask_values(masks: Sequence[str]) -> tuple[list[int], int]:
     step = next((n for n in (997, 499, 97, 7) if len(masks) % n), 1)
     for number in range(len(masks)):
         path = masks[number * step % len(masks)]
-        with suppress(OSError, ValueError), Image.open(path) as image:
+        with suppress(OSError, ValueError), Image.open(path, formats=HEADER_FORMATS) as image:
             if image.mode not in MASK_MODES:
                 raise UsageError(
                     f"--root: the mask {path} has colors (mode {image.mode}); save one class number per "

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from hpc_train.experiment.config.problems import KeyPath, dotted
+from hpc_train.experiment.config.value_synonyms import value_for
 
 #: Command line that is written here → its commands in other tools.
 _VERBS = {
@@ -253,3 +259,25 @@ OPTION_ROWS = (
 )
 
 VERBS = {verb: written for written, verbs in _VERBS.items() for verb in verbs.split()}
+
+
+#: sbatch's forms of a time in minutes: ``90``, ``90:00``.
+_MINUTES = re.compile(r"\d+:\d\d")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
+#: sbatch's units of memory, in GB.
+_GB = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
+
+
+def overrides_of(path: KeyPath, value: str) -> Iterator[str]:
+    """Yield ``KEY=VALUE`` with the value as it is written here; Slurm's GPUs may be of a type."""
+    key = dotted(path)
+    if key == "slurm.gpus_per_node":
+        *kind, number = value.removeprefix("gpu:").split(":")
+        yield f"{key}={number if number.isdigit() or not value.startswith('gpu') else 1}"
+        yield from (f"slurm.gpu_type={word}" for word in kind if word != "gpu")
+    elif key == "slurm.mem_gb" and (match := _MEMORY.fullmatch(value)):
+        yield f"{key}={math.ceil(float(match[1]) * _GB[match[2].upper()])}"
+    elif key == "slurm.time_limit" and (value.isdigit() or _MINUTES.fullmatch(value)):
+        yield f"{key}={int(value.partition(':')[0])}min"
+    else:
+        yield f"{key}={value_for(path, value) or value}"
