@@ -66,11 +66,10 @@ class ProgramMetrics:
             self._thread = threading.Thread(target=self._copy, args=(child.stdout,), daemon=True)
             self._thread.start()
 
-    def poll(self) -> bool:
-        """Read new lines of the files; return True if there have been rows."""
+    def poll(self) -> None:
+        """Read new lines of the files."""
         for path in self._sources:
             self._read_file(path)
-        return self.newest_at is not None
 
     def finish(self) -> None:
         """Read the rest, after the program's end."""

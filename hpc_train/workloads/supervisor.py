@@ -42,6 +42,8 @@ STOP_LIMIT_S = 60.0
 #: For rank 0 to prepare the working folder.
 _PREPARE_LIMIT_S = 300.0
 _HEARTBEAT_S = 30.0
+#: From a signal to the program to the same one to its supervisor. Assumed.
+_SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
 _TRACEBACK = "Traceback (most recent call last):"
@@ -85,6 +87,7 @@ class _Supervisor:
         self._events = EventLog(self._attempt) if facts.rank == 0 else None
         self._metrics: ProgramMetrics | None = None
         self._heartbeat_at = self._status_at = 0.0
+        self._shown_step = 0
         #: When this rank's program last sent a message or touched its file, and the file's time then.
         self._message_at: float | None = None
         self._message_time = 0.0
@@ -256,6 +259,8 @@ class _Supervisor:
         """Return this rank's exit code for the program's."""
         if code == 0:
             return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
+        if -code in signals.STOP_SIGNALS and not self._flag:
+            time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
         if self._flag or code == ExitCode.TRY_AGAIN:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
@@ -299,7 +304,9 @@ class _Supervisor:
                 write_json(self._attempt.heartbeat(node_name(os.environ)), {"version": 1, "ranks": {}})
         if self._metrics is not None and at - self._status_at >= _STATUS_S:
             self._status_at = at
-            if self._metrics.poll():
+            self._metrics.poll()
+            if self._metrics.step != self._shown_step:
+                self._shown_step = self._metrics.step
                 self._write_status("running")
 
     def _note_signal(self) -> None:

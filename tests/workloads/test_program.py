@@ -92,7 +92,8 @@ def _metrics(folder: Path, attempt: int, **config: str) -> ProgramMetrics:
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
     source = tmp_path / "m.jsonl"
     metrics = _metrics(tmp_path, 1, jsonl="m.jsonl")
-    assert not metrics.poll()
+    metrics.poll()
+    assert metrics.newest_at is None
     lines = [
         {"step": 1, "loss": 2},
         {"step": 2, "loss": "nan", "val_loss": 3.5},
@@ -100,7 +101,8 @@ def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
         {"step": 2, "loss": 9},
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n" + '{"step": 3, "lo')
-    assert metrics.poll() and metrics.step == 2
+    metrics.poll()
+    assert metrics.newest_at is not None and metrics.step == 2
     with source.open("a") as file:
         file.write('ss": 1.5}\n')
     metrics.finish()
