@@ -63,7 +63,7 @@ optimization:
 $ hpc-train validate task.yaml --json
  "problems": [],
 $ hpc-train validate task.yaml optimization.micro_batch_size=20    # exits with 65
-task.yaml:7:22: optimization.global_batch_size: 64 is not a multiple of micro_batch_size 20; write 60 or 80, …
+task.yaml:7:22: optimization.global_batch_size: 64 is not a multiple of micro_batch_size 20; write 60, …
 ```
 
 3. Plan it, without a GPU: ranks, gradient accumulation, predicted memory, time and cost. Then submit it; on
