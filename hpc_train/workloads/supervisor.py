@@ -234,6 +234,8 @@ class _Supervisor:
                     child.wait(10)
                 child.kill()
                 child.wait()
+                if self._metrics is not None:
+                    self._metrics.finish()  # copies the stacks to the log
                 minutes = self._job.recovery.hang_after_min
                 limit = f"for {minutes:g} min (recovery.hang_after_min)"
                 raise _HungError(f"no progress {limit}; the log has the program's stacks")
