@@ -410,6 +410,8 @@ def test_hostile_names_rows_and_logs_are_shown_as_they_are() -> None:
 
     async def test(app: WatchApp, pilot: Pilot[None]) -> None:
         seen = ""
+        await until(pilot, lambda: "run        0" in text_of(app), "a selected run")
+        await pilot.press("home")
         for number in range(len(groups)):
             await until(pilot, lambda n=number: f"run        {n:02}" in text_of(app), f"run {number}")
             seen += text_of(app)
