@@ -263,7 +263,7 @@ def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     weights = experiment.model.pretrained
     if isinstance(weights, str) and weights and not weights.endswith(WEIGHT_FILES):
         message = f"'{shortened(weights)}' is not a file of weights ({', '.join(WEIGHT_FILES)})"
-        remedy = "write true for the hub's weights, the path of such a file, or model.init_from for a run"
+        remedy = "write true, or the path of such a file"
         yield Problem(("model", "pretrained"), message, remedy)
 
 
