@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from hpc_train.session.storage import Saving
 
 __all__ = ["checkpoint", "heartbeat", "latest", "log", "progress", "sampler", "should_stop"]
+
+#: Between two changes of the file's time: on a network disk each takes a request.
+_BEAT_S = 1.0
 
 
 def _number(name: str, default: int) -> int:
@@ -56,6 +60,7 @@ class _Session:
         self._exchange: tuple[Any, Any] | None = None
         self._group: Any = None
         self._messages: Any = None
+        self._beat_at = float("-inf")
 
     def handle_signals(self) -> None:
         """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well."""
@@ -96,13 +101,24 @@ class _Session:
 
     def send(self, **message: Any) -> None:
         """Pass a message to the supervisor of this rank; nothing without one."""
-        if self.run is None:
+        if (file := self._file()) is not None:
+            file.write(json.dumps(message) + "\n")
+            file.flush()
+
+    def beat(self) -> None:
+        """Change the time of the file of messages, at most once per second."""
+        if time.monotonic() - self._beat_at < _BEAT_S:
             return
-        if self._messages is None:
+        self._beat_at = time.monotonic()
+        if (file := self._file()) is not None:
+            with suppress(OSError):
+                os.utime(file.fileno())
+
+    def _file(self) -> Any:
+        if self.run is not None and self._messages is None:
             path = self.run / "attempts" / str(self.attempt) / f"rank-{self.rank}.session"
             self._messages = path.open("a", encoding="utf-8")
-        self._messages.write(json.dumps(message) + "\n")
-        self._messages.flush()
+        return self._messages
 
     @property
     def saving(self) -> Saving:
@@ -130,9 +146,7 @@ def should_stop(step: int) -> bool:
 
 def heartbeat() -> None:
     """Tell the watchdog that this rank makes progress; ``should_stop`` and ``log`` do so too."""
-    if _session._messages is not None:
-        with suppress(OSError):
-            os.utime(_session._messages.fileno())
+    _session.beat()
 
 
 def log(step: int, *, split: str = "train", **metrics: float) -> None:
@@ -182,7 +196,6 @@ def sampler(
     The samples of a step are the same on any number of ranks that divides ``global_batch_size``; each rank
     gets ``global_batch_size // ranks`` of them in turn. Raises ValueError if it does not divide it.
     """
-
     return PositionedSampler(
         len(dataset), global_batch_size, _session.rank, _session.ranks, step=step, seed=seed, shuffle=shuffle
     )

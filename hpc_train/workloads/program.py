@@ -40,7 +40,7 @@ class ProgramWorkload:
         return []
 
     def notes(self, job: Program) -> list[str]:
-        """Return the command of the first rank."""
+        """Return []."""
         return []
 
     def remarks(self, job: Program) -> list[Problem]:
@@ -56,7 +56,7 @@ class ProgramWorkload:
         return {}
 
     def data_paths(self, job: Program) -> list[str]:
-        """Return the outputs, which snapshots of the code exclude."""
+        """Return []: the program's data are unknown."""
         return []
 
     def prefetched_bytes(self, job: Program, ranks: int) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpc_train import session
+from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session import PositionedSampler
@@ -73,6 +74,16 @@ def test_should_stop_is_true_after_sigterm_and_the_scripts_own_handler_is_called
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_heartbeat_needs_no_earlier_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUN", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(session, "_session", session._Session())
+    (tmp_path / "attempts" / "1").mkdir(parents=True)
+    session.heartbeat()
+    session._session._messages.close()
+    assert RunPaths(tmp_path).attempt(1).session(3).exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
