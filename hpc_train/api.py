@@ -25,7 +25,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, UserError, WaitTimeoutError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.metric_values import Metric, find_metric, last_and_best, metrics_in
+from hpc_train.report.metric_values import Metric, decisive_metric, find_metric, last_and_best, metrics_in
 from hpc_train.report.metrics_reader import Row, rows_in
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
@@ -278,14 +278,15 @@ class Runs(Sequence[Run]):
         Columns: ``run``, ``experiment``, ``state``, ``step``, ``total_steps``, ``attempts``, ``ranks``,
         ``elapsed_s`` (of all attempts), ``goodput``, ``metric``, ``last``, ``last_step``, ``best``,
         ``best_step``, ``commit``, ``path``, and one per key in which the runs differ, with its dotted name.
-        ``metric``: ``accuracy`` or ``train/loss``, by default accuracy, map or loss of evaluations. States
-        are the last recorded ones: no scheduler is queried. Raises UsageError if no run has the metric.
+        ``metric``: ``accuracy`` or ``train/loss``, by default that of ``checkpoint.best``, else accuracy, map
+        or loss of evaluations. States are the last recorded ones: no scheduler is queried. Raises UsageError
+        if no run has the metric.
         """
         pandas, runs = _pandas(), self._paths
         names, values = run_names(runs), changed_keys(runs)
         rows = {paths: list(rows_in(paths.metrics)) for paths in runs}
         metrics = metrics_in(row for run_rows in rows.values() for row in run_rows)
-        chosen = find_metric(metrics, metric)
+        chosen = find_metric(metrics, metric, decisive_metric(map(read_status, runs)))
         if chosen is None and metric is not None:
             listed = ", ".join(sorted(map(str, metrics))[:50]) or "none yet"
             raise UsageError(f"metric: {metric} is in no run's metrics.jsonl; there are {listed}")

@@ -21,6 +21,7 @@ from hpc_train.report.metric_values import (
     Metric,
     Point,
     candidate_metrics,
+    decisive_metric,
     find_metric,
     last_and_best_of,
     metrics_in,
@@ -32,6 +33,7 @@ from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names
+from hpc_train.run.run_status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,10 @@ def compare(options: CompareOptions) -> ExitCode:
 
         return compare_two(options.runs, as_json=options.as_json)
     runs = find_readable(options.runs)
-    measured = _measured(runs, options.metric)
+    now = statuses(runs)
+    measured = _measured(runs, options.metric, decisive_metric(now))
     chosen = measured.metric
-    compared = sorted(_compared(runs, measured), key=lambda run: sort_key(run.best, chosen))
+    compared = sorted(_compared(runs, now, measured), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for run in compared for key in run.values))
     if options.over or options.group_by:
         over = _full_keys(options.over, keys, "--over")
@@ -207,14 +210,15 @@ class _Measured:
     points: dict[RunPaths, tuple[Point | None, Point | None]]
 
 
-def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
-    """Return the requested metric: in validation rows, or in training rows if validation rows lack it.
+def _measured(runs: Sequence[RunPaths], wanted: str | None, decisive: Metric | None) -> _Measured:
+    """Return the requested metric, or the decisive one without a request.
 
-    Training rows are most of the files, so they are parsed only if no run has the metric in the others.
+    It is that of validation rows, or of training rows if those lack it. Training rows are most of the
+    files, so they are parsed only if no run has the metric in the others.
     """
     for split in SPLITS:
         rows_of = validation_rows if split == "val" else rows_in
-        candidates = [metric for metric in candidate_metrics(wanted) if metric.split == split]
+        candidates = [metric for metric in candidate_metrics(wanted, decisive) if metric.split == split]
         values = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
         for metric in candidates:
             points = {paths: of_run[metric] for paths, of_run in values.items()}
@@ -229,10 +233,10 @@ def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
 
 
-def _compared(runs: Sequence[RunPaths], measured: _Measured) -> Iterator[Compared]:
+def _compared(runs: Sequence[RunPaths], now: Sequence[RunStatus], measured: _Measured) -> Iterator[Compared]:
     files = [RunFiles.read(paths, with_events=False) for paths in runs]
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
-    for run, status in zip(files, statuses(runs), strict=True):
+    for run, status in zip(files, now, strict=True):
         paths = run.paths
         values = settings[paths] | facts[paths]
         duration = elapsed_s(run, status)

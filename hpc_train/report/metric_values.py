@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from hpc_train.report.metrics_reader import Row, metric_value
 from hpc_train.run.best import PREFERRED, goal_of
 from hpc_train.run.metric_rows import POSITION
+from hpc_train.run.run_status import RunStatus
 
 SPLITS = ("val", "train")
 
@@ -21,11 +22,13 @@ class Metric:
 
     split: str
     name: str
+    #: ``min`` or ``max`` if the experiment file says it.
+    mode: str | None = field(default=None, compare=False)
 
     @cached_property
     def goal(self) -> str:
-        """``min`` or ``max``, by the metric's name."""
-        return goal_of(self.name)
+        """``min`` or ``max``: ``mode``, else by the metric's name."""
+        return self.mode or goal_of(self.name)
 
     def __str__(self) -> str:
         return f"{self.split}/{self.name}"
@@ -43,21 +46,30 @@ class Point:
         return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
 
 
+def decisive_metric(statuses: Iterable[RunStatus]) -> Metric | None:
+    """Return the validation metric by which the runs choose their best evaluation; None if they differ."""
+    best = [status.best for status in statuses if status.best]
+    modes = {str(one.get("metric")): one.get("mode") for one in best}
+    return Metric("val", *modes.popitem()) if len(modes) == 1 else None
+
+
 def metrics_in(rows: Iterable[Row]) -> set[Metric]:
     """Return the metrics that the rows have."""
     return {Metric(str(row.get("split")), name) for row in rows for name in row if name not in POSITION}
 
 
-def find_metric(metrics: Iterable[Metric], wanted: str | None) -> Metric | None:
+def find_metric(
+    metrics: Iterable[Metric], wanted: str | None, decisive: Metric | None = None
+) -> Metric | None:
     """Return the metric of this name, ``loss`` or ``train/loss``: in validation rows, else in training rows.
 
-    Without ``wanted``, the first of ``PREFERRED``. None if ``found`` does not contain it.
+    Without ``wanted``, ``decisive`` or the first of ``PREFERRED``. None if ``metrics`` lacks it.
     """
     available = set(metrics)
-    return next((metric for metric in candidate_metrics(wanted) if metric in available), None)
+    return next((metric for metric in candidate_metrics(wanted, decisive) if metric in available), None)
 
 
-def candidate_metrics(wanted: str | None) -> list[Metric]:
+def candidate_metrics(wanted: str | None, decisive: Metric | None = None) -> list[Metric]:
     """Return the metrics that ``find_metric`` tries, in its order."""
     names = PREFERRED if wanted is None else (wanted,)
     metrics = [
@@ -65,6 +77,8 @@ def candidate_metrics(wanted: str | None) -> list[Metric]:
         for split in SPLITS
         for name in names
     ]
+    if decisive is not None and (wanted is None or decisive in metrics):
+        metrics.insert(0, decisive)
     return list(dict.fromkeys(metrics))
 
 

@@ -49,8 +49,8 @@ class RunStatus:
     #: Slow ranks, by rank: ``forward``, the time of a forward pass relative to the median of all ranks, or
     #: ``data_wait``, how much longer than the median it waits for data, as a share of a step.
     slow_ranks: dict[str, Any] | None = None
-    #: The best evaluation so far (``Best``) by the metric of ``checkpoint.best``, else of ``early_stopping``,
-    #: else the task's main metric.
+    #: The best evaluation so far (``Best``, and ``mode``) by the metric of ``checkpoint.best``, else of
+    #: ``early_stopping``, else the task's main metric.
     best: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

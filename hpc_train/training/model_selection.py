@@ -121,9 +121,10 @@ class ModelSelection:
             self.shown.add(step, metrics.get(self.shown.metric))
 
     def shown_best(self) -> dict[str, Any] | None:
-        """Return the best evaluation for ``status.json``."""
-        best = None if self.shown is None else self.shown.best
-        return None if best is None else encoded(best)
+        """Return the best evaluation for ``status.json``, with ``mode``."""
+        if self.shown is None or self.shown.best is None:
+            return None
+        return encoded(self.shown.best) | {"mode": self.shown.mode}
 
     def extra(self) -> dict[str, Any]:
         """Return the entry for a checkpoint; only rank 0's is used."""

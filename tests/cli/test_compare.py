@@ -71,6 +71,34 @@ def test_of_a_loss_less_is_better_and_nan_is_never_best(runs: list[RunPaths]) ->
     assert _json("--metric", "train/loss")["runs"][0]["last"] == {"value": 2.0, "step": 10}
 
 
+@pytest.mark.parametrize(
+    ("best", "options", "metric", "goal", "first"),
+    [
+        ({"metric": "loss", "mode": "min"}, (), "val/loss", "min", "bbb"),
+        ({"metric": "accuracy", "mode": "min"}, (), "val/accuracy", "min", "aaa"),
+        ({"metric": "accuracy", "mode": "min"}, ("--metric", "accuracy"), "val/accuracy", "min", "aaa"),
+        ({"metric": "accuracy", "mode": "min"}, ("--metric", "loss"), "val/loss", "min", "bbb"),
+        ({"metric": "accuracy", "mode": "min"}, ("--metric", "train/loss"), "train/loss", "min", "aaa"),
+        ({"metric": "missing", "mode": "min"}, (), "val/accuracy", "max", "bbb"),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_decides_with_its_mode(
+    runs: list[RunPaths], best: dict[str, str], options: tuple[str, ...], metric: str, goal: str, first: str
+) -> None:
+    for paths in runs:
+        status = RunStatus(state="completed", step=10, best={"value": 0.5, "step": 5, **best})
+        write_status(paths, status)
+    data = _json(*options)
+    assert (data["metric"], data["goal"], data["runs"][0]["id"]) == (metric, goal, first)
+
+
+def test_runs_with_different_decisive_metrics_are_compared_by_the_default_one(runs: list[RunPaths]) -> None:
+    for paths, name in zip(runs, ("loss", "accuracy", "loss"), strict=True):
+        best = {"metric": name, "mode": "min", "value": 0.5, "step": 5}
+        write_status(paths, RunStatus(state="completed", step=10, best=best))
+    assert _json()["goal"] == "max"
+
+
 def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(runs: list[RunPaths]) -> None:
     """Rows have null for NaN."""
     _append(runs[1], {"split": "val", "step": 15, "loss": None, "accuracy": 0.1})

@@ -129,14 +129,14 @@ def test_the_best_evaluation_is_shown_whatever_names_its_metric(
     assert (selection.shown_best() is None) == (num_rows == 0)
     for step in range(num_rows + 1, 6):
         selection.evaluated(step, {"accuracy": ACCURACIES[step - 1]})
-    assert selection.shown_best() == {"metric": "accuracy", "value": 0.6, "step": 2}
+    assert selection.shown_best() == {"metric": "accuracy", "value": 0.6, "step": 2, "mode": "max"}
 
 
 def test_of_an_own_task_the_first_metric_is_shown(run: RunPaths) -> None:
     selection = trainer_of(run, [{"split": "val", "step": 1, "dice_error": 0.5, "dice": 0.2}]).selection
     selection.evaluated(2, {"dice_error": 0.3, "dice": 0.1})
     selection.evaluated(3, {"dice_error": 0.4, "dice": 0.9})
-    assert selection.shown_best() == {"metric": "dice_error", "value": 0.3, "step": 2}
+    assert selection.shown_best() == {"metric": "dice_error", "value": 0.3, "step": 2, "mode": "min"}
 
 
 def resumed(run: RunPaths, num_rows: int, step: int, **sections: Any) -> Trainer:

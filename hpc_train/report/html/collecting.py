@@ -20,7 +20,7 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
+from hpc_train.report.metric_values import Metric, Point, decisive_metric, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import Row, number, sampled_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
@@ -217,8 +217,8 @@ class Collected:
 
 
 def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
-    """Read the runs. ``wanted``: the metric by which all are compared, else the first of ``PREFERRED`` that
-    the runs of a task have.
+    """Read the runs. ``wanted``: the metric by which all are compared, else by task the one that decides
+    in ``checkpoint.best``, or the first of ``PREFERRED`` that the runs have.
 
     If no run has ``wanted``, ``metric`` is None.
     """
@@ -260,7 +260,8 @@ def _ranked(runs: Sequence[RunData], wanted: str | None) -> Collected:
         by_task.setdefault("" if wanted else str(run.values.get("task", "")), []).append(run)
     rankings = []
     for task, comparable in by_task.items():
-        metric = find_metric((metric for run in comparable for metric in run.curves), wanted)
+        decisive = decisive_metric(run.status for run in comparable)
+        metric = find_metric((metric for run in comparable for metric in run.curves), wanted, decisive)
         if metric is not None:
             comparable.sort(key=lambda run, metric=metric: sort_key(run.best(metric), metric))  # type: ignore[misc]
         rankings.append(Ranking(metric, comparable, task))

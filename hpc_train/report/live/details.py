@@ -17,7 +17,7 @@ from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.report.live.cells import rate_words
 from hpc_train.report.live.live_runs import LiveRun, stamp
-from hpc_train.report.metric_values import Metric, find_metric, last_and_best
+from hpc_train.report.metric_values import Metric, decisive_metric, find_metric, last_and_best
 from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, metric_value, number, spread_rows
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import attempt_span, short_duration
@@ -120,10 +120,12 @@ class DetailsReader:
         self._reader = MetricsReader(paths.metrics, part=b'"val"')
         self._stamp: tuple[int, int, int] | None = None
         self._curves_size = 0
+        self._decisive: Metric | None = None
 
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
         """Return the current details; ``is_full``: with all attempts."""
         files = RunFiles.read(self.paths)
+        self._decisive = decisive_metric([run.status])
         self._read_metrics()
         nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
         job = f", job {run.job}" if run.job else ""
@@ -162,7 +164,7 @@ class DetailsReader:
 
     def _metric(self) -> Metric | None:
         newest = self._evaluations[-1] if self._evaluations else {}
-        return find_metric((Metric("val", name) for name in newest), None)
+        return find_metric((Metric("val", name) for name in newest), None, self._decisive)
 
     def _best_words(self) -> str:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""

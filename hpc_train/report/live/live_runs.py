@@ -19,6 +19,7 @@ from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
+from hpc_train.report.metric_values import decisive_metric
 from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, metric_value, number
 from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
@@ -91,7 +92,9 @@ class LiveRun:
     @property
     def metric(self) -> tuple[str, float | None] | None:
         """The judged metric of the newest evaluation, else of the newest training row."""
-        newest = last_metric([row for row in (self.train, self.evaluation) if row])
+        rows = [row for row in (self.train, self.evaluation) if row]
+        decisive = decisive_metric([self.status])
+        newest = last_metric(rows, decisive.name if decisive else None)
         return None if newest is None else (str(newest["name"]), newest["value"])
 
 
