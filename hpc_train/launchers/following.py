@@ -16,8 +16,9 @@ from hpc_train.errors import ExitCode, TryAgainError, UserError
 from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest, Ranks, StartRequest
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.paths import ExperimentPaths, RunPaths
+from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import current_status
+from hpc_train.recovery.history import current_status, effective_recovery, records
 from hpc_train.registry import refusing_exit
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
 from hpc_train.run.files import read_json, write_json
@@ -112,10 +113,13 @@ class FollowingLauncher:
             if facts is not None and facts.get("launcher") != self.name:
                 write_json(paths.run, facts | {"launcher": self.name}, sync=True)
             paths.cancelled.unlink(missing_ok=True)
-            write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
-            request = LaunchRequest(paths, effective_experiment(paths, number), number, run.devices)
-            with refusing_exit(f"--launcher: {self.name!r}: launch()"), run.polling(paths, number) as poll:
-                code = self.plugin.launch(request, poll=poll)
+            code = self._launched(run, number, effective_experiment(paths, number))
+            while code != ExitCode.DONE and (again := _restart_words(paths, run.after + 1, number)):
+                if not claim_exactly(paths, number + 1, self.name, in_place=True):
+                    break
+                number += 1
+                say(again)
+                code = self._launched(run, number, effective_experiment(paths, number))
         except BaseException as error:
             notify_end(paths, say, _write_end(paths, number, *_reason(error)))
             raise
@@ -126,6 +130,15 @@ class FollowingLauncher:
             ended = _write_end(paths, number, state, f"launcher {self.name}: exit code {int(code)}")
         notify_end(paths, say, ended)
         return code
+
+    def _launched(self, run: StartRequest, number: int, experiment: Job) -> ExitCode:
+        """Pass a claimed attempt to the plug-in; return how it ended."""
+        assert self.plugin is not None
+        paths = run.paths
+        write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
+        request = LaunchRequest(paths, experiment, number, run.devices)
+        with refusing_exit(f"--launcher: {self.name!r}: launch()"), run.polling(paths, number) as poll:
+            return self.plugin.launch(request, poll=poll)
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
         """Return the status by folders and processes; nothing is cached, so ``is_fresh`` has no effect."""
@@ -138,6 +151,24 @@ class FollowingLauncher:
     def output(self, paths: RunPaths) -> Path | None:
         """Return None: only ranks write output."""
         return None
+
+
+def _restart_words(paths: RunPaths, first: int, newest: int) -> str | None:
+    """Return the message that another attempt follows the crash of the newest one; None if none does.
+
+    ``first``: this command's first attempt. Without ``restart: in_place``, an attempt that saved no new
+    checkpoint is the last one: a mistake in the user's code must not be repeated.
+    """
+    ended = [record for record in records(paths) if first <= record.attempt <= newest]
+    if not ended or ended[-1].attempt != newest or paths.cancelled.exists():
+        return None
+    limits = effective_recovery(paths, newest)
+    if not budgets.may_stay(ended, limits):
+        return None
+    if limits.restart != "in_place" and not budgets.has_progressed(ended[-1]):
+        return None
+    decision = budgets.decide(ended, limits)
+    return f"{decision.reason}; attempt {newest + 1} follows" if decision.comes_back else None
 
 
 def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStatus | None:

@@ -20,6 +20,7 @@ from hpc_train.launchers.gpus import count_gpus, mig_variables
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
 from hpc_train.paths import RunPaths
+from hpc_train.recovery.history import step_for_budgets
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record, write_record
 from hpc_train.run.processes import Process
@@ -198,6 +199,7 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
         hosts=[socket.gethostname()],
         ranks=num_ranks,
         devices=num_ranks,
+        in_place=claimed is not None and claimed.in_place,
     )
     write_record(attempt, record)
     status = read_status(request.paths)
@@ -209,7 +211,11 @@ def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses,
     if outcome.reason is not None:
         say_text(outcome.details)  # first, since the disk may be full for all else
         _write_end(request.paths, request.attempt, outcome)
-    ended = replace(record.ended(ranks.exit_codes(), outcome.reason), cause=outcome.cause)
+    ended = replace(
+        record.ended(ranks.exit_codes(), outcome.reason),
+        cause=outcome.cause,
+        saved_step=step_for_budgets(request.paths, request.attempt),
+    )
     write_record(request.paths.attempt(request.attempt), ended)
 
 

@@ -31,6 +31,8 @@ PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, within the limits.
 COMES_BACK = CRASHES | PREEMPTIONS | {"lost", "requeue"}
 _CHECKPOINT = "step-"
+#: Failures in a row without a new checkpoint after which the job goes back to the queue (``restart: auto``).
+_MAX_QUICK_FAILURES = 2
 #: Consecutive starts that may be preempted before their first step. Assumed: enough on clusters with frequent
 #: preemption; beyond it, something else sends the signal.
 MAX_EARLY_PREEMPTIONS = 10
@@ -49,6 +51,7 @@ class ResolvedLimits:
     max_crashes: Count
     max_without_progress: Count
     exclude_nodes_for_h: _Hours
+    restart: Annotated[str, {"auto", "in_place", "requeue"}.__contains__]
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:
@@ -114,6 +117,18 @@ def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
             return Decision(False, f"{text}, once more than it may be; {more}")
         text = f"preemption {spent} of {recovery.max_preemptions}: {text}"
     return _with_progress(records, recovery, text)
+
+
+def may_stay(records: Sequence[AttemptRecord], recovery: Limits) -> bool:
+    """Return True if the attempt after the last of ``records`` may begin in the same allocation.
+
+    With ``restart: auto`` it may not after two failures in a row without a new checkpoint: other nodes may
+    help.
+    """
+    if records[-1].cause not in CRASHES or recovery.restart == "requeue":
+        return False
+    failures = takewhile(lambda one: one.cause in CRASHES and not has_progressed(one), reversed(records))
+    return recovery.restart == "in_place" or len(list(failures)) < _MAX_QUICK_FAILURES
 
 
 def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, text: str) -> Decision:
@@ -185,7 +200,7 @@ def num_idle(records: Sequence[AttemptRecord]) -> int:
     """Return the number of consecutive attempts without progress, up to the last."""
     count = 0
     for record in reversed(records):
-        if _has_progressed(record):
+        if has_progressed(record):
             break
         count += is_idle(record)
     return count
@@ -203,13 +218,14 @@ def is_idle(record: AttemptRecord) -> bool:
     A preemption before the first step counts neither way, nor does a crash, which has its own limit. An
     attempt that took down its node counts, because Slurm would requeue it without end.
     """
-    if record.cause in CRASHES or record.saved_step is None or _has_progressed(record):
+    if record.cause in CRASHES or record.saved_step is None or has_progressed(record):
         return False
     took_its_node = record.cause == "lost" and bool(record.bad_nodes)
     return "first_step" in record.events or record.cause == "time limit" or took_its_node
 
 
-def _has_progressed(record: AttemptRecord) -> bool:
+def has_progressed(record: AttemptRecord) -> bool:
+    """Return True if the attempt saved a checkpoint beyond the one from which it began."""
     return record.saved_step is not None and record.saved_step > began_at(record)
 
 

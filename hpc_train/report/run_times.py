@@ -111,6 +111,8 @@ class Restart:
     """From an interruption to the next step, in parts; None for one that is not over, or was not recorded."""
 
     cause: str | None
+    #: Whether the next attempt began in the same allocation.
+    in_place: bool
     signal_to_saved_s: float | None
     saved_to_requeue_s: float | None
     requeue_to_begin_s: float | None
@@ -130,6 +132,7 @@ def _between(before: AttemptRecord, after: AttemptRecord | None) -> Restart:
     old, new = before.events, after.events if after else {}
     return Restart(
         cause=before.cause,
+        in_place=after is not None and after.in_place,
         signal_to_saved_s=_seconds(old.get("signal"), old.get("saved")),
         saved_to_requeue_s=_seconds(old.get("saved"), old.get("requeue")),
         requeue_to_begin_s=_seconds(old.get("requeue"), new.get("begin")),

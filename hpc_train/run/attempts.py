@@ -60,6 +60,8 @@ class AttemptRecord:
     #: The scheduler's job id (on Slurm ``A_t`` for an array's task) and how often the job was started again.
     job: str | None = field(default=None, metadata={JSON_KEY: "slurm_job"})
     restart: int | None = None
+    #: Whether it began in the allocation of the attempt before, without a requeue.
+    in_place: bool = False
     #: The cluster that the job belongs to: job ids are unique within one only. None: not recorded (0.2).
     cluster: str | None = None
     #: The scheduler's time limit of the job at its start, in seconds, and the requested one if it is longer.

@@ -134,6 +134,7 @@ def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
     _attempt(paths, "preemption", signal="00:10.000", saved="00:11.250", requeue="00:13.000")
     parts = {
         "cause": "preemption",
+        "in_place": False,
         "signal_to_saved_s": 1.25,
         "saved_to_requeue_s": 1.75,
         "requeue_to_begin_s": None,
@@ -145,6 +146,7 @@ def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
     _attempt(paths, "completed", begin="01:20.000", first_step="01:22.500")
     assert _restart() == {
         "cause": None,
+        "in_place": False,
         "signal_to_saved_s": None,
         "saved_to_requeue_s": None,
         "requeue_to_begin_s": None,

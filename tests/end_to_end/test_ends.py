@@ -192,6 +192,23 @@ def test_a_signal_to_one_rank_alone_saves_and_requests_a_requeue(
 # --- broken
 
 
+def test_after_the_kill_of_a_rank_the_command_trains_on_and_changes_no_bit(
+    quiet: RunPaths, tmp_path: Path
+) -> None:
+    with Hold(tmp_path, 12) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        wait_for(lambda: bool(committed(paths)), "a checkpoint")
+        os.kill(record_of(paths).rank_processes[1].pid, signal.SIGKILL)
+    done = end_of(process)
+    assert done.code == 0, done.err
+    assert "crash 1 of 3: rank 1: killed by SIGKILL" in done.err and "attempt 2 follows" in done.err
+    records = [read_record(paths.attempt(number)) for number in (1, 2)]
+    assert [(one.cause, one.in_place) for one in records if one] == [("crash", False), ("completed", True)]
+    assert_equal_to_the_bit(quiet, paths)
+
+
 @pytest.mark.fault(16)
 def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> None:
     failing = 'model={name: "tests.end_to_end.parts:failing", args: {rank: 1}}'

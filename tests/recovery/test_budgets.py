@@ -19,6 +19,7 @@ from hpc_train.recovery.budgets import (
     gpu_hours_of,
     is_idle,
     left,
+    may_stay,
     num_early_preemptions,
     spent_budget,
 )
@@ -47,6 +48,24 @@ def test_three_crashes_of_any_kind_come_back_and_the_fourth_fails(cause: str) ->
         found = decide([*crashes(number - 1), attempt(cause)], DEFAULTS)
         assert found == Decision(True, f"crash {number} of 3: so it was")
     assert decide([*crashes(3), attempt(cause)], DEFAULTS) == Decision(False, "so it was")
+
+
+@pytest.mark.parametrize(
+    ("restart", "records", "stays"),
+    [
+        ("auto", [attempt("crash")], True),
+        ("auto", [attempt("crash"), attempt("hang")], False),
+        ("auto", [attempt("crash"), attempt("crash", 0, 5), attempt("hang", 5, 5)], True),
+        ("auto", [attempt("crash"), attempt("preemption"), attempt("bad node")], True),
+        ("in_place", [attempt("crash"), attempt("crash")], True),
+        ("requeue", [attempt("crash")], False),
+        ("in_place", [attempt("preemption")], False),
+        ("in_place", [attempt("time limit")], False),
+        ("in_place", [attempt("lost")], False),
+    ],
+)
+def test_a_failure_may_stay_on_its_nodes(restart: Any, records: list[AttemptRecord], stays: bool) -> None:
+    assert may_stay(records, RecoveryConfig(restart=restart)) is stays
 
 
 def test_preemptions_come_back_without_end_as_long_as_something_is_saved() -> None:

@@ -322,10 +322,13 @@ CRASHING = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.crashin
 
 
 @pytest.mark.fault(16, 36)
-def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -> None:
+def test_of_three_more_attempts_after_a_crash_the_first_is_in_place(
+    any_cluster: Cluster, tmp_path: Path
+) -> None:
     paths = submit_one(tmp_path, "slurm.nodes=1", text=CRASHING)
     assert wait_for_state(paths, "failed", "completed") == "failed"
     assert [record.cause for record in records(paths)] == ["crash"] * 4
+    assert [record.in_place for record in records(paths)] == [False, True, False, False]
     wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end")
     shown = command(tmp_path, "status", paths.folder)
     assert "Traceback of your code (most recent call last)" in shown.out

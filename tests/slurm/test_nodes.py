@@ -101,6 +101,10 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     assert all(step.step % 5 == 0 for step in committed(paths) if Manifest.read(step).attempt == 1)
     wait_for_state(paths, "completed")
     assert_equal_to_the_bit(quiet(quiet_runs), paths)
+    second = records(paths)[1]
+    assert second.in_place and (second.job, second.restart) == (record.job, 0), account(paths)
+    assert second.hosts == record.hosts
+    assert second.events["begin"] > record.events["end"]
 
 
 @pytest.mark.fault(2, 3)

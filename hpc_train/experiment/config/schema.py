@@ -96,6 +96,10 @@ class RecoveryConfig(Section):
     max_without_progress: NotNegativeInt = 2
     """Number of consecutive attempts that trained without saving a new checkpoint after which a job is
     requeued."""
+    restart: Literal["auto", "in_place", "requeue"] = "auto"
+    """How the attempt after a crash, a hang or a bad node begins. ``in_place``: in the same allocation,
+    without a wait in the queue, if its nodes respond and enough time is left. ``requeue``: after a requeue.
+    ``auto``: in place, but by a requeue after two failures in a row without a new checkpoint."""
     hang_after_min: Minutes = 5.0
     """Minutes without progress of any rank after which the stacks of all ranks are saved and the attempt
     ends. Before the first step it is six times as long. While ranks connect it is 3 minutes, or three fifths

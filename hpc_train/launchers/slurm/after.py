@@ -8,7 +8,9 @@ be reached from a container. ``after SUBMISSION refused WORDS`` records that Slu
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,16 +19,21 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
+from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm.batch_job import (
+    JOB,
     BatchJob,
     answer,
+    gone_nodes,
     granted,
+    job_time,
     limit_words,
     output_of,
     say,
     used_gpu_hours,
+    warning_s,
 )
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported_ranks
 from hpc_train.paths import RunPaths
@@ -43,7 +50,7 @@ from hpc_train.run.attempts import (
     read_record,
     write_record,
 )
-from hpc_train.run.files import tail_text
+from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import retried, storage_error
@@ -51,6 +58,10 @@ from hpc_train.run.storage_errors import retried, storage_error
 #: The last lines of a traceback identify the error; the file has more.
 _ERROR_BYTES = 1 << 16
 GIVEN_UP = "stop 1"
+#: The duration of a start that did not reach its first step. Assumed.
+_START_S = 60.0
+#: The stop signals that have arrived here: the batch script ignores them meanwhile.
+_stops: list[int] = []
 
 
 def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
@@ -67,6 +78,7 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
+    may_stay = False
     diagnosis = judge(gather(job, record, srun_code))
     if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
         diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
@@ -74,11 +86,49 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
         spent = used_gpu_hours(job.paths, final)
-        diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery, spent))
+        attempts = [*job.earlier(number), final]
+        diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
+        may_stay = budgets.may_stay(attempts, recovery) and _can_stay(job, final, diagnosis, environ)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
-    return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
+    excluded = nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {}
+    return diagnosis.words(excluded, in_place=may_stay and excluded.keys().isdisjoint(record.hosts))
+
+
+def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, environ: Mapping[str, str]) -> bool:
+    """Return True if the allocation can train on: nothing wants its nodes, which respond, and time is left.
+
+    The time until the warning before the limit must be enough for the start, as long as this attempt's, and
+    for a checkpoint.
+    """
+    is_stopped = bool(_stops) or noted_signal(job.paths.attempt(record.attempt)) is not None
+    if diagnosis.state != "requeued" or is_stopped or not environ.get(JOB):
+        return False
+    begun_s = _seconds(record.events.get("begin", record.start))
+    if (job_time("PreemptTime", environ) or 0.0) >= begun_s - 1:
+        return False
+    end_s = job_time("EndTime", environ)
+    if end_s is not None and end_s - time.time() < _needed_s(job, record, begun_s):
+        say("too little time is left to restart in place")
+        return False
+    if gone := gone_nodes(record.hosts):
+        say(f"{', '.join(gone)} does not respond, so there is no restart in place")
+    return not gone
+
+
+def _seconds(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp()
+
+
+def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:
+    """Return the seconds of a start, of training up to a checkpoint, and of the warning before the limit."""
+    saving = (read_json(job.paths.resolved) or {}).get("checkpoint") or {}
+    every_min = saving.get("every_min") or (0.0 if saving.get("every_steps") else DEFAULT_SAVE_EVERY_MIN)
+    first_step = record.events.get("first_step")
+    start_s = _START_S if first_step is None else max(0.0, _seconds(first_step) - begun_s)
+    lead_s = record.lead_s if record.lead_s is not None else warning_s(job.submission)
+    return float(start_s + 60 * every_min + (record.save_s or 0.0) + lead_s)
 
 
 def refused(folder: Path, refusal: str, environ: Mapping[str, str]) -> None:
@@ -99,7 +149,7 @@ def refused(folder: Path, refusal: str, environ: Mapping[str, str]) -> None:
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     """Read the evidence that the attempt has left."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
-    status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
+    status, stop, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
     output = output_of(job.submission.folder, job.job, record.attempt)
     logs = attempt.files_of_ranks(".log")
     # Only 64 logs are read, first of the ranks whose end srun reports.
@@ -117,8 +167,8 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
         nodes={rank: end.node for rank, end in ends.items() if end.node is not None},
         hosts=record.hosts,
         is_first_attempt=record.attempt == 1,
-        signal=signal,
-        is_early=signal == "SIGUSR2" and _is_early(paths, record),
+        signal=stop,
+        is_early=stop == "SIGUSR2" and _is_early(paths, record),
         step=status.step,
         output=output,
         logs={rank: telling_line(path) if rank in read else "" for rank, path in logs.items()},
@@ -199,6 +249,9 @@ def main(arguments: Iterable[str]) -> int:
     if code == "refused":
         refused(submission, " ".join(more), os.environ)
         return 0
+    # The batch script ignores SIGTERM meanwhile, and so would this process: it may be a preemption's.
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: _stops.append(number))
     try:
         verdict = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # on any error the script needs an answer

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import BadFileError, UsageError, printable
 from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.paths import RunPaths, SubmissionPaths
+from hpc_train.recovery import bad_nodes
 from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
 from hpc_train.recovery.history import records
 from hpc_train.run.attempts import AttemptRecord
@@ -24,7 +27,15 @@ from hpc_train.run.run_facts import run_facts
 MARK = "hpc-train: attempt"
 #: Variable with the path of the file for the answer to the batch script.
 ANSWER_FILE = "HPC_TRAIN_ANSWER"
+#: Variable that the batch script sets once it begins another attempt without a requeue.
+IN_PLACE = "HPC_TRAIN_IN_PLACE"
+#: Variable with the line of ``scontrol show job``; empty if Slurm did not answer.
+JOB = "HPC_TRAIN_JOB"
 _OUTPUT_BYTES = 1 << 16
+#: sinfo is called at a requeue only; if it hangs, the job must start nevertheless.
+_SINFO_LIMIT_S = 30.0
+#: Not ``power*``: nodes that are switched off to save power are not broken.
+_GONE = ("down", "fail")
 
 
 @dataclass(frozen=True)
@@ -121,20 +132,59 @@ def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str
 
     The batch script passes ``scontrol show job``; without an answer the result is empty.
     """
-    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get("HPC_TRAIN_JOB", ""))
+    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get(JOB, ""))
     if shown is None or not (limit_s := seconds(shown[1])):
         return {}
-    batch = (read_json(submission.record) or {}).get("batch") or {}
-    parameters = batch.get("parameters") or {}
-    requested_s = 60 * float(parameters.get("time") or 0)
-    signal = re.fullmatch(r"USR2@(\d+)", str((parameters.get("additional_parameters") or {}).get("signal")))
-    lead_s = float(signal[1]) if signal else 0.0
+    requested_s = 60 * float(_parameters(submission).get("time") or 0)
+    lead_s = warning_s(submission)
     return {
         "time_limit_s": limit_s,
         "requested_limit_s": requested_s if requested_s > limit_s else None,
         # At most half of the time, as without a cut: a job always gets some work done.
         "lead_s": limit_s / 2 if lead_s > limit_s / 2 else None,
     }
+
+
+def warning_s(submission: SubmissionPaths) -> float:
+    """Return how many seconds before its time limit the job is signalled to stop; 0 if unknown."""
+    additional = _parameters(submission).get("additional_parameters") or {}
+    signal = re.fullmatch(r"USR2@(\d+)", str(additional.get("signal")))
+    return float(signal[1]) if signal else 0.0
+
+
+def _parameters(submission: SubmissionPaths) -> dict[str, Any]:
+    batch = (read_json(submission.record) or {}).get("batch") or {}
+    return batch.get("parameters") or {}
+
+
+def job_time(name: str, environ: Mapping[str, str]) -> float | None:
+    """Return a time of the job, such as ``EndTime``, in seconds since 1970; None if unknown or not set."""
+    shown = re.search(rf"(?:^|\s){name}=([\d:T-]+)(?:\s|$)", environ.get(JOB, ""))
+    with suppress(ValueError):
+        return None if shown is None else datetime.fromisoformat(shown[1]).timestamp()
+    return None
+
+
+def gone_nodes(hosts: Sequence[str]) -> list[str]:
+    """Return the nodes that Slurm reports as down or does not know; none if it can't be reached."""
+    nodes = bad_nodes.names(hosts)
+    if not nodes:
+        return []
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
+    with suppress(OSError, subprocess.SubprocessError):  # in a container there is none
+        done = subprocess.run(
+            command, env=clean, capture_output=True, text=True, check=True, timeout=_SINFO_LIMIT_S
+        )
+        pairs = (line.split() for line in done.stdout.splitlines())
+        states = {pair[0]: pair[1].lower() for pair in pairs if len(pair) == 2}
+        return sorted(node for node in nodes if _is_gone(states.get(node, "")))
+    return []
+
+
+def _is_gone(state: str) -> bool:
+    """``idle*``: it does not respond."""
+    return state.startswith(_GONE) or state.endswith("*")
 
 
 def used_gpu_hours(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:

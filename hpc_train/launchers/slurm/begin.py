@@ -12,7 +12,7 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,11 @@ from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError,
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import (
+    IN_PLACE,
     MARK,
     BatchJob,
     answer,
+    gone_nodes,
     granted,
     limit_words,
     output_of,
@@ -58,10 +60,6 @@ _MOST_ASKED = 2
 _MOST_UNREQUESTED = 3
 #: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
-#: sinfo is called at a requeue only; if it hangs, the job must start nevertheless.
-_SINFO_LIMIT_S = 30.0
-#: Not ``power*``: nodes that are switched off to save power are not broken.
-_GONE = ("down", "fail")
 #: Parts of a list of nodes, such as ``n[1-2,07],login1``.
 _LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
@@ -179,11 +177,12 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     task = environ.get("SLURM_TASK_PID", "")  # the parent may be a container's starter
     script = Process.of(int(task)) if task.isdecimal() else None
     script = script or Process.of(os.getppid()) or Process.current()
-    record = newest_record(job.paths)
+    record, in_place = newest_record(job.paths), IN_PLACE in environ
     if record is not None and record.end is None:
-        if job.owns(record) and record.restart == job.restart and record.launcher_process == script:
+        is_own = job.owns(record) and record.launcher_process == script
+        if is_own and record.restart == job.restart and not in_place:
             return record.attempt
-        _end_earlier(job, record)
+        _end_earlier(job, record, in_place=in_place and is_own)
     hosts = _hosts(environ)
     if _ANY_NODE not in environ:
         _check_nodes(job, hosts)
@@ -196,6 +195,7 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         LAUNCHER,
         job=job.job,
         restart=job.restart,
+        in_place=in_place,
         cluster=job.cluster,
         hosts=hosts,
         ranks=_num_ranks(environ),
@@ -205,9 +205,9 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     )
 
 
-def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
+def _end_earlier(job: BatchJob, record: AttemptRecord, *, in_place: bool) -> None:
     """Make sure that the previous attempt, which has no recorded end, is over. Raises TryAgainError."""
-    is_own = job.owns(record) and record.restart != job.restart
+    is_own = in_place or (job.owns(record) and record.restart != job.restart)
     # An attempt that Slurm has requeued is over, though its processes may live on a lost node: they commit
     # nothing once this attempt is recorded.
     if not is_own and (living(record) or _is_running(job, record)):
@@ -329,28 +329,6 @@ def _num_ranks(environ: Mapping[str, str]) -> int | None:
             return int(environ["SLURM_NTASKS"])
         return sum(parse_tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
     return None
-
-
-def gone_nodes(hosts: Sequence[str]) -> list[str]:
-    """Return the nodes that Slurm reports as down or does not know; none if it can't be reached."""
-    nodes = bad_nodes.names(hosts)
-    if not nodes:
-        return []
-    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
-    with suppress(OSError, subprocess.SubprocessError):  # in a container there is none
-        done = subprocess.run(
-            command, env=clean, capture_output=True, text=True, check=True, timeout=_SINFO_LIMIT_S
-        )
-        pairs = (line.split() for line in done.stdout.splitlines())
-        states = {pair[0]: pair[1].lower() for pair in pairs if len(pair) == 2}
-        return sorted(node for node in nodes if _is_gone(states.get(node, "")))
-    return []
-
-
-def _is_gone(state: str) -> bool:
-    """``idle*``: it does not respond."""
-    return state.startswith(_GONE) or state.endswith("*")
 
 
 def main(arguments: Iterable[str]) -> int:

@@ -78,10 +78,12 @@ class Diagnosis:
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
-    def words(self, exclude: Mapping[str, str] | None = None) -> str:
+    def words(self, exclude: Mapping[str, str] | None = None, *, in_place: bool = False) -> str:
         """Return the answer for the batch script; ``exclude``: nodes that the next start should avoid."""
         if self.state != "requeued":
             return f"stop {int(self.exit_code)}"
+        if in_place:
+            return "again"
         return f"requeue {int(self.exit_code)} {','.join(exclude or ())}".rstrip()
 
     def decided(self, decision: Decision) -> Diagnosis:

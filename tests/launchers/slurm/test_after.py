@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,67 @@ def batch(tmp_path: Path) -> Batch:
     found = Batch(*submitted_run(tmp_path, slurm={"time_limit": "2h"}))
     found.begin()
     return found
+
+
+def local(seconds: float) -> str:
+    """Return the time in so many seconds as scontrol shows it."""
+    return (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+JOB = "JobId=12 JobState=RUNNING Restarts=0 PreemptTime={preempted} TimeLimit=02:00:00 EndTime={end} x=1"
+
+
+@pytest.mark.parametrize(
+    ("preempted", "end_s", "changes", "stop", "answer"),
+    [
+        (None, 7200, {}, None, "again"),
+        (None, None, {}, None, "again"),  # no limit
+        (-3600, 7200, {}, None, "again"),  # the preemption before the last requeue
+        (None, 7200, {"recovery": {"restart": "requeue"}}, None, "requeue 75"),
+        (1, 7200, {}, None, "requeue 75"),
+        (None, 500, {}, None, "requeue 75"),  # less than checkpoint.every_min
+        (None, 7200, {}, "SIGTERM", "requeue 75"),
+    ],
+)
+def test_a_crash_restarts_in_place_if_the_nodes_are_left_to_the_job(
+    preempted: float | None,
+    end_s: float | None,
+    changes: dict[str, Any],
+    stop: str | None,
+    answer: str,
+    tmp_path: Path,
+) -> None:
+    batch = Batch(*submitted_run(tmp_path, slurm={"time_limit": "2h"}, **changes))
+    batch.begin()
+    if stop:
+        EventLog(batch.attempt).signalled(stop, datetime.now(UTC).isoformat())
+    times = {
+        "preempted": "None" if preempted is None else local(preempted),
+        "end": "Unknown" if end_s is None else local(end_s),
+    }
+    batch.rank(1, 1, TRACEBACK)
+    environ = batch.environ | {"HPC_TRAIN_JOB": JOB.format(**times)}
+    assert after(batch.submission, 76, environ) == answer
+    assert read_status(batch.paths).state == "requeued"
+
+
+def test_an_attempt_in_place_says_so_and_the_next_quick_failure_is_requeued(batch: Batch) -> None:
+    job = {"HPC_TRAIN_JOB": JOB.format(preempted="None", end="Unknown")}
+    batch.rank(1, 1, TRACEBACK)
+    assert after(batch.submission, 76, batch.environ | job) == "again"
+    line = begin(batch.submission, restarted(0) | {"HPC_TRAIN_IN_PLACE": "1"})
+    assert line is not None and line.startswith("2\t")
+    batch.number = 2
+    assert [record_of(batch.paths.attempt(number)).in_place for number in (1, 2)] == [False, True]
+    batch.rank(1, 1, TRACEBACK)
+    assert after(batch.submission, 76, batch.environ | job) == "requeue 75"
+
+
+def test_in_place_an_attempt_whose_end_is_not_on_disk_is_not_claimed_again(batch: Batch) -> None:
+    """Its disk was full."""
+    line = begin(batch.submission, restarted(0) | {"HPC_TRAIN_IN_PLACE": "1"})
+    assert line is not None and line.startswith("2\t")
+    assert record_of(batch.attempt).end is not None
 
 
 def signalled(batch: Batch, name: str, minutes_after_begin: float) -> None:
