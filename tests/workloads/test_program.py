@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.program_section import MetricsConfig, ProgramConfig
+from hpc_train.experiment.config.program_section import ProgramConfig
 from hpc_train.experiment.config.schema import Experiment, Program
 from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.experiment.validate.loading import load
@@ -86,7 +86,10 @@ def test_a_missing_script_is_reported_before_queueing(
 
 
 def _metrics(folder: Path, attempt: int, **config: str) -> ProgramMetrics:
-    return ProgramMetrics(MetricsConfig(**config), RunPaths(folder), attempt, folder)
+    program = {"command": ["python"], **({"metrics": config} if config else {})}
+    job = Program.model_validate({"name": "prog", "program": program})
+    (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
+    return ProgramMetrics(job, RunPaths(folder), attempt, folder)
 
 
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hpc_train import session
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
-from hpc_train.session import PositionedSampler
+from hpc_train.session.positions import PositionedSampler
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import SESSION_SCRIPT, SESSION_TEXT, final_weights, write_program
