@@ -93,8 +93,8 @@ class _Session:
         self._saving: Saving | None = None
         self.saved_at = time.monotonic()
         self._messages: Any = None
-        #: Rows that have not been written yet: step, split, metrics; and the newest progress.
-        self._rows: list[tuple[int, str, dict[str, float]]] = []
+        #: Rows that have not been written yet: time, step, split, metrics; and the newest progress.
+        self._rows: list[tuple[float, int, str, dict[str, float]]] = []
         self._progress: tuple[int, int] | None = None
         self._lock = threading.Lock()
         self._beat_at = float("-inf")
@@ -199,7 +199,7 @@ class _Session:
     def add_row(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Add a row. It is written with others: a message takes longer than the step of a small model."""
         if self.run is not None:
-            self._rows.append((step, split, metrics))
+            self._rows.append((time.time(), step, split, metrics))
             self.beat()
 
     def add_progress(self, step: int, total: int) -> None:

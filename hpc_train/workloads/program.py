@@ -40,6 +40,8 @@ def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
         path = ("program", "command", 0)
         yield Problem(path, f"there is no executable {executable}", remedy, code="program.executable")
     for index, word in enumerate(command[1:], start=1):
+        if word == "-m":  # further words are those of the module
+            return
         is_path = word.endswith(_SCRIPTS) and not word.startswith("-") and "{" not in word and "=" not in word
         if is_path and not Path(word).expanduser().is_file():
             names = [file.name for file in Path(word).parent.glob("*")] if Path(word).parent.is_dir() else []

@@ -25,6 +25,7 @@ from hpc_train.run.metrics_file import MetricsFile
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
 _MAX_STEP = 2**53
+_SYNC_S = 30.0
 #: Columns of a row that the program does not set.
 _OWN_COLUMNS = {"time", "attempt", "split"}
 #: Prefix of the names of validation metrics.
@@ -53,6 +54,7 @@ class ProgramMetrics:
         self._best: BestSoFar | None = None
         #: Why ``early_stopping`` has ended the run.
         self.end_reason: str | None = None
+        self._synced_at = time.monotonic()
         self._newest: dict[str, int] = {}
         #: Of all rows and messages; None before the first.
         self.newest_at: float | None = None
@@ -77,9 +79,12 @@ class ProgramMetrics:
         """The best evaluation, for ``status.json``; None before the first of this attempt."""
         return None if self._best is None or self._best.best is None else encoded(self._best.best)
 
-    def read_output(self, child: subprocess.Popen[bytes]) -> None:
-        """Start the loggers. Copy the program's output to this process's, and search it, in a thread."""
+    def start_loggers(self) -> None:
+        """Start the file's loggers, each in a thread of its own."""
         self._loggers = start_loggers(self._job, self._paths, self._attempt)
+
+    def read_output(self, child: subprocess.Popen[bytes]) -> None:
+        """Copy the program's output to this process's, and search it, in a thread."""
         if child.stdout is not None:
             self._thread = threading.Thread(target=self._copy, args=(child.stdout,), daemon=True)
             self._thread.start()
@@ -88,6 +93,14 @@ class ProgramMetrics:
         """Read new lines of the files."""
         for path in self._sources:
             self._read_file(path)
+        with self._lock:
+            if self._writer is not None and time.monotonic() - self._synced_at > _SYNC_S:
+                self._sync(self._writer)
+
+    def _sync(self, writer: MetricsWriter) -> None:
+        """Sync the rows to disk. Until then they are in memory, too."""
+        self._synced_at = time.monotonic()
+        writer.metrics.sync()
 
     def finish(self) -> None:
         """Read the rest, after the program's end."""
@@ -96,7 +109,7 @@ class ProgramMetrics:
         self.poll()
         with self._lock:
             if self._writer is not None:
-                self._writer.metrics.sync()
+                self._sync(self._writer)
 
     def close(self, state: str) -> None:
         """End the loggers; ``state``: how the attempt has ended. A run that has completed keeps all rows."""
@@ -145,14 +158,14 @@ class ProgramMetrics:
         match message:
             case ["rows", rows]:
                 with self._lock:
-                    for step, split, metrics in rows:
-                        self._append(split, step, metrics)
+                    for at, step, split, metrics in rows:
+                        self._append(split, step, metrics, at)
             case ["progress", step, total]:
                 self._progress, self.total_steps = step, total
             case ["saved", step]:
                 with self._lock:
                     if self._writer is not None:
-                        self._writer.metrics.sync()
+                        self._sync(self._writer)
                         self._writer.committed(step)
             case ["finished", _, reason]:
                 self.end_reason = reason
@@ -171,15 +184,15 @@ class ProgramMetrics:
             by_split = {"val": by_split.get("train", {}) | by_split.get("val", {})}
         with self._lock:
             for split, metrics in by_split.items():
-                self._append(split, int(step), metrics)
+                self._append(split, int(step), metrics, time.time())
 
-    def _append(self, split: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _append(self, split: str, step: int, metrics: Mapping[str, float], at: float) -> None:
         self.newest_at = time.monotonic()
         if step <= self._newest.get(split, -1):
             return
         writer = self._writer or self._open(step - 1)
         self._newest[split] = step
-        row = {"split": split, "step": step, "attempt": self._attempt, "time": time.time(), **metrics}
+        row = {"split": split, "step": step, "attempt": self._attempt, "time": at, **metrics}
         writer.write(row)
         self._follow(row)
 

@@ -151,6 +151,7 @@ class _Supervisor:
             self._events.note("first_step")  # from here on a stop counts as a preemption of a run that works
         if self._metrics is not None:
             self._metrics.read_output(child)
+            self._metrics.start_loggers()
         state = "failed"
         try:
             code = self._judge(self._wait(child))
@@ -282,19 +283,13 @@ class _Supervisor:
     def _judge(self, code: int) -> ExitCode:
         """Return this rank's exit code for the program's."""
         if code == 0:
-            return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
+            return ExitCode.TRY_AGAIN if has_stopped(self._attempt) else ExitCode.DONE
         if -code in signals.STOP_SIGNALS and not self._flag:
             time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
         if self._flag or code == ExitCode.TRY_AGAIN:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
         return ExitCode.FAILED
-
-    def _has_stopped(self) -> bool:
-        """Return True if the program has ended because ``session.should_stop`` was true."""
-        logs = self._attempt.files_of_ranks(".session").values()
-        lines = (line for path in logs for line in tail_text(path, _TAIL_BYTES).splitlines())
-        return any(line.startswith('["stopping", ') for line in lines)
 
     def _error_text(self, code: int) -> str:
         text = tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
@@ -356,6 +351,13 @@ class _Supervisor:
             return
         with suppress(OSError):
             try_status(self._paths, status)
+
+
+def has_stopped(attempt: AttemptPaths) -> bool:
+    """Return True if a rank's program has ended because ``session.should_stop`` was true."""
+    logs = attempt.files_of_ranks(".session").values()
+    lines = (line for path in logs for line in tail_text(path, _TAIL_BYTES).splitlines())
+    return any(line.startswith('["stopping", ') for line in lines)
 
 
 def _prepare(supervisor: int) -> Callable[[], None]:
