@@ -23,23 +23,27 @@ that takes time.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
+import math
+import operator
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from hpc_train.session.agreement import Agreement
+    from hpc_train.run.early_stopping import Selection
     from hpc_train.session.positions import PositionedSampler
-    from hpc_train.session.selection import Selection
     from hpc_train.session.storage import Saving
+    from hpc_train.training.distributed.shared_flags import SharedFlags
 
 __all__ = [
     "checkpoint",
@@ -63,6 +67,7 @@ _SAVE_EVERY_S = 600.0
 _COLUMNS = frozenset({"step", "time", "attempt", "split"})
 #: Flags that ranks exchange.
 _STOP, _SAVE, _BEST, _FINISHED = 1, 2, 4, 8
+_NUM_FLAGS = 4
 
 
 def _number(name: str, default: int) -> int:
@@ -88,7 +93,10 @@ class _Session:
         #: What ``load_state`` has restored, and ``end_step`` saves.
         self.objects: dict[str, Any] | None = None
         self._handles_signals = False
-        self._agreement: Agreement | None = None
+        #: How ranks exchange flags: in shared memory on one node, else over a group of gloo. See ``_begin``.
+        self._shared: SharedFlags | None = None
+        self._group: Any = None
+        self._exchange: tuple[Any, Any] | None = None
         self._selection: Selection | None = None
         self._saving: Saving | None = None
         self.saved_at = time.monotonic()
@@ -122,10 +130,10 @@ class _Session:
         flags = _STOP if self.is_stopping else 0
         if self.ranks == 1:
             return flags | self._save_flag(may_save=may_save)
-        agreed = self.agreement.wait()
+        agreed = self._wait()
         if agreed & _SAVE:
             self.saved_at = time.monotonic()
-        self.agreement.begin(flags | self._save_flag(may_save=may_save))
+        self._begin(flags | self._save_flag(may_save=may_save))
         return agreed
 
     def _save_flag(self, *, may_save: bool) -> int:
@@ -133,13 +141,43 @@ class _Session:
         every_s = self.settings.get("every_s", _SAVE_EVERY_S) if may_save and self.rank == 0 else None
         return _SAVE if every_s is not None and time.monotonic() - self.saved_at >= every_s else 0
 
-    @property
-    def agreement(self) -> Agreement:
-        if self._agreement is None:
-            from hpc_train.session.agreement import Agreement
+    def _begin(self, flags: int) -> None:
+        """Publish this rank's flags, one bit each, without waiting for others."""
+        if self._group is None:
+            self._join()
+        if self._shared is not None:
+            self._shared.write(flags)
+            self._exchange = (None, None)
+            return
+        import torch
+        import torch.distributed as dist
 
-            self._agreement = Agreement(self.rank, self.ranks)
-        return self._agreement
+        counts = torch.tensor([flags >> place & 1 for place in range(_NUM_FLAGS)])
+        work = dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._exchange = (counts, work)
+
+    def _wait(self) -> int:
+        """Return the flags that any rank has set at the last ``_begin``; 0 if they have been read."""
+        if self._exchange is None:
+            return 0
+        (counts, work), self._exchange = self._exchange, None
+        if self._shared is not None:
+            numbers = self._shared.wait()
+            return functools.reduce(operator.or_, numbers)
+        work.wait()
+        return sum(int(count) << place for place, count in enumerate(counts.tolist()))
+
+    def _join(self) -> None:
+        import torch.distributed as dist
+
+        from hpc_train.training.distributed.shared_flags import open_shared_flags
+
+        if not dist.is_initialized():
+            raise RuntimeError("session: initialize torch.distributed first: ranks must agree")
+        # Longer than rank 0 evaluates alone. The watchdog ends a hang earlier.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        if _number("LOCAL_WORLD_SIZE", 0) == self.ranks:
+            self._shared = open_shared_flags(self.rank, self.ranks, self._group, math.inf)
 
     def decide(self, step: int, metrics: dict[str, float]) -> None:
         """Follow ``checkpoint.best`` and ``early_stopping``. Collective; rank 0's metrics count."""
@@ -150,9 +188,9 @@ class _Session:
             is_best, is_last = self.selection.add(step, metrics)
             flags = _BEST * is_best | _FINISHED * is_last
         if self.ranks > 1:  # at once: the decision is on the weights of this step
-            self.is_stopping |= bool(self.agreement.wait() & _STOP)
-            self.agreement.begin(flags)
-            flags = self.agreement.wait()
+            self.is_stopping |= bool(self._wait() & _STOP)
+            self._begin(flags)
+            flags = self._wait()
         self.is_finished |= bool(flags & _FINISHED)
         if flags & _BEST:
             self.best_step = step
@@ -160,7 +198,7 @@ class _Session:
     @property
     def selection(self) -> Selection:
         if self._selection is None:
-            from hpc_train.session.selection import Selection
+            from hpc_train.run.early_stopping import Selection
 
             self._selection = Selection(self.settings, self.run)
         return self._selection
@@ -251,7 +289,7 @@ def load_state(**objects: Any) -> int:
     same objects. Raises TypeError for an object that can't be saved, such as one of FSDP, and BadFileError if
     the checkpoint lacks one.
     """
-    from hpc_train.session.state import check, restore
+    from hpc_train.session.objects import check, restore
 
     check(objects)
     _session.objects = objects
@@ -265,17 +303,16 @@ def save_state(step: int, **objects: Any) -> None:
     Copies them to memory; a thread writes, syncs and commits the checkpoint. The next save, the end of the
     script and ``end_step``, if it returns True, wait for it. Raises the error of an earlier save that failed.
     """
-    from hpc_train.session.state import check, staged
+    from hpc_train.session.objects import check
 
     check(objects)
     saved = objects or _session.objects
     if not saved:
         raise RuntimeError("session.save_state: call session.load_state(model=…, optimizer=…) first")
     _session.saving.wait()
-    write = staged(step, saved, _session.rank)
     _session.send()  # the supervisor has the rows when it learns of the checkpoint
     _session.saved_at = time.monotonic()
-    _session.saving.start(step, write, _session.selection.state(), lambda: _session.send("saved", step))
+    _session.saving.start(step, saved, _session.selection.state(), lambda: _session.send("saved", step))
 
 
 def end_step(step: int, total: int | None = None, *, save_every: int | None = None) -> bool:

@@ -49,11 +49,14 @@ class Saving:
     def start(
         self,
         step: int,
-        write: Callable[[Path], None],
+        objects: Mapping[str, Any],
         state: Mapping[str, Any],
         is_committed: Callable[[], None],
     ) -> None:
-        """Save in a thread: ``write`` into the folder, and commit. Collective; ``wait`` comes before."""
+        """Copy the objects into memory, and save them in a thread. Collective; ``wait`` comes before."""
+        from hpc_train.session.objects import staged
+
+        write = staged(step, objects, self._rank)
 
         def save() -> None:
             try:

@@ -23,7 +23,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed, find_step
 from hpc_train.run.files import write_json
 from hpc_train.session import storage
-from hpc_train.session.state import restore, staged
+from hpc_train.session.objects import restore, staged
 
 STEPS = 12
 
