@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Job
@@ -27,8 +27,11 @@ _IMPLEMENTATIONS = {
 }
 
 
-class Workload(Protocol[J_contra]):
-    """What the runs of a job execute. Constructed without arguments; methods read files, but change none."""
+class Workload(Generic[J_contra]):
+    """What the runs of a job execute. Constructed without arguments; methods read files, but change none.
+
+    The methods here are those of a workload whose data, weights and steps are unknown.
+    """
 
     #: Module that `prepare` executes in a child process, with the file, its options and overrides.
     preparation: str
@@ -38,44 +41,55 @@ class Workload(Protocol[J_contra]):
 
         ``micro_batch_size``: the size that ``auto`` found in an earlier attempt; None before that.
         """
+        return []
 
     def missing_code(self, jobs: Sequence[J_contra], code_root: Callable[[], Path | None]) -> list[Problem]:
         """Return the problems of the user's own code and files that these runs name and that are missing.
 
         ``code_root``: returns the root of the work tree around the current folder, None without one.
         """
+        return []
 
     def misplaced_data(self, job: J_contra, *, is_queued: bool) -> Problem | None:
         """Return the problem if the data visible from here don't have the layout that the run expects."""
+        return None
 
     def missing_data(self, job: J_contra, remedy: str | None = None) -> list[Problem]:
         """Return the problems of data that ranks need on this machine. ``remedy``: in place of the usual."""
+        return []
 
     def notes(self, job: J_contra) -> list[str]:
         """Return lines for ``plan`` on what ranks will read."""
+        return []
 
     def remarks(self, job: J_contra) -> list[Problem]:
         """Return the remarks on settings that are valid but probably not intended."""
+        return []
 
     def input_facts(self, job: J_contra) -> dict[str, Any]:
         """Return the keys of ``run.json`` that identify the inputs: ``inputs``, ``init_from``.
 
         Raises BadFileError if one is missing.
         """
+        return {"inputs": {}, "init_from": None}
 
     def inputs_now(self, job: J_contra, recorded: object) -> Mapping[str, Mapping[str, str]]:
         """Return the fingerprints of the inputs by key; ``recorded``: those to compare with."""
+        return {}
 
     def data_paths(self, job: J_contra) -> list[str]:
         """Return the paths of the data: containers see them, snapshots of the code exclude them."""
+        return []
 
     def prefetched_bytes(self, job: J_contra, ranks: int) -> int | None:
         """Return the bytes of shared memory that ranks on one node need for data; None if unknown."""
+        return None
 
     def step_layout(
         self, job: J_contra, ranks: int, per_node: int, micro_batch_size: int | None
     ) -> StepLayout | None:
         """Return the layout of a step on these ranks; None if the workload has no such steps."""
+        return None
 
 
 def workload_of(job: J) -> Workload[J]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import FileEntry, Manifest, committed, hash_file, prune, set_aside, verify
+from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import sync_folder, write_json
 
 _POLL_S = 0.01
-#: Checkpoints that are kept.
+#: Checkpoints that are kept by default.
 _KEEP = 3
 #: Files by which ranks tell that they are ready to write, have written, and have hashed their share.
 _READY, _LEFT, _HASHED = ".ready", ".left", ".hashed"
@@ -26,11 +30,68 @@ class Saving:
     """Saves and finds the checkpoints of one attempt. ``beat`` is called while this rank waits for others."""
 
     def __init__(
-        self, run: Path | None, attempt: int, rank: int, ranks: int, beat: Callable[[], None]
+        self,
+        run: Path | None,
+        attempt: int,
+        rank: int,
+        ranks: int,
+        keep: int | None,
+        beat: Callable[[], None],
     ) -> None:
         self._run = RunPaths(Path.cwd() if run is None else run)
         self._has_launcher = run is not None
         self._attempt, self._rank, self._ranks, self._beat = attempt, rank, ranks, beat
+        self._keep = keep or _KEEP
+        #: Of the asynchronous save: its thread, and the error by which it failed.
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        state: Mapping[str, Any],
+        is_committed: Callable[[], None],
+    ) -> None:
+        """Copy the objects into memory, and save them in a thread. Collective; ``wait`` comes before."""
+        from hpc_train.session.objects import staged
+
+        write = staged(step, objects, self._rank)
+
+        def save() -> None:
+            try:
+                write(self.begin(step))
+                self.commit(step, state)
+                is_committed()
+            except BaseException as error:
+                self._failure = error
+
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        self._thread = threading.Thread(target=save, name=f"save of step {step}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the asynchronous save. Raises the error by which it, or an earlier one, failed."""
+        thread, self._thread = self._thread, None
+        while thread is not None and thread.is_alive():
+            thread.join(1.0)
+            self._beat()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the error by which an asynchronous save has failed, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _at_exit(self) -> None:
+        """A script whose last save has failed does not end with exit code 0."""
+        try:
+            self.wait()
+        except BaseException as error:
+            print(f"hpc-train: the checkpoint could not be saved: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def begin(self, step: int) -> Path:
         """Return the folder into which this rank writes. Collective."""
@@ -42,8 +103,11 @@ class Saving:
         self._await([folder / _READY])
         return folder
 
-    def commit(self, step: int) -> None:
-        """Hash and sync the files once all ranks have written, and give the folder its name. Collective."""
+    def commit(self, step: int, state: Mapping[str, Any]) -> None:
+        """Hash and sync the files once all ranks have written, and give the folder its name. Collective.
+
+        ``state``: entries for ``state.json``; only rank 0's are used.
+        """
         folder, target = self._unfinished(step), self._run.checkpoint(step)
         (folder / f"{_LEFT}-{self._rank}").touch()
         self._await([folder / f"{_LEFT}-{rank}" for rank in range(self._ranks)])
@@ -56,7 +120,7 @@ class Saving:
         _write_whole(folder / f"{_HASHED}-{self._rank}", json.dumps(hashed))
         if self._rank == 0:
             self._await([folder / f"{_HASHED}-{rank}" for rank in range(self._ranks)])
-            self._finish(folder, target, step)
+            self._finish(folder, target, step, state)
         self._await([target.manifest])
 
     def latest(self) -> Path | None:
@@ -83,7 +147,7 @@ class Saving:
             set_aside(checkpoint, "\n".join(problems))
         return ""
 
-    def _finish(self, folder: Path, target: CheckpointPaths, step: int) -> None:
+    def _finish(self, folder: Path, target: CheckpointPaths, step: int, state: Mapping[str, Any]) -> None:
         files = {
             name: FileEntry(*entry)
             for rank in range(self._ranks)
@@ -93,9 +157,10 @@ class Saving:
             if _is_mark(folder, path):
                 path.unlink()
         unfinished = CheckpointPaths(folder)
-        write_json(unfinished.state, {"version": 1, "step": step, "program": True}, sync=True)
+        write_json(unfinished.state, {"version": 1, "step": step, "program": True, **state}, sync=True)
         files[unfinished.state.name] = FileEntry(*_hashed(unfinished.state))
-        Manifest(step, self._attempt, self._ranks, files).write(unfinished)
+        best = decoded(Best, state.get(BEST))
+        Manifest(step, self._attempt, self._ranks, files, best).write(unfinished)
         for inner in {path.parent for path in folder.rglob("*")}:
             sync_folder(inner)
         if target.folder.exists():  # the same step again, after one that is not intact
@@ -103,9 +168,9 @@ class Saving:
         folder.rename(target.folder)
         sync_folder(target.folder.parent)
         if self._has_launcher:
-            prune(self._run, _KEEP, self._attempt)
+            prune(self._run, self._keep, self._attempt)
         else:
-            for old in self._complete()[_KEEP:]:
+            for old in self._complete()[self._keep :]:
                 shutil.rmtree(old.folder)
 
     def _complete(self) -> list[CheckpointPaths]:

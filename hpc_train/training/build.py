@@ -17,6 +17,8 @@ from hpc_train.errors import ExitCode, printable
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
+from hpc_train.loggers.metrics_writer import MetricsWriter
+from hpc_train.loggers.threads import start_loggers
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
@@ -45,9 +47,8 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.logger_threads import start_loggers
 from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
-from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
+from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
@@ -398,7 +399,7 @@ def _begin_record(run: _Run, step: int) -> None:
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
             MetricsFile(run.rank.paths.metrics, step),
-            start_loggers(run.rank),
+            start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
             sys.stdout,
             run.rank.paths.evaluation_images,
         )

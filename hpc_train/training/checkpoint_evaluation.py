@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hpc_train.errors import BadFileError, ExitCode, UsageError, printable
+from hpc_train.loggers.metrics_writer import without_non_finite
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best, newest_attempt
 from hpc_train.run.files import read_json, write_json, write_text
@@ -34,7 +35,7 @@ from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation, share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.meters import row_head, without_non_finite
+from hpc_train.training.meters import row_head
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import normalized_as_trained, refuse_other_classes, take_over

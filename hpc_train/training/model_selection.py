@@ -1,37 +1,27 @@
 """Decisions after an evaluation: ``checkpoint.best`` and ``early_stopping``.
 
 Every rank has a ``ModelSelection``; rank 0 decides by the rows of metrics and broadcasts the decision.
-``early_stopping.median_after`` is a variant of the median stopping rule of Golovin et al., "Google Vizier: A
-Service for Black-Box Optimization", KDD 2017, section 3.2.2: the best value is compared with best values
-instead of averages.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.schema import EarlyStoppingConfig, Experiment
+from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar, default_metric, goal_of
 from hpc_train.run.checkpoints import committed
+from hpc_train.run.early_stopping import MedianRule, stop_reason
 from hpc_train.run.file_shapes import encoded
-from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows
-from hpc_train.run.run_facts import extensions
+from hpc_train.run.metric_rows import POSITION, Row
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.distributed.consensus import Agreement
 
 #: Bits of rank 0's decision.
 _IMPROVED, _STOPPED = 1, 2
-#: With fewer runs the median means little.
-MIN_RUNS = 3
-#: More runs cost time at each evaluation and hardly change the median.
-MAX_RUNS = 100
 
 
 @dataclass
@@ -136,12 +126,7 @@ class ModelSelection:
         config = self.config.early_stopping
         if config is None or self.stopping is None:
             return False
-        if config.patience is not None and self.stopping.num_worse >= config.patience:
-            self.reason = f"stopped early: no better {config.metric} in {config.patience} evaluations" + (
-                f" ({self.stopping.best})" if self.stopping.best else ""
-            )
-        elif self.median is not None:
-            self.reason = self.median.reason(self.stopping, step)
+        self.reason = stop_reason(config, self.stopping, self.median, step)
         return self.reason is not None
 
     def _agreed(self, decision: int) -> int:
@@ -177,58 +162,3 @@ def _check_metric(key: str, name: str, metrics: Iterable[str]) -> None:
         raise BadFileError(
             f"{key}: {name} is not a metric of this run's evaluations; write one of {', '.join(names)}"
         )
-
-
-@dataclass(frozen=True)
-class MedianRule:
-    """Compares a run with the other runs in its experiment's folder. On rank 0."""
-
-    paths: RunPaths
-    config: EarlyStoppingConfig
-
-    def reason(self, so_far: BestSoFar, step: int) -> str | None:
-        """Return why the run ends after the evaluation of ``step``; None if it continues."""
-        after = self.config.median_after
-        if after is None or so_far.num_evaluations < after:
-            return None
-        try:
-            others = list(self._others(step))
-        except OSError:  # the next evaluation tries again
-            return None
-        if len(others) < MIN_RUNS:
-            return None
-        median, best = statistics.median(others), so_far.best
-        if best is not None and not _is_worse(best.value, median, self.config.mode):
-            return None
-        reached = "none" if best is None else f"{best.value:.6g}"
-        return (
-            f"stopped early: best {self.config.metric} by step {step}: {reached}; "
-            f"median of {len(others)} other runs: {median:.6g}"
-        )
-
-    def _others(self, step: int) -> Iterator[float]:
-        """Yield the best value by ``step`` of up to ``MAX_RUNS`` other runs that have reached it."""
-        folders = sorted(
-            self.paths.siblings.folder.iterdir()
-        )  # names are hashes: the first are as good as any
-        others = (
-            RunPaths(folder)
-            for folder in folders
-            if folder.name[0] != "." and folder.name != self.paths.folder.name
-        )
-        # The rows of an extended run are also in the run that extends it.
-        values = (self._best_by(step, paths) for paths in others if not extensions(paths))
-        yield from islice((value for value in values if value is not None), MAX_RUNS)
-
-    def _best_by(self, step: int, paths: RunPaths) -> float | None:
-        so_far, has_reached = BestSoFar(self.config.metric, self.config.mode, self.config.min_delta), False
-        with suppress(OSError):  # not this run's problem
-            for row in evaluation_rows(paths.metrics):
-                if row["step"] <= step:
-                    so_far.add_row(row)
-                has_reached |= row["step"] >= step
-        return so_far.best.value if has_reached and so_far.best is not None else None
-
-
-def _is_worse(value: float, than: float, mode: str) -> bool:
-    return value > than if mode == "min" else value < than

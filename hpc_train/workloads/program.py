@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Job, Program
-from hpc_train.experiment.topology.batch_arithmetic import StepLayout
-from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.workload import Workload
 from hpc_train.registry import nearest
 
 #: Suffixes of a word of the command that names a file, if the file is not there.
 _SCRIPTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml")
 
 
-class ProgramWorkload:
-    """See ``Workload``. A program has no steps, data and weights that we know."""
+class ProgramWorkload(Workload[Program]):
+    """A program of the user's: its data, weights and steps are unknown."""
 
     preparation = "hpc_train.workloads.program_check"
-
-    def start_problems(self, job: Program, ranks: Ranks, micro_batch_size: int | None) -> list[Problem]:
-        """Return []: the program decides whether it can use the ranks."""
-        return []
 
     def missing_code(self, jobs: Sequence[Program], code_root: Callable[[], Path | None]) -> list[Problem]:
         """Return the problems of an executable, or a script of the command, that is missing here."""
         commands = dict.fromkeys(tuple(job.program.command) for job in jobs if _has_this_environment(job))
         return [problem for command in commands for problem in _missing_words(command)]
-
-    def misplaced_data(self, job: Program, *, is_queued: bool) -> Problem | None:
-        """Return None: the program's data are unknown."""
-        return None
-
-    def missing_data(self, job: Program, remedy: str | None = None) -> list[Problem]:
-        """Return []: the program's data are unknown."""
-        return []
-
-    def notes(self, job: Program) -> list[str]:
-        """Return []."""
-        return []
-
-    def remarks(self, job: Program) -> list[Problem]:
-        """Return []."""
-        return []
-
-    def input_facts(self, job: Program) -> dict[str, Any]:
-        """Return no inputs: the id contains the command and its arguments, not the data it reads."""
-        return {"inputs": {}, "init_from": None}
-
-    def inputs_now(self, job: Program, recorded: object) -> Mapping[str, Mapping[str, str]]:
-        """Return no inputs."""
-        return {}
-
-    def data_paths(self, job: Program) -> list[str]:
-        """Return []: the program's data are unknown."""
-        return []
-
-    def prefetched_bytes(self, job: Program, ranks: int) -> int | None:
-        """Return None."""
-        return None
-
-    def step_layout(
-        self, job: Program, ranks: int, per_node: int, micro_batch_size: int | None
-    ) -> StepLayout | None:
-        """Return None."""
-        return None
 
 
 def _has_this_environment(job: Job) -> bool:
@@ -84,6 +40,8 @@ def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
         path = ("program", "command", 0)
         yield Problem(path, f"there is no executable {executable}", remedy, code="program.executable")
     for index, word in enumerate(command[1:], start=1):
+        if word == "-m":  # further words are those of the module
+            return
         is_path = word.endswith(_SCRIPTS) and not word.startswith("-") and "{" not in word and "=" not in word
         if is_path and not Path(word).expanduser().is_file():
             names = [file.name for file in Path(word).parent.glob("*")] if Path(word).parent.is_dir() else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -14,13 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_train.experiment.config.program_section import MetricsConfig
+from hpc_train.experiment.config.schema import Program
+from hpc_train.loggers.metrics_writer import MetricsWriter
+from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
 from hpc_train.paths import RunPaths
+from hpc_train.run.best import BestSoFar, default_metric, goal_of
+from hpc_train.run.file_shapes import encoded
+from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows, iter_rows
 from hpc_train.run.metrics_file import MetricsFile
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
 _MAX_STEP = 2**53
+_SYNC_S = 30.0
+#: Columns of a row that the program does not set.
+_OWN_COLUMNS = {"time", "attempt", "split"}
 #: Prefix of the names of validation metrics.
 _VAL = ("val_", "val/", "eval_", "validation_")
 
@@ -28,19 +35,26 @@ _VAL = ("val_", "val/", "eval_", "validation_")
 class ProgramMetrics:
     """Reads the rows of one attempt: from ``session``, and from the source that the file names. Rank 0 only.
 
-    The first row of an attempt withdraws earlier attempts' rows from its step on. A row whose step is not
-    beyond the newest one of its split is dropped.
+    They go to ``metrics.jsonl`` and the file's loggers. The first row of an attempt withdraws earlier
+    attempts' rows from its step on. A row whose step is not beyond the newest one of its split is dropped.
     """
 
-    def __init__(self, config: MetricsConfig | None, paths: RunPaths, attempt: int, folder: Path) -> None:
-        self._paths, self._attempt = paths, attempt
+    def __init__(self, job: Program, paths: RunPaths, attempt: int, folder: Path) -> None:
+        self._job, self._paths, self._attempt = job, paths, attempt
+        config = job.program.metrics
         regex, jsonl = (config.regex, config.jsonl) if config else (None, None)
         self._pattern = None if regex is None else re.compile(regex)
         #: File → the offset of the first line that was not read.
-        self._sources = {paths.attempt(attempt).session(0): 0}
+        self._session = paths.attempt(attempt).session(0)
+        self._sources = {self._session: 0}
         if jsonl is not None:  # its lines of earlier attempts are rows already
             self._sources[folder / jsonl] = _size(folder / jsonl)
-        self._file: MetricsFile | None = None
+        self._loggers: list[LoggerThread] = []
+        self._writer: MetricsWriter | None = None
+        self._best: BestSoFar | None = None
+        #: Why ``early_stopping`` has ended the run.
+        self.end_reason: str | None = None
+        self._synced_at = time.monotonic()
         self._newest: dict[str, int] = {}
         #: Of all rows and messages; None before the first.
         self.newest_at: float | None = None
@@ -60,6 +74,15 @@ class ProgramMetrics:
         """The newest step of this attempt; 0 before the first row."""
         return max([self._progress, *self._newest.values()])
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation, for ``status.json``; None before the first of this attempt."""
+        return None if self._best is None or self._best.best is None else encoded(self._best.best)
+
+    def start_loggers(self) -> None:
+        """Start the file's loggers, each in a thread of its own."""
+        self._loggers = start_loggers(self._job, self._paths, self._attempt)
+
     def read_output(self, child: subprocess.Popen[bytes]) -> None:
         """Copy the program's output to this process's, and search it, in a thread."""
         if child.stdout is not None:
@@ -70,6 +93,14 @@ class ProgramMetrics:
         """Read new lines of the files."""
         for path in self._sources:
             self._read_file(path)
+        with self._lock:
+            if self._writer is not None and time.monotonic() - self._synced_at > _SYNC_S:
+                self._sync(self._writer)
+
+    def _sync(self, writer: MetricsWriter) -> None:
+        """Sync the rows to disk. Until then they are in memory, too."""
+        self._synced_at = time.monotonic()
+        writer.metrics.sync()
 
     def finish(self) -> None:
         """Read the rest, after the program's end."""
@@ -77,9 +108,20 @@ class ProgramMetrics:
             self._thread.join(10)  # a process that it left behind may hold the pipe
         self.poll()
         with self._lock:
-            if self._file is not None:
-                self._file.sync()
-                self._file.close()
+            if self._writer is not None:
+                self._sync(self._writer)
+
+    def close(self, state: str) -> None:
+        """End the loggers; ``state``: how the attempt has ended. A run that has completed keeps all rows."""
+        with self._lock:
+            last = max((row["step"] for row in iter_rows(self._paths.metrics)), default=None)
+            if state == "completed" and last is not None:
+                (self._writer or self._open(last)).committed(last)
+            if self._writer is not None:
+                self._writer.state = state
+                self._writer.close()
+            else:
+                call_all(self._loggers, lambda logger: logger.close(state), is_last=True)
 
     def _copy(self, output: Iterable[bytes]) -> None:
         assert self._pattern is not None
@@ -103,16 +145,34 @@ class ProgramMetrics:
                     self._sources[path] += len(line)
                     with suppress(ValueError):
                         row = json.loads(line)
-                        if isinstance(row, dict):
+                        if path == self._session:
+                            self._receive(row)
+                        elif isinstance(row, dict):
                             self._add(row)
         except OSError:
             return
 
+    def _receive(self, message: list[Any]) -> None:
+        """Handle a message of ``hpc_train.session``."""
+        self.newest_at = time.monotonic()
+        match message:
+            case ["rows", rows]:
+                with self._lock:
+                    for at, step, split, metrics in rows:
+                        self._append(split, step, metrics, at)
+            case ["progress", step, total]:
+                self._progress, self.total_steps = step, total
+            case ["saved", step]:
+                with self._lock:
+                    if self._writer is not None:
+                        self._sync(self._writer)
+                        self._writer.committed(step)
+            case ["finished", _, reason]:
+                self.end_reason = reason
+
     def _add(self, row: Mapping[str, Any]) -> None:
-        values = {name: number for name, value in row.items() if (number := _number(value)) is not None}
-        if "total" in values and "progress" in values:
-            self.total_steps, self._progress = int(values["total"]), int(values["progress"])
-            self.newest_at = time.monotonic()
+        numbers = {name: _number(value) for name, value in row.items() if name not in _OWN_COLUMNS}
+        values = {name: number for name, number in numbers.items() if number is not None}
         step = values.pop("step", None)
         if step is None or not 0 <= step < _MAX_STEP:
             return
@@ -124,20 +184,36 @@ class ProgramMetrics:
             by_split = {"val": by_split.get("train", {}) | by_split.get("val", {})}
         with self._lock:
             for split, metrics in by_split.items():
-                self._append(split, int(step), metrics)
+                self._append(split, int(step), metrics, time.time())
 
-    def _append(self, split: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _append(self, split: str, step: int, metrics: Mapping[str, float], at: float) -> None:
         self.newest_at = time.monotonic()
         if step <= self._newest.get(split, -1):
             return
-        if self._file is None:
-            self._file = MetricsFile(self._paths.metrics, step - 1)
+        writer = self._writer or self._open(step - 1)
         self._newest[split] = step
-        # JSON has no NaN and infinity.
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.append(
-            {"split": split, "step": step, "attempt": self._attempt, "time": time.time(), **values}
-        )
+        row = {"split": split, "step": step, "attempt": self._attempt, "time": at, **metrics}
+        writer.write(row)
+        self._follow(row)
+
+    def _open(self, resumed_step: int) -> MetricsWriter:
+        self._writer = MetricsWriter(MetricsFile(self._paths.metrics, resumed_step), self._loggers, None)
+        self._writer.begin(resumed_step)
+        for row in evaluation_rows(self._paths.metrics):
+            self._follow(row)
+        return self._writer
+
+    def _follow(self, row: Row) -> None:
+        """Follow the best evaluation by the metric that the file names, or by the first one of a row."""
+        if row["split"] != "val":
+            return
+        if self._best is None:
+            chosen = self._job.checkpoint.best or self._job.early_stopping
+            name = chosen.metric if chosen else default_metric([key for key in row if key not in POSITION])
+            if name is None:
+                return
+            self._best = BestSoFar(name, chosen.mode if chosen else goal_of(name))
+        self._best.add_row(row)
 
 
 def _number(value: object) -> float | None:

@@ -7,6 +7,7 @@ have ended, so that none is killed because another one was faster. Imports no to
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class _Supervisor:
         resumes = program.resume is not None and any(folder.glob(program.resume.if_exists))
         command = command_of(program, values, resumes=resumes)
         if self._facts.rank == 0:
-            self._metrics = ProgramMetrics(program.metrics, self._paths, self._number, folder)
+            self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
         try:
@@ -151,7 +151,15 @@ class _Supervisor:
             self._events.note("first_step")  # from here on a stop counts as a preemption of a run that works
         if self._metrics is not None:
             self._metrics.read_output(child)
-        return self._judge(self._wait(child))
+            self._metrics.start_loggers()
+        state = "failed"
+        try:
+            code = self._judge(self._wait(child))
+            state = {ExitCode.DONE: "completed", ExitCode.TRY_AGAIN: "requeued"}.get(code, state)
+        finally:
+            if self._metrics is not None:
+                self._metrics.close(state)
+        return code
 
     def _start(
         self, command: list[str], folder: Path, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool
@@ -202,18 +210,33 @@ class _Supervisor:
             "MASTER_PORT": meeting.port,
         }
         wandb_id = (read_json(self._paths.run) or {}).get("wandb_id")
-        environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"} if wandb_id else {}
+        if wandb_id and self._job.logging.wandb is None:  # else the supervisor writes that run
+            environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"}
         session = {
             FOLDER_VARIABLE: self._paths.folder.absolute(),
             ATTEMPT_VARIABLE: self._number,
             "HPC_TRAIN_RUN": self._paths.folder.absolute(),
             "HPC_TRAIN_RESUME": int(resumes),
+            "HPC_TRAIN_SESSION": json.dumps(self._session_settings()),
             "PYTHONFAULTHANDLER": 1,  # SIGABRT prints the stacks
         }
         shared = session | nodes | (ranks if program.per == "rank" else {})
         environment |= {name: str(value) for name, value in shared.items()}
         environment.setdefault("PYTHONUNBUFFERED", "1")
         return environment | {name: text.format_map(values) for name, text in program.env.items()}
+
+    def _session_settings(self) -> dict[str, Any]:
+        """Return the keys of the file that ``hpc_train.session`` applies."""
+        checkpoint, stopping = self._job.checkpoint, self._job.early_stopping
+        every_s = None if checkpoint.every_min is None else checkpoint.every_min * 60
+        settings = {
+            "keep": checkpoint.keep,
+            "every_steps": checkpoint.every_steps,
+            "every_s": every_s,
+            "best": checkpoint.best and checkpoint.best.model_dump(),
+            "early_stopping": stopping and stopping.model_dump(),
+        }
+        return {name: value for name, value in settings.items() if value is not None}
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """Return the program's exit code; pass on a stop, and end a program that makes no progress."""
@@ -260,18 +283,13 @@ class _Supervisor:
     def _judge(self, code: int) -> ExitCode:
         """Return this rank's exit code for the program's."""
         if code == 0:
-            return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
+            return ExitCode.TRY_AGAIN if has_stopped(self._attempt) else ExitCode.DONE
         if -code in signals.STOP_SIGNALS and not self._flag:
             time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
         if self._flag or code == ExitCode.TRY_AGAIN:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
         return ExitCode.FAILED
-
-    def _has_stopped(self) -> bool:
-        """Return True if the program has ended because ``session.should_stop`` was true."""
-        logs = self._attempt.files_of_ranks(".session").values()
-        return any('"stopping"' in tail_text(path, _TAIL_BYTES) for path in logs)
 
     def _error_text(self, code: int) -> str:
         text = tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
@@ -323,12 +341,23 @@ class _Supervisor:
         step, total = status.step, status.total_steps
         if self._metrics is not None:
             step, total = self._metrics.step or step, self._metrics.total_steps or total
-        status = replace(status, state=state, attempt=self._number, step=step, total_steps=total, reason=None)
+        best, reason = status.best, None
+        if self._metrics is not None:
+            best = self._metrics.best or best
+            reason = self._metrics.end_reason if state == "completed" else None
+        status = RunStatus(state, step, total, status.epoch, self._number, reason, best=best)
         if state == "completed":
             write_status(self._paths, status)
             return
         with suppress(OSError):
             try_status(self._paths, status)
+
+
+def has_stopped(attempt: AttemptPaths) -> bool:
+    """Return True if a rank's program has ended because ``session.should_stop`` was true."""
+    logs = attempt.files_of_ranks(".session").values()
+    lines = (line for path in logs for line in tail_text(path, _TAIL_BYTES).splitlines())
+    return any(line.startswith('["stopping", ') for line in lines)
 
 
 def _prepare(supervisor: int) -> Callable[[], None]:

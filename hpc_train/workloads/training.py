@@ -18,12 +18,13 @@ from hpc_train.experiment.plan.input_files import LIMIT_S, fingerprints, missing
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.topology.degrees import Degrees, Ranks, find_degrees
 from hpc_train.experiment.validate import own_parts, rules, task_rules
+from hpc_train.experiment.workload import Workload
 from hpc_train.paths import expanded
 from hpc_train.run.weight_source import KEY, source_facts
 
 
-class TrainingWorkload:
-    """See ``Workload``."""
+class TrainingWorkload(Workload[Experiment]):
+    """Our trainer. See ``Workload``."""
 
     preparation = "hpc_train.training.prepare"
 

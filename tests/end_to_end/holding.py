@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from hpc_train.loggers import threads as logger_threads
 from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.rank import signals
-from hpc_train.training import logger_threads
 from tests.waiting import HANG_LIMIT_S, came_true
 
 #: The files by which Python knows an installed package: one that has the logger ``holding``.

@@ -24,6 +24,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.validate.loading import load
+from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.checkpoints import committed
@@ -40,7 +41,7 @@ from hpc_train.training.distributed.precision import choose_precision
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.health import node_check
-from hpc_train.training.meters import Meters, MetricsWriter
+from hpc_train.training.meters import Meters
 from hpc_train.training.non_finite import FiniteWatch, Guard
 from hpc_train.training.step import StepResult, train_step
 from hpc_train.training.strategies.base import RankContext

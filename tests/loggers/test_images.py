@@ -15,13 +15,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.loggers.base import Logger
+from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.loggers.wandb import WandbMirror
 from hpc_train.paths import RunPaths
 from hpc_train.run.metrics_file import MetricsFile
 from hpc_train.training.evaluation_outputs import EvaluationFiles, png
-from hpc_train.training.meters import MetricsWriter
 from tests.loggers.test_run_folder_loggers import killed
 from tests.loggers.wandb_files import context, read_run, row
 from tests.loggers.wandb_server import wandb_server

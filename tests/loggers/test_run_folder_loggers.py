@@ -16,11 +16,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_train.loggers.csv_files import CsvLogger
+from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.metrics_file import MetricsFile
-from hpc_train.training.meters import MetricsWriter
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S, came_true
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hpc_train.loggers.base import LoggerContext
+from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
+from hpc_train.loggers.threads import make_logger
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.metrics_file import MetricsFile
-from hpc_train.training.logger_threads import make_logger
-from hpc_train.training.meters import MetricsWriter
 from tests.cli.commands import hpc_train
 from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import context_of

@@ -17,12 +17,12 @@ from hpc_train.experiment.config.schema import BestConfig, EarlyStoppingConfig, 
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.early_stopping import MedianRule
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.loop import Trainer
 from hpc_train.training.model_selection import (
-    MedianRule,
     ModelSelection,
     check_metrics,
     refuse_no_evaluations,

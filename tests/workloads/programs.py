@@ -30,6 +30,16 @@ name: prog
 program: {command: [python, train.py], args: {steps: 30}}
 """
 
+#: A DDP script that ends at step 30, by early stopping; its best checkpoint is that of step 20.
+END_STEP_SCRIPT = SCRIPT.with_name("end_step_script.py")
+END_STEP_TEXT = """
+name: prog
+program: {command: [python, train.py]}
+checkpoint: {every_steps: 7, keep: 2, best: {metric: distance, mode: min}}
+early_stopping: {metric: distance, mode: min, patience: 2}
+logging: {csv: true}
+"""
+
 
 def write_program(folder: Path, text: str = TEXT, script: Path = SCRIPT) -> Path:
     """Write the script and the experiment file into a new folder of code; return the file."""

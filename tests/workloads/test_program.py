@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.program_section import MetricsConfig, ProgramConfig
+from hpc_train.experiment.config.program_section import ProgramConfig
 from hpc_train.experiment.config.schema import Experiment, Program
 from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.experiment.validate.loading import load
@@ -18,7 +18,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads.program import ProgramWorkload
 from hpc_train.workloads.program_metrics import ProgramMetrics
-from hpc_train.workloads.supervisor import command_of, rendered
+from hpc_train.workloads.supervisor import command_of, has_stopped, rendered
 from tests.workloads.programs import TEXT, write_program
 
 
@@ -83,10 +83,17 @@ def test_a_missing_script_is_reported_before_queueing(
     job = load(file, ["program.command=[torchrunn, train.py]"]).experiment
     (problem,) = workload_of(job).missing_code([job], lambda: None)
     assert problem.path == ("program", "command", 0) and "torchrun" in problem.remedy
+    job = load(file, ["program.command=[python, -m, train, out.json]"]).experiment
+    assert workload_of(job).missing_code([job], lambda: None) == []
 
 
-def _metrics(folder: Path, attempt: int, **config: str) -> ProgramMetrics:
-    return ProgramMetrics(MetricsConfig(**config), RunPaths(folder), attempt, folder)
+def _metrics(
+    folder: Path, attempt: int, logging: dict[str, Any] | None = None, **config: str
+) -> ProgramMetrics:
+    program = {"command": ["python"], **({"metrics": config} if config else {})}
+    job = Program.model_validate({"name": "prog", "program": program, "logging": logging or {}})
+    (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
+    return ProgramMetrics(job, RunPaths(folder), attempt, folder)
 
 
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
@@ -119,3 +126,41 @@ def test_the_next_attempt_withdraws_the_rows_that_it_repeats(tmp_path: Path) -> 
         metrics.finish()
     rows = [(row["step"], row["attempt"]) for row in iter_rows(tmp_path / "metrics.jsonl")]
     assert rows == [*((step, 1) for step in range(1, 6)), *((step, 2) for step in range(6, 10))]
+
+
+def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
+    """A run whose script logs them has not been asked to stop, and has not saved."""
+    metrics = _metrics(tmp_path, 1)
+    values = {"stopping": 1.0, "saved": 2.0, "progress": 3.0, "total": 4.0, "finished": 5.0, "rows": 6.0}
+    messages = [["rows", [[9.5, 3, "train", values], [9.5, 3, "val", {"loss": 0.5}]]], ["progress", 2, 8]]
+    file = RunPaths(tmp_path).attempt(1).session(0)
+    file.write_text("".join(json.dumps(message) + "\n" for message in messages))
+    metrics.finish()
+    rows = list(iter_rows(tmp_path / "metrics.jsonl"))
+    assert [row | values for row in rows[:1]] == rows[:1] and (rows[0]["time"], rows[0]["step"]) == (9.5, 3)
+    assert (metrics.step, metrics.total_steps, metrics.end_reason) == (3, 8, None)
+    assert metrics.best == {"metric": "loss", "value": 0.5, "step": 3}
+    assert not has_stopped(RunPaths(tmp_path).attempt(1))
+    with file.open("a") as more:
+        more.write('["stopping", 3, null]\n')
+    assert has_stopped(RunPaths(tmp_path).attempt(1))
+
+
+def test_loggers_receive_rows_once_and_final_ones_when_saved_or_completed(tmp_path: Path) -> None:
+    def attempt(number: int, messages: list[Any], state: str) -> list[str]:
+        metrics = _metrics(tmp_path, number, logging={"csv": True})
+        (tmp_path / "run.json").write_text(json.dumps({"id": "r-1", "wandb_id": "w"}))
+        metrics.start_loggers()
+        RunPaths(tmp_path).attempt(number).session(0).write_text(
+            "".join(f"{json.dumps(m)}\n" for m in messages)
+        )
+        metrics.finish()
+        metrics.close(state)
+        return [line.split(",")[0] for line in (tmp_path / "csv" / "train.csv").read_text().splitlines()[1:]]
+
+    def rows(*steps: int) -> list[Any]:
+        return ["rows", [[0.0, step, "train", {"loss": 1.0}] for step in steps]]
+
+    assert attempt(1, [rows(1, 2), ["saved", 2], rows(3)], "requeued") == ["1", "2"]
+    assert attempt(2, [rows(3, 4)], "completed") == ["1", "2", "3", "4"]
+    assert attempt(3, [], "completed") == ["1", "2", "3", "4"]

@@ -11,13 +11,21 @@ import pytest
 import torch
 
 from hpc_train import session
+from hpc_train.api import Run
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
-from hpc_train.session import PositionedSampler
+from hpc_train.session.positions import PositionedSampler
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.programs import SESSION_SCRIPT, SESSION_TEXT, final_weights, write_program
+from tests.workloads.programs import (
+    END_STEP_SCRIPT,
+    END_STEP_TEXT,
+    SESSION_SCRIPT,
+    SESSION_TEXT,
+    final_weights,
+    write_program,
+)
 
 
 @pytest.fixture
@@ -145,3 +153,36 @@ def test_a_script_with_five_lines_resumes_to_the_same_bits(
     assert final_weights(paths) == final_weights(quiet)
     verified = hpc_train("verify", paths.folder)
     assert verified.code == 0, verified.err
+
+
+@pytest.mark.slow
+def test_early_stopping_is_at_the_same_step_with_the_same_bits_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout and shuffled data on two ranks, and metrics that have the names of messages."""
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    code = write_program(tmp_path, END_STEP_TEXT, END_STEP_SCRIPT).parent
+    words = ("--local", "--devices", "2")
+    process = start("submit", "exp.yaml", "program.args.sleep=0.2", *words, cwd=code)
+    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
+    wait_for(lambda: last_step(only_run(tmp_path)) >= 11, "step 11")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    paths = only_run(tmp_path)
+    stopped = status(paths)
+    assert stopped["state"] == "interrupted" and 11 <= stopped["step"] < 30
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    assert f"starts at {stopped['step']}" in paths.attempt(2).log(0).read_text()
+    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", *words, cwd=code)
+    assert again.code == 0, again.err
+    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
+    assert final_weights(paths) == final_weights(quiet)
+    for run in (paths, quiet):
+        ended = status(run)
+        assert (ended["state"], ended["step"], ended["total_steps"]) == ("completed", 30, 100)
+        assert ended["reason"].startswith("stopped early: no better distance in 2 evaluations")
+        assert ended["best"] == {"metric": "distance", "value": 0.0, "step": 20}
+        assert Run(run).checkpoint(best=True).step == 20
+        assert [row["step"] for row in iter_rows(run.metrics) if row["split"] == "train"] == [*range(1, 31)]
+        assert len((run.csv / "train.csv").read_text().splitlines()) == 31

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import cast
 
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig
-from hpc_train.experiment.config.schema import Job, Program
+from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import suggestion
 
@@ -91,23 +90,22 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
         )
 
 
-#: Keys of a job that only our trainer reads: for a program they would be ignored without a word.
-_OF_OUR_TRAINER = (
-    "early_stopping",
-    "checkpoint",
-    "logging.wandb",
-    "logging.mlflow",
-    "logging.tensorboard",
-    "logging.csv",
-    "logging.loggers",
-)
-
-
-@rule("program.ignored-key", "program", *_OF_OUR_TRAINER)
+@rule("program.ignored-key", "program", "logging.every_steps")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""
-    defaults = Program.model_construct(name=job.name, program=_program(job))
-    for key in _OF_OUR_TRAINER:
-        if attrgetter(key)(job) != attrgetter(key)(defaults):
-            message = "has no effect on a program, which saves and logs by itself"
-            yield Problem(tuple(key.split(".")), message, "take it out")
+    if job.logging.every_steps != LoggingConfig().every_steps:
+        message = "has no effect on a program, which decides itself when it logs"
+        yield Problem(("logging", "every_steps"), message, "take it out")
+
+
+@rule("program.unread-metric", "program.metrics", "checkpoint.best", "early_stopping")
+def decisions_are_on_metrics_of_the_session(job: Job) -> Iterator[Problem]:
+    """``checkpoint.best`` and ``early_stopping`` need a script that calls ``session.metric``."""
+    if _program(job).metrics is None:
+        return
+    sections = {("checkpoint", "best"): job.checkpoint.best, ("early_stopping",): job.early_stopping}
+    for path, section in sections.items():
+        if section is not None:
+            message = "reads session.metric, not program.metrics: all ranks of the script must stop and save"
+            call = f"session.metric(step, {section.metric}=…)"
+            yield Problem(path, message, f"call {call} in the script and take program.metrics out")

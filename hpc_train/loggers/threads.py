@@ -1,4 +1,4 @@
-"""Calls each logger in its own thread, so that a hanging logger delays training by seconds, not forever.
+"""Calls each logger in its own thread, so that a hanging logger delays the run by seconds, not forever.
 
 A call waits until the logger has returned, up to a time limit. After that the logger is abandoned: it is
 never called again, and its thread is a daemon.
@@ -16,10 +16,11 @@ from time import monotonic
 from typing import Any, TypeVar, cast
 
 from hpc_train import registry
+from hpc_train.experiment.config.schema import Job
 from hpc_train.loggers.base import LimitsItself, Logger, LoggerContext, LoggerOffError
+from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
 from hpc_train.run.files import read_json
-from hpc_train.training.rank import Rank
 
 #: Time limit of all loggers together for a row, a checkpoint or their end.
 LIMIT_S = 10.0
@@ -97,11 +98,11 @@ class LoggerThread:
             call()
 
 
-def start_loggers(rank: Rank) -> list[LoggerThread]:
+def start_loggers(job: Job, paths: RunPaths, attempt: int) -> list[LoggerThread]:
     """Return the file's loggers, each in its thread, except those that can't be started in time."""
-    run, threads = read_json(rank.paths.run) or {}, []
-    for name, args in rank.experiment.logging.arguments_by_logger().items():
-        context = LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+    run, threads = read_json(paths.run) or {}, []
+    for name, args in job.logging.arguments_by_logger().items():
+        context = LoggerContext(job, paths, run["id"], attempt, run["wandb_id"], args)
         if (thread := start_logger(name, context)) is not None:
             threads.append(thread)
     return threads

@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import pytest
 from hpc_train import registry
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import LoggingConfig
+from hpc_train.loggers import threads as logger_threads
 from hpc_train.loggers.base import Logger
+from hpc_train.loggers.metrics_writer import MetricsWriter
+from hpc_train.loggers.threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
 from hpc_train.run.metrics_file import MetricsFile
-from hpc_train.training import logger_threads
-from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
-from hpc_train.training.meters import MetricsWriter
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S
 
@@ -83,11 +84,10 @@ def test_a_logger_that_hangs_is_abandoned_and_the_others_get_every_row(
 
 def test_loggers_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
-    wait = logger_threads.wait
 
     def noted(calls: list[Future[Any]], limit_s: float) -> Any:
         limits.append(limit_s)
-        return wait(calls, limit_s)
+        return futures.wait(calls, limit_s)
 
     monkeypatch.setattr(logger_threads, "wait", noted)
     threads = [LoggerThread.around(HangsInClose()) for _ in range(3)]
