@@ -10,7 +10,7 @@ from typing import cast
 
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig
-from hpc_train.experiment.config.schema import Job, Program
+from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import suggestion
 
@@ -93,7 +93,7 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
 @rule("program.ignored-key", "program", "logging.every_steps")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""
-    if "every_steps" in job.logging.model_fields_set:
+    if job.logging.every_steps != LoggingConfig().every_steps:
         message = "has no effect on a program, which decides itself when it logs"
         yield Problem(("logging", "every_steps"), message, "take it out")
 
