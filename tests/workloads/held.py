@@ -1,0 +1,56 @@
+"""Runs a training script that waits after some optimizer steps until it is signalled or released.
+
+    python held.py train.py --steps=40
+
+The folder ``HELD`` has a file ``after`` with the number of steps of each process; without it nothing waits.
+"""
+
+import collections
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+folder, attempt = Path(os.environ["HELD"]), os.environ["HPC_TRAIN_ATTEMPT"]
+after, left = folder / "after", folder / f"left-{attempt}"
+#: Receives the number of each signal that the script handles, whoever has installed the handler.
+signals, written = os.pipe2(os.O_NONBLOCK)
+signal.set_wakeup_fd(written)
+counts: collections.Counter[int] = collections.Counter()
+
+
+def is_signalled() -> bool:
+    try:
+        return os.read(signals, 1) != b""
+    except BlockingIOError:
+        return False
+
+
+def hold(optimizer: object, *_: object) -> None:
+    counts[id(optimizer)] += 1
+    try:
+        is_due = counts[id(optimizer)] == int(after.read_text())
+    except FileNotFoundError:
+        return
+    if not is_due:
+        return
+    (folder / f"reached-{attempt}-{os.environ['RANK']}").touch()
+    while after.exists() and not left.exists():
+        if is_signalled():
+            left.touch()  # for the other ranks
+        time.sleep(0.02)
+
+
+# A fork has its server's settings.
+faulthandler.enable()
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+register_optimizer_step_post_hook(hold)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
