@@ -95,7 +95,8 @@ def test_json_can_be_read(block: Block) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [each for each in of("python") if each.values[0].page not in NOTEBOOKS])
-def test_python_runs(block: Block, tmp_path: Path) -> None:
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / (block.file or "block.py")
     file.write_text(block.text, encoding="utf-8")
     assert runpy.run_path(str(file)), "it defines nothing"

@@ -289,6 +289,21 @@ def test_a_state_of_accelerate_is_restored_bitwise(
 # The examples on two ranks.
 
 
+@pytest.mark.parametrize("name", ["lightning", "huggingface"])
+def test_the_lines_on_the_page_are_those_of_the_example(name: str) -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "programs.md").read_text()
+    (block,) = (
+        text for text in page.split("```text\n")[1:] if f"programs/{name}/" in page.split(text)[0][-300:]
+    )
+    shown = [line[1:].strip() for line in block.partition("```")[0].splitlines() if line.startswith("+")]
+    plain, with_session = (
+        [line.strip() for line in (EXAMPLES / name / file).read_text().splitlines()]
+        for file in ("train.py", "train_session.py")
+    )
+    assert sorted(shown) == sorted(line for line in set(with_session) - set(plain) if line)
+    assert len(shown) <= 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps", "stop"), [("lightning", 60, 30), ("huggingface", 40, 18)])
 def test_an_example_on_two_ranks_resumes_bitwise(

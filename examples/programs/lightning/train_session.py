@@ -51,16 +51,14 @@ seed_everything(0)
 torch.set_num_threads(1)
 digits = load_digits()
 images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+checkpoint = ModelCheckpoint("out", save_last=True, every_n_train_steps=options.every)
 trainer = Trainer(
     accelerator="cpu",
     devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
     max_steps=options.steps,
     log_every_n_steps=1,
-    callbacks=[
-        ModelCheckpoint("out", save_last=True, every_n_train_steps=options.every),
-        SessionCallback(),
-    ],
+    callbacks=[checkpoint, SessionCallback(every_n_steps=options.every)],
     plugins=[SessionEnvironment()],
     logger=False,
     enable_progress_bar=False,
