@@ -55,7 +55,8 @@ class _Session:
         self.run = None if run is None else Path(run)
         self.rank, self.ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
         self.is_stopping = False
-        self._handles_signals = False
+        #: Signal → our handler.
+        self._handlers: dict[int, Any] = {}
         #: The exchange of the previous call of ``should_stop``: the ranks' flag, and the work to wait for.
         self._exchange: tuple[Any, Any] | None = None
         self._group: Any = None
@@ -63,12 +64,13 @@ class _Session:
         self._beat_at = float("-inf")
 
     def handle_signals(self) -> None:
-        """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well."""
-        if self._handles_signals:
-            return
-        self._handles_signals = True
+        """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well,
+        even if it has replaced ours since the previous call.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR2):
             before = signal.getsignal(number)
+            if number in self._handlers and before is self._handlers[number]:
+                continue
 
             def note(number: int, frame: FrameType | None, before: Any = before) -> None:
                 self.is_stopping = True
@@ -77,6 +79,7 @@ class _Session:
 
             with suppress(ValueError):  # not the main thread
                 signal.signal(number, note)
+                self._handlers[number] = note
 
     def all_stop(self) -> bool:
         """Return True if a rank had received a signal at the previous call. Collective."""

@@ -71,6 +71,11 @@ def test_should_stop_is_true_after_sigterm_and_the_scripts_own_handler_is_called
         assert not session.should_stop(1)
         signal.raise_signal(signal.SIGTERM)
         assert session.should_stop(2) and called == [signal.SIGTERM]
+        session._session.is_stopping = False
+        signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))  # replaces ours
+        assert not session.should_stop(3)
+        signal.raise_signal(signal.SIGUSR2)
+        assert session.should_stop(4) and called == [signal.SIGTERM, signal.SIGUSR2]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
