@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.first_file import CHANGE, DOCS, quoted
-from hpc_train.cli.script_survey import Script, survey
 from hpc_train.console import one_line
 from hpc_train.errors import UsageError
+from hpc_train.workloads.script_survey import Script, survey
 
 _COLUMN = 44
 _GUIDE = f"{DOCS}/programs.md"

@@ -30,7 +30,7 @@ COMMANDS = [
     ("validate exp.yaml --json", 0, '"version"'),
     ("plan exp.yaml --local", 0, ""),
     ("plan exp.yaml --local --json", 0, '"version"'),
-    ("prepare exp.yaml", 0, "program.check"),
+    ("prepare exp.yaml", 0, ""),
     ("submit exp.yaml --local --dry-run", 0, ""),
     ("submit exp.yaml --local --dry-run --json", 0, '"version"'),
     ("doctor exp.yaml --local --json", 0, '"version"'),
