@@ -130,7 +130,21 @@ class _Session:
         return Saving(self.run, self.attempt, self.rank, self.ranks, heartbeat)
 
 
+def _kill_instead() -> None:
+    from multiprocessing import popen_fork
+
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR2))
+
+
 _session = _Session()
+if _session.run is not None:
+    # Slurm signals all processes of a job: a data loader that SIGTERM ends would fail the script before it
+    # has saved. ``terminate`` of a forked process therefore sends SIGKILL.
+    os.register_at_fork(before=_kill_instead, after_in_child=_block_signals)
 
 
 def should_stop(step: int) -> bool:

@@ -130,10 +130,11 @@ def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Pa
 def test_a_program_that_ignores_sigterm_is_ended_before_slurm_does(cluster: Cluster, tmp_path: Path) -> None:
     text = test_misbehaving.TEXT.partition("sweep:")[0].replace("0.05", "5")
     words = ("program.args.behave='ignores SIGTERM'", "program.kill_after_s=null", "slurm.nodes=1")
-    (paths,) = submit(tmp_path, *words, text=text, script=test_misbehaving.MISBEHAVING)
-    wait_for_step(paths, 2)
-    with grace(cluster, 12), high_job(cluster, records(paths)[-1].hosts):
-        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    with grace(cluster, 12):
+        (paths,) = submit(tmp_path, *words, text=text, script=test_misbehaving.MISBEHAVING)
+        wait_for_step(paths, 2)
+        with high_job(cluster, records(paths)[-1].hosts):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
     log = paths.attempt(1).log(0).read_text()
     assert "the program has not ended" in log, log
     start("cancel", paths.folder).communicate(timeout=LIMIT_S)

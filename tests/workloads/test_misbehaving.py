@@ -133,6 +133,24 @@ def test_a_program_that_ignores_sigterm_is_killed_and_one_that_handles_it_is_con
     assert programs_of(tmp_path / "runs") == []
 
 
+@pytest.mark.slow
+def test_a_cancelled_program_in_a_pipe_of_the_shell_saves_first(tmp_path: Path) -> None:
+    command = """[bash, -c, "python train.py --behave='saves when asked' | tee copy.txt"]"""
+    text = TEXT.partition("sweep:")[0].replace("[python, train.py]", command).replace("0.5", "60")
+    file = write_program(tmp_path, text, MISBEHAVING)
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    process = start("submit", file, "--local", "--devices", "1", cwd=file.parent, **runs)
+    wait_for(
+        lambda: any(paths.attempt(1).session(0).exists() for paths in found_runs(tmp_path)), "the session"
+    )
+    (paths,) = found_runs(tmp_path)
+    done = hpc_train("cancel", paths.folder)
+    process.communicate(timeout=HANG_LIMIT_S)
+    assert status(paths)["state"] == "cancelled", done.err
+    assert [folder.name for folder in paths.checkpoints.glob("step-*")] == ["step-00000001"]
+    assert "saved" in (paths.work / "copy.txt").read_text()
+
+
 def searched(folder: Path, *blocks: bytes) -> list[Any]:
     """Return (step, loss) of the rows in an output that arrives in blocks."""
     from hpc_train.experiment.config.program_section import MetricsConfig
