@@ -20,6 +20,10 @@ _RESUME = re.compile(
 )
 #: The last name of a function that saves or makes a folder → the position of its path.
 _SAVERS = {"torch.save": 1, "save_file": 1, "save": 0, "save_pretrained": 0, "save_checkpoint": 0}
+#: Methods of a path that write to it.
+_PATH_METHODS = {"write_text", "write_bytes"}
+#: In the path of a file that may be a checkpoint.
+_CHECKPOINT = re.compile(r"ckpt|checkpoint|state|last", re.I)
 _FOLDER_MAKERS = {"makedirs": 0, "SummaryWriter": 0}
 _FOLDER_KEYWORDS = {"output_dir", "default_root_dir", "dirpath", "log_dir", "save_dir", "logging_dir"}
 _STEP_NAMES = ("global_step", "step", "iter_num", "iteration", "iter", "it", "batch_idx", "i", "epoch")
@@ -158,7 +162,7 @@ class _Survey:
                 continue
             if len(parts) > 1 or suffix or not is_file:
                 script.outputs.append(parts[0])
-            if _name(call.func) == "torch.save" and suffix:
+            if suffix and (_name(call.func) == "torch.save" or _CHECKPOINT.search(path)):
                 saved.append(str(PurePosixPath(path)))
         script.outputs = list(dict.fromkeys(script.outputs))
         for name in filter(_RESUME.fullmatch, self._defaults):
@@ -174,6 +178,8 @@ class _Survey:
             positions = _FOLDER_MAKERS if last in _FOLDER_MAKERS else _SAVERS
             position = positions.get(name, positions.get(last))
             places = [] if position is None else call.args[position : position + 1]
+            if last in _PATH_METHODS and isinstance(call.func, ast.Attribute):
+                places = [call.func.value]
             folders = [word.value for word in call.keywords if word.arg in _FOLDER_KEYWORDS]
             for place in [*places, *folders]:
                 if path := self._path(place):

@@ -125,6 +125,14 @@ for epoch in range(3):
     print(f"100% of epoch {epoch} done | val accuracy: {acc:.1%} of {n}")
     torch.save(state, args.out + "/last.pt")
 """
+PATHLIB = """
+import argparse, json, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", action="store_true")
+checkpoint = pathlib.Path("out/state.json")
+checkpoint.parent.mkdir(exist_ok=True)
+checkpoint.write_text(json.dumps(state))
+"""
 EMPTY = "print('nothing')\n"
 #: Script → the section ``program`` without its command, and the line of ``optimizer.step()``.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -145,6 +153,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "flag": (FLAG, {
         "outputs": ["runs"], "resume": {"if_exists": "runs/a/last.pt", "args": ["--resume"]}
     }, 8),
+    "pathlib": (PATHLIB, {
+        "outputs": ["out"], "resume": {"if_exists": "out/state.json", "args": ["--resume"]}
+    }, 0),
     "empty": (EMPTY, {}, 0),
 }  # fmt: skip
 #: Script → a line that it prints, and the row that is read from it.
