@@ -80,6 +80,12 @@ elif behavior == "ignores SIGTERM":
     print("step 2: loss 2.0", flush=True)
     while True:
         signal.pause()
+elif behavior == "starts a server":
+    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True, env={})
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("step 2: loss 2.0", flush=True)
+    while True:
+        signal.pause()
 elif behavior == "handles SIGTERM":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     print("step 2: loss 2.0", flush=True)
