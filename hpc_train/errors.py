@@ -143,7 +143,7 @@ def printable(text: str) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return ``1 rank``, ``2 ranks``, ``3 batches``."""
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 

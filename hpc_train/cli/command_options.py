@@ -151,6 +151,12 @@ class InitOptions(_Json):
         metavar="EXAMPLE",
         autocompletion=completion.examples,
     )
+    script: Path | None = option(
+        None,
+        "Start from a training script of your own, which is read, not run.",
+        "--from-script",
+        metavar="FILE",
+    )
     queue: str | None = option(None, "Queue (partition) of the cluster.", metavar="NAME")
     gpus: int | None = option(None, "GPUs per node; 0: none. Default: all that are found.", min=0)
     local: bool = flag("For this machine, even if there is a cluster.")

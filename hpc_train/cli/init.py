@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -53,6 +54,8 @@ class FirstFileJson(TypedDict):
     lines_to_change: list[int]
     #: Lines on the content of ``--root``: numbers and sizes, then what may be a mistake.
     data: list[str]
+    #: Lines that tell how to change the script of ``--from-script``.
+    script: list[str]
 
 
 class RecipeJson(TypedDict):
@@ -77,22 +80,25 @@ def init(options: InitOptions) -> ExitCode:
         return ExitCode.DONE
     if output.exists() or output.is_symlink():
         raise UsageError(f"{output}: exists, and is not overwritten; write another name after -o")
-    if _is_terminal() and not options.yes:
+    if _is_terminal() and not options.yes and options.script is None:
         options = _with_answers(options)
     job = None if options.local else _job_section(options)
     gpus = count_gpus(os.environ) if options.gpus is None else options.gpus
     remarks: list[str] = []
-    if options.example is not None:
+    lines: list[str] = []
+    modules: dict[Path, str] = {}
+    if options.script is not None:
+        text, lines = _from_script(options, options.script, job)
+    elif options.example is not None:
         text, modules = _from_example(options, output, job)
     else:
-        name = _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
         content = _survey(options)
         task = options.task or (STARTS[0].task if content is None else content.task)
         chosen = FirstFile(
-            name=name, start=start_of(task), data=options.data, root=options.root, model=options.model,
-            job=job, gpus=gpus, survey=content,
+            name=_name_of(output), start=start_of(task), data=options.data, root=options.root,
+            model=options.model, job=job, gpus=gpus, survey=content,
         )  # fmt: skip
-        text, modules = first_file(chosen, output), {}
+        text = first_file(chosen, output)
         if content is not None:
             modules = _own_modules(text) | _lists(content, output)
             remarks = content.lines
@@ -102,12 +108,14 @@ def init(options: InitOptions) -> ExitCode:
     for path in modules:
         if path.suffix == ".csv" and path.exists():
             raise UsageError(f"{path}: exists, and is not overwritten; write another name after -o")
-    for path, lines in files.items():
+    for path, file_text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
-            file.write(lines)
+            file.write(file_text)
     to_change = [number for number, line in enumerate(text.splitlines(), start=1) if f"# {CHANGE}:" in line]
     _say_next(output, to_change, job)
+    for line in lines:
+        say(line)
     if options.as_json:
         written = FirstFileJson(
             version=JSON_VERSION,
@@ -116,6 +124,7 @@ def init(options: InitOptions) -> ExitCode:
             for_cluster=job is not None,
             lines_to_change=to_change,
             data=remarks,
+            script=lines,
         )
         put_json(written)
     return ExitCode.DONE
@@ -201,6 +210,25 @@ def _title(path: Path) -> str:
     paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
     text = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
     return text.partition(". ")[0].rstrip(".:")
+
+
+def _name_of(output: Path) -> str:
+    return _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
+
+
+def _from_script(options: InitOptions, path: Path, job: JobSection | None) -> tuple[str, list[str]]:
+    """Return the file's text, and the lines that tell how to change the script."""
+    from hpc_train.cli.from_script import job_values, read_script, script_file, session_lines
+
+    for name in ("example", "task", "data", "root", "model"):
+        if vars(options)[name] is not None:
+            flag = "--from" if name == "example" else f"--{name}"
+            raise UsageError(f"{flag}: does not go with --from-script; omit one of them")
+    script = read_script(path)
+    text = script_file(_name_of(options.output), path, script, options.output, for_cluster=job is not None)
+    if job is not None:
+        text = with_job_section(text, replace(job, values=job_values(script, job.values)))
+    return text, session_lines(path, script)
 
 
 def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:

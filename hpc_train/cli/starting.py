@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
 from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -23,15 +23,17 @@ from hpc_train.run import bad_samples, frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
+from hpc_train.run.code.snapshot import folder_in_tree, linked
 from hpc_train.run.create import effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import read_json, read_text, tail_text
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, read_status
 
-#: A traceback frame in one of the user's files in the snapshot.
-_OWN_FRAME = re.compile(
-    r'^ +File "[^"\n]*/(?:\.code/[0-9a-f]+|code)/tree/([^"\n]+)", line (\d+)', re.MULTILINE
+#: A traceback frame in one of the user's files: in the snapshot, or a program's copy of it.
+_OWN_FRAME = (
+    r'^ +File "[^"\n]*/(?:(?:\.code/[0-9a-f]+|code)/tree|{run}/work)/'
+    r'(?![^"\n]*/(?:site|dist)-packages/)([^"\n]+)", line (\d+)'
 )
 _ERROR_BYTES = 1 << 16
 _LR = "optimization.optimizer.lr"
@@ -206,12 +208,18 @@ def _all_damaged(paths: RunPaths) -> bool:
 
 
 def own_code_place(paths: RunPaths) -> str | None:
-    """Return ``file:line`` of the innermost frame in the user's own files; None without one."""
+    """Return ``file:line`` of the innermost frame in the user's own files; None without one.
+
+    The file is relative to the folder of ``submit``, if it is below it.
+    """
     attempt = paths.attempt(newest_number(paths))
+    pattern = re.compile(_OWN_FRAME.format(run=re.escape(paths.folder.name)), re.MULTILINE)
     for error in attempt.files_of_ranks(".error").values():
-        frames = _OWN_FRAME.findall(tail_text(error, _ERROR_BYTES))
-        if frames:
+        if frames := pattern.findall(tail_text(error, _ERROR_BYTES)):
             file, line = frames[-1]
+            with suppress(HpcTrainError):  # the snapshot is gone
+                if (code := linked(paths)) is not None:
+                    file = file.removeprefix(f"{folder_in_tree(code)}/")
             return f"{file}:{line}"
     return None
 

@@ -18,6 +18,7 @@ from hpc_train.package_path import path_variables
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import THREADS_BY_SHARE
+from hpc_train.rank.parent_process import descendants
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process, exit_code, start_in_own_session
@@ -99,10 +100,15 @@ class RankProcesses:
             rank.was_asked = rank.popen.returncode is None
 
     def kill(self) -> None:
-        """Kill the running ranks and their children; return once they have ended."""
-        for rank in self._running():
+        """Kill the running ranks and the processes below them; return once the ranks have ended."""
+        running = self._running()
+        below = [pid for rank in running for pid in descendants(rank.popen.pid)]  # torchrun's lead own groups
+        for rank in running:
             with suppress(ProcessLookupError):
                 os.killpg(rank.popen.pid, signal.SIGKILL)
+        for pid in below:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         for rank in self._running():
             exit_code(rank.popen, block=True)
         self.collect()

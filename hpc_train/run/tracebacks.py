@@ -25,8 +25,8 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line \d+')
 _REPEATED = re.compile(r"^  \[Previous line repeated \d+ more times?\]$")
 #: Installed packages, Python's own modules, compiled strings, and a run's copy of this package.
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<|/package/hpc_train/")
-#: A run's copy of the user's work tree.
-_SNAPSHOT_TREE = re.compile(r'"[^"]*/\.code/[^/"]+/tree/')
+#: A run's copy of the user's work tree, and the working folder of a program.
+_SNAPSHOT_TREE = re.compile(r'"[^"]*/(?:\.code/[^/"]+/tree|[0-9a-f]{10}/work)/')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 #: Prefixes of the variables that libraries read on import.
 _READ_BY_LIBRARIES = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_", "TRITON_")

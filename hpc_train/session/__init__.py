@@ -92,7 +92,8 @@ class _Session:
         self.best_step = -1
         #: What ``load_state`` has restored, and ``end_step`` saves.
         self.objects: dict[str, Any] | None = None
-        self._handles_signals = False
+        #: Signal → our handler.
+        self._handlers: dict[int, Any] = {}
         #: How ranks exchange flags: in shared memory on one node, else over a group of gloo. See ``_begin``.
         self._shared: SharedFlags | None = None
         self._group: Any = None
@@ -108,12 +109,13 @@ class _Session:
         self._beat_at = float("-inf")
 
     def handle_signals(self) -> None:
-        """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well."""
-        if self._handles_signals:
-            return
-        self._handles_signals = True
+        """Record SIGTERM and SIGUSR2 instead of ending; another handler of the script is called as well,
+        even if it has replaced ours since the previous call.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR2):
             before = signal.getsignal(number)
+            if number in self._handlers and before is self._handlers[number]:
+                continue
 
             def note(number: int, frame: FrameType | None, before: Any = before) -> None:
                 self.is_stopping = True
@@ -122,6 +124,7 @@ class _Session:
 
             with suppress(ValueError):  # not the main thread
                 signal.signal(number, note)
+                self._handlers[number] = note
 
     # Decisions of all ranks.
 
@@ -273,7 +276,21 @@ class _Session:
         return folder
 
 
+def _kill_instead() -> None:
+    from multiprocessing import popen_fork
+
+    popen_fork.Popen.terminate = popen_fork.Popen.kill  # type: ignore[method-assign]
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR2))
+
+
 _session = _Session()
+if _session.run is not None:
+    # Slurm signals all processes of a job: a data loader that SIGTERM ends would fail the script before it
+    # has saved. ``terminate`` of a forked process therefore sends SIGKILL.
+    os.register_at_fork(before=_kill_instead, after_in_child=_block_signals)
 
 
 def load_state(**objects: Any) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpc_train.experiment.config.problems import Problem
+from hpc_train.experiment.config.program_section import listed
 from hpc_train.experiment.config.schema import Job, Program
 from hpc_train.experiment.workload import Workload
 from hpc_train.registry import nearest
+from hpc_train.workloads.program_command import executable
 
 #: Suffixes of a word of the command that names a file, if the file is not there.
 _SCRIPTS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml")
@@ -32,13 +34,23 @@ def _has_this_environment(job: Job) -> bool:
     return not (environment.python or environment.container or environment.modules)
 
 
+def _executable_remedy(name: str) -> str:
+    variable, equals, value = name.partition("=")
+    if equals and variable.isidentifier():
+        return f"write program.env: {{{variable}: '{value}'}}, and take it out of the command"
+    if " " in name.strip() or Path(name).suffix in {".py", ".sh"}:
+        shell = {".py": "python ", ".sh": "bash "}.get(Path(name).suffix, "") if Path(name).is_file() else ""
+        return f"write command: {listed(shell + name)}"
+    return "install it, or write the path of an executable file"
+
+
 def _missing_words(command: Sequence[str]) -> Iterator[Problem]:
-    executable = command[0]
-    if "{" not in executable and executable != "python" and shutil.which(executable) is None:
-        close = nearest(executable, ("python", "torchrun", "accelerate", "bash"))
-        remedy = f"did you mean {close}?" if close else "install it, or write the path of an executable file"
+    name = command[0]
+    if "{" not in name and shutil.which(executable(name)) is None:
+        close = nearest(name, ("python", "torchrun", "accelerate", "bash"))
+        remedy = f"did you mean {close}?" if close else _executable_remedy(name)
         path = ("program", "command", 0)
-        yield Problem(path, f"there is no executable {executable}", remedy, code="program.executable")
+        yield Problem(path, f"there is no executable {name}", remedy, code="program.executable")
     for index, word in enumerate(command[1:], start=1):
         if word == "-m":  # further words are those of the module
             return

@@ -13,6 +13,7 @@ from hpc_train.console import say, say_text
 from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
+from hpc_train.workloads.program_command import executable
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,9 +36,7 @@ def _check(job: Program) -> None:
     if command is None:
         say("there is nothing to prepare: a program fetches its data; program.check names a command to try")
         return
-    command = [
-        sys.executable if word == "python" and not index else word for index, word in enumerate(command)
-    ]
+    command = [executable(command[0]), *command[1:]]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     try:
         code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode

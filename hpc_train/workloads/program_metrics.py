@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hpc_train.experiment.config.schema import Program
 from hpc_train.loggers.metrics_writer import MetricsWriter
@@ -24,6 +25,8 @@ from hpc_train.run.metrics_file import MetricsFile
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
+#: A progress bar ends its lines with a carriage return.
+_LINE_END = re.compile(rb"[\r\n]")
 _MAX_STEP = 2**53
 _SYNC_S = 30.0
 #: Columns of a row that the program does not set.
@@ -62,6 +65,8 @@ class ProgramMetrics:
         self.total_steps: int | None = None
         self._progress = 0
         self._thread: threading.Thread | None = None
+        #: Of the thread.
+        self._error: Exception | None = None
         self._lock = threading.Lock()
 
     @property
@@ -77,20 +82,30 @@ class ProgramMetrics:
     @property
     def best(self) -> dict[str, Any] | None:
         """The best evaluation, for ``status.json``; None before the first of this attempt."""
-        return None if self._best is None or self._best.best is None else encoded(self._best.best)
+        if self._best is None or self._best.best is None:
+            return None
+        return encoded(self._best.best) | {"mode": self._best.mode}
 
     def start_loggers(self) -> None:
         """Start the file's loggers, each in a thread of its own."""
         self._loggers = start_loggers(self._job, self._paths, self._attempt)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the program has shown fewer steps than it announced."""
+        return self.total_steps is not None and self.step < self.total_steps
+
     def read_output(self, child: subprocess.Popen[bytes]) -> None:
         """Copy the program's output to this process's, and search it, in a thread."""
         if child.stdout is not None:
-            self._thread = threading.Thread(target=self._copy, args=(child.stdout,), daemon=True)
+            output = cast("io.BufferedReader", child.stdout)
+            self._thread = threading.Thread(target=self._copy, args=(output,), daemon=True)
             self._thread.start()
 
     def poll(self) -> None:
-        """Read new lines of the files."""
+        """Read new lines of the files. Raises the error that a row of the output has met."""
+        if self._error is not None:
+            raise self._error
         for path in self._sources:
             self._read_file(path)
         with self._lock:
@@ -123,15 +138,29 @@ class ProgramMetrics:
             else:
                 call_all(self._loggers, lambda logger: logger.close(state), is_last=True)
 
-    def _copy(self, output: Iterable[bytes]) -> None:
+    def _copy(self, output: io.BufferedReader) -> None:
+        """Copy the output to its end, whatever fails, since the program would wait for a reader."""
+        rest, is_too_long = b"", False
+        while block := output.read1(_MAX_LINE_BYTES):
+            with suppress(OSError):  # a full disk, of which the program's own writes tell
+                sys.stdout.buffer.write(block)
+                sys.stdout.buffer.flush()
+            *lines, rest = _LINE_END.split(rest + block)
+            for line in lines:
+                if not is_too_long:
+                    self._search(line)
+                is_too_long = False
+            if len(rest) > _MAX_LINE_BYTES:
+                rest, is_too_long = b"", True
+        self._search(rest)
+
+    def _search(self, line: bytes) -> None:
         assert self._pattern is not None
-        for line in output:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
-            if len(line) > _MAX_LINE_BYTES:
-                continue
+        try:
             if match := self._pattern.search(line.decode("utf-8", "replace")):
                 self._add(match.groupdict())
+        except Exception as error:
+            self._error = self._error or error
 
     def _read_file(self, path: Path) -> None:
         try:
@@ -143,7 +172,7 @@ class ProgramMetrics:
                     if not line.endswith(b"\n"):
                         break
                     self._sources[path] += len(line)
-                    with suppress(ValueError):
+                    with suppress(ValueError, RecursionError):
                         row = json.loads(line)
                         if path == self._session:
                             self._receive(row)
@@ -174,7 +203,7 @@ class ProgramMetrics:
         numbers = {name: _number(value) for name, value in row.items() if name not in _OWN_COLUMNS}
         values = {name: number for name, number in numbers.items() if number is not None}
         step = values.pop("step", None)
-        if step is None or not 0 <= step < _MAX_STEP:
+        if step is None or not _is_step(step):
             return
         by_split: dict[str, dict[str, float]] = {}
         for name, value in values.items():
@@ -223,6 +252,10 @@ def _number(value: object) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def _is_step(number: float | None) -> bool:
+    return number is not None and 0 <= number < _MAX_STEP
 
 
 def _size(path: Path) -> int:

@@ -8,25 +8,34 @@ have ended, so that none is killed because another one was faster. Imports no to
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError
-from hpc_train.experiment.config.program_section import ProgramConfig
+from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError, counted
 from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, node_name
 from hpc_train.rank.network import listen
-from hpc_train.rank.parent_process import die_with
+from hpc_train.rank.parent_process import (
+    adopt_orphans,
+    children_by_parent,
+    descendants,
+    die_with,
+    end_descendants,
+    reap_orphans,
+)
+from hpc_train.recovery.bad_nodes import lost_a_peer
 from hpc_train.run import working_folder
 from hpc_train.run.attempts import EventLog, newest_number
 from hpc_train.run.create import effective_experiment
@@ -34,11 +43,19 @@ from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
 from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
+from hpc_train.workloads.program_command import command_of
 from hpc_train.workloads.program_metrics import ProgramMetrics
 
 _POLL_S = 0.05
-#: From the stop signal to SIGKILL, for a program that ignores it.
-STOP_LIMIT_S = 60.0
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
+#: From the stop signal to SIGKILL, for a program that ignores it, if nothing else ends it.
+_STOP_LIMIT_S = 60.0
+#: Set by the batch script: the seconds from SIGTERM to Slurm's SIGKILL.
+_GRACE_VARIABLE = "HPC_TRAIN_GRACE_S"
+#: Before Slurm's SIGKILL, to record the end: at most this, at most half of the grace. Assumed.
+_RESERVE_S = 5.0
+#: For the program's processes to print their stacks.
+_STACKS_S = 10.0
 #: For rank 0 to prepare the working folder.
 _PREPARE_LIMIT_S = 300.0
 _HEARTBEAT_S = 30.0
@@ -46,7 +63,11 @@ _HEARTBEAT_S = 30.0
 _SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
+#: Of the script itself, which Python prints without a traceback.
+_SYNTAX_ERROR = re.compile(r'^  File "[^"\n]+", line \d+\n(?: .*\n)*\w+Error: .*', re.MULTILINE)
+#: Before the lines of a rank: of torch's excepthook, or of torchrun.
+_PREFIX = re.compile(r"^(?:\[\w+\]: ?)+", re.MULTILINE)
 #: Variables of the supervisor's own Python.
 _OWN_VARIABLES = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HPC_TRAIN_TOKEN", "HPC_TRAIN_THREADS_BY_SHARE")
 
@@ -91,6 +112,8 @@ class _Supervisor:
         #: When this rank's program last sent a message or touched its file, and the file's time then.
         self._message_at: float | None = None
         self._message_time = 0.0
+        #: Whether the program handles SIGTERM.
+        self._catches_stop = False
 
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
@@ -143,6 +166,7 @@ class _Supervisor:
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
+        adopt_orphans()
         try:
             child = self._start(command, folder, meeting, values, resumes=resumes)
         except OSError as error:
@@ -223,6 +247,9 @@ class _Supervisor:
         shared = session | nodes | (ranks if program.per == "rank" else {})
         environment |= {name: str(value) for name, value in shared.items()}
         environment.setdefault("PYTHONUNBUFFERED", "1")
+        if sys.prefix != sys.base_prefix:  # in a shell script python is that of a virtual environment, too
+            folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+            environment["PATH"] = os.pathsep.join(folders)
         return environment | {name: text.format_map(values) for name, text in program.env.items()}
 
     def _session_settings(self) -> dict[str, Any]:
@@ -239,40 +266,81 @@ class _Supervisor:
         return {name: value for name, value in settings.items() if value is not None}
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Return the program's exit code; pass on a stop, and end a program that makes no progress."""
-        stopped_at: float | None = None
-        while (code := child.poll()) is None:
+        """Return the program's exit code; pass on a stop, and end a program that makes no progress.
+
+        After a stop the processes below a shell may still save when it has ended.
+        """
+        kill_at: float | None = None
+        while child.poll() is None or (kill_at is not None and descendants(os.getpid())):
             self._beat()
-            if self._flag and stopped_at is None:
-                stopped_at = time.monotonic()
+            reap_orphans(child.pid)
+            if self._flag and kill_at is None:
+                limit_s = self._stop_limit_s()
+                kill_at = time.monotonic() + limit_s
                 self._note_signal()
-                child.terminate()
-            elif stopped_at is not None and time.monotonic() > stopped_at + STOP_LIMIT_S:
-                print(f"hpc-train: the program has not ended {STOP_LIMIT_S:g} s after SIGTERM", flush=True)
+                self._stop(child)
+            elif kill_at is not None and time.monotonic() > kill_at:
+                print(f"hpc-train: the program has not ended {limit_s:g} s after SIGTERM: killed", flush=True)
                 child.kill()
                 child.wait()
+                break
             elif self._is_hung():
-                child.send_signal(signal.SIGABRT)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(10)
-                child.kill()
-                child.wait()
-                if self._metrics is not None:
-                    self._metrics.finish()  # copies the stacks to the log
-                minutes = self._job.recovery.hang_after_min
-                limit = f"for {minutes:g} min (recovery.hang_after_min)"
-                raise _HungError(f"no progress {limit}; the log has the program's stacks")
+                self._end_hung(child)
             time.sleep(_POLL_S)
-        if self._metrics is not None:
-            self._metrics.finish()
-            self._write_status("running")
-        _end_group()
+        code = child.wait()
+        self._finish()
         return code
+
+    def _stop(self, child: subprocess.Popen[bytes]) -> None:
+        """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
+        commands = _commands(child.pid, children_by_parent())
+        handling = [pid for pid in commands if _catches(pid, signal.SIGTERM)]
+        self._catches_stop = bool(handling)
+        for pid in handling or commands or [child.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _finish(self) -> None:
+        """End the processes that the program has left behind, then read its last rows."""
+        if left := end_descendants():
+            print(f"hpc-train: the program has left {counted(left, 'process')} behind: ended", flush=True)
+        if self._metrics is not None:
+            self._metrics.finish()  # without those processes its output has an end
+            self._write_status("running")
+
+    def _stop_limit_s(self) -> float:
+        """Return the seconds from SIGTERM to SIGKILL: a bit less than the launcher grants."""
+        if (limit_s := self._job.program.kill_after_s) is not None:
+            return limit_s
+        if "SLURM_JOB_ID" not in os.environ:
+            return _STOP_LIMIT_S
+        granted_s = _number(_GRACE_VARIABLE)
+        if self._flag.first == signal.SIGUSR2:
+            end = _number("SLURM_JOB_END_TIME")
+            granted_s = None if end is None else end - time.time()
+        # Without a known time, Slurm ends the program.
+        return math.inf if granted_s is None else granted_s - min(_RESERVE_S, granted_s / 2)
+
+    def _end_hung(self, child: subprocess.Popen[bytes]) -> NoReturn:
+        """Have all processes of the program print their stacks, and end them. Raises _HungError."""
+        for pid in descendants(os.getpid()):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGABRT)
+        deadline = time.monotonic() + _STACKS_S
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._finish()
+        minutes = self._job.recovery.hang_after_min
+        limit = f"for {minutes:g} min (recovery.hang_after_min)"
+        raise _HungError(f"no progress {limit}; the log has the program's stacks")
 
     def _is_hung(self) -> bool:
         """Return True if the program has shown progress before, and none for longer than the file allows."""
+        logs = [self._attempt.session(self._facts.rank)]
+        if self._job.program.per != "rank":  # it numbers the ranks that it starts by itself
+            logs = list(self._attempt.files_of_ranks(".session").values())
         with suppress(OSError):
-            written = self._attempt.session(self._facts.rank).stat().st_mtime
+            written = max((log.stat().st_mtime for log in logs), default=self._message_time)
             if written != self._message_time:
                 self._message_at, self._message_time = time.monotonic(), written
         shown = [self._message_at, None if self._metrics is None else self._metrics.newest_at]
@@ -283,23 +351,43 @@ class _Supervisor:
     def _judge(self, code: int) -> ExitCode:
         """Return this rank's exit code for the program's."""
         if code == 0:
-            return ExitCode.TRY_AGAIN if has_stopped(self._attempt) else ExitCode.DONE
-        if -code in signals.STOP_SIGNALS and not self._flag:
+            return ExitCode.TRY_AGAIN if self._has_stopped() else ExitCode.DONE
+        if _signal_of(code) in signals.STOP_SIGNALS and not self._flag:
             time.sleep(_SIGNAL_S)  # Slurm signals all processes of a job, one after the other
-        if self._flag or code == ExitCode.TRY_AGAIN:
+        if self._flag:
             return ExitCode.TRY_AGAIN
         tell_error(self._attempt, self._facts.rank, self._error_text(code))
         return ExitCode.FAILED
 
+    def _has_stopped(self) -> bool:
+        """Return True if the program has ended early with exit code 0, because it was asked to.
+
+        Either ``session.should_stop`` was true, or a program without a session has handled SIGTERM by itself.
+        """
+        if self._attempt.files_of_ranks(".session"):
+            return has_stopped(self._attempt)
+        return self._catches_stop
+
     def _error_text(self, code: int) -> str:
-        text = tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES)
-        if code < 0:
-            with suppress(ValueError):
-                return f"the program was killed by {signal.Signals(-code).name}"
-        if (begin := text.rfind(_TRACEBACK)) >= 0:
-            return text[begin:]
+        text = _PREFIX.sub("", tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES))
+        if number := _signal_of(code):
+            how = "was" if code < 0 else f"ended with exit code {code}:"
+            return f"the program {how} killed by {number.name}"
+        if begins := [match.start() for match in _TRACEBACK.finditer(text)]:
+            ends = [*begins[1:], len(text)]
+            return self._telling([text[begin:end] for begin, end in zip(begins, ends, strict=True)])
+        if syntax_error := _SYNTAX_ERROR.search(text):
+            return syntax_error[0]
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
         return f"the program ended with exit code {code}: {last}"
+
+    def _telling(self, tracebacks: Sequence[str]) -> str:
+        """Return the last traceback of the script, if possible of a rank that has not only lost a peer.
+
+        torchrun and accelerate print tracebacks of their own after those of the ranks that they started.
+        """
+        work = f"/{self._paths.folder.name}/{self._paths.work.name}/"
+        return max(tracebacks[::-1], key=lambda text: 2 * (work in text) - lost_a_peer(text))
 
     # The other ranks, the run's files.
 
@@ -344,7 +432,10 @@ class _Supervisor:
         best, reason = status.best, None
         if self._metrics is not None:
             best = self._metrics.best or best
-            reason = self._metrics.end_reason if state == "completed" else None
+            if state == "completed":
+                reason = self._metrics.end_reason
+                if reason is None and self._metrics.is_short:
+                    reason = f"exit code 0, but its last progress was step {step} of {total}"
         status = RunStatus(state, step, total, status.epoch, self._number, reason, best=best)
         if state == "completed":
             write_status(self._paths, status)
@@ -376,57 +467,36 @@ class _HungError(HpcTrainError):
     exit_code = ExitCode.HUNG
 
 
-def command_of(program: ProgramConfig, values: Mapping[str, str], *, resumes: bool) -> list[str]:
-    """Return the command with its arguments; ``values`` replace the names in braces."""
-    command = [word.format_map(values) for word in program.command]
-    if command[0] == "python":
-        command[0] = sys.executable
-    for name, value in program.args.items():
-        text = value.format_map(values) if isinstance(value, str) else value
-        command += rendered(name, text, program.style)
-    if resumes and program.resume is not None:
-        command += [word.format_map(values) for word in program.resume.args]
-    return command
+def _signal_of(code: int) -> signal.Signals | None:
+    """Return the signal that ended a process, or the program of a shell, by the exit code."""
+    with suppress(ValueError):
+        return signal.Signals(-code if code < 0 else code - 128)
+    return None
 
 
-def rendered(name: str, value: Any, style: str) -> list[str]:
-    """Return one argument as words of a command line."""
-    if style == "key=value":
-        return [f"{name}={_as_hydra(value)}"]
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [f"--{name}"]
-    items = [_as_text(item) for item in (value if isinstance(value, list) else [value])]
-    if style == "--key=value" and not isinstance(value, list):
-        return [f"--{name}={items[0]}"]
-    return [f"--{name}", *items]
+def _is_shell(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip() in _SHELLS
+    return False
 
 
-def _as_hydra(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_as_hydra, value))}]"
-    return _as_text(value)
+def _commands(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the process, or the commands that it waits for if it is a shell."""
+    if not _is_shell(pid):
+        return [pid]
+    return [command for child in children.get(pid, ()) for command in _commands(child, children)]
 
 
-def _as_text(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case float():
-            return repr(value)
-    return str(value)
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Return True if the process has a handler of the signal."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
-def _end_group() -> None:
-    """Kill processes that the program has left behind, such as a server, if this rank leads its group."""
-    group = os.getpgrp()
-    if group != os.getpid():
-        return
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != group:
-            with suppress(OSError):
-                if os.getpgid(int(entry.name)) == group:
-                    os.kill(int(entry.name), signal.SIGKILL)
+def _number(variable: str) -> float | None:
+    """Return the value of an environment variable that is a positive number, else None."""
+    text = os.environ.get(variable, "")
+    return float(text) if text.isdecimal() and int(text) else None

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.runs import found_runs, hpc_train, wait_for
+from tests.end_to_end.runs import found_runs, hpc_train, start, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
     ENVIRONMENT,
@@ -26,12 +26,14 @@ from tests.slurm.experiments import (
     wait_for_state,
     wait_for_step,
 )
-from tests.slurm.runs import high_job
+from tests.slurm.runs import grace, high_job
+from tests.workloads import test_misbehaving
 from tests.workloads.programs import (
     SCRIPT,
     SESSION_SCRIPT,
     SESSION_TEXT,
     TEXT,
+    TORCHRUN_TEXT,
     final_weights,
     result,
     weight_after,
@@ -111,3 +113,28 @@ def test_a_script_with_a_session_stops_on_both_nodes_at_one_step(cluster: Cluste
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
     (quiet,) = submit(tmp_path / "quiet", "--local", "--devices", "2", **session)
     assert final_weights(paths) == final_weights(quiet)
+
+
+def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    (paths,) = submit(tmp_path, "program.args.sleep=0.3", text=TORCHRUN_TEXT, script=SESSION_SCRIPT)
+    wait_for_step(paths, 5)
+    with high_job(cluster, records(paths)[-1].hosts):
+        ended = wait_for_attempt_end(paths, 1)
+    assert ended.cause == "preemption" and (ended.saved_step or 0) >= 5, account(paths)
+    start_now(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
+    assert sorted(paths.attempt(2).files_of_ranks(".session")) == [0, 1, 2, 3]
+
+
+def test_a_program_that_ignores_sigterm_is_ended_before_slurm_does(cluster: Cluster, tmp_path: Path) -> None:
+    text = test_misbehaving.TEXT.partition("sweep:")[0].replace("0.05", "5")
+    words = ("program.args.behave='ignores SIGTERM'", "program.kill_after_s=null", "slurm.nodes=1")
+    with grace(cluster, 12):
+        (paths,) = submit(tmp_path, *words, text=text, script=test_misbehaving.MISBEHAVING)
+        wait_for_step(paths, 2)
+        with high_job(cluster, records(paths)[-1].hosts):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    log = paths.attempt(1).log(0).read_text()
+    assert "the program has not ended" in log, log
+    start("cancel", paths.folder).communicate(timeout=LIMIT_S)

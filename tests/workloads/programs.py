@@ -69,3 +69,14 @@ def final_weights(paths: RunPaths) -> dict[str, Any]:
     """Return the weights that ``SESSION_SCRIPT`` wrote at its end."""
     state = torch.load(paths.work / "weights.pt")
     return {name: value.tolist() for name, value in state.items()}
+
+
+#: The same script with torchrun, which is started once per node and starts the ranks.
+TORCHRUN_TEXT = """
+name: prog
+program:
+  command: [torchrun, "--nnodes={nodes}", "--node-rank={node_rank}", --nproc-per-node=2,
+            "--master-addr={master_addr}", "--master-port={master_port}", train.py]
+  per: node
+  args: {steps: 30}
+"""

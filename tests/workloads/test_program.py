@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads.program import ProgramWorkload
+from hpc_train.workloads.program_command import command_of, rendered
 from hpc_train.workloads.program_metrics import ProgramMetrics
-from hpc_train.workloads.supervisor import command_of, has_stopped, rendered
+from hpc_train.workloads.supervisor import has_stopped
 from tests.workloads.programs import TEXT, write_program
 
 
@@ -46,7 +48,8 @@ def test_names_in_braces_are_replaced_and_a_resume_adds_its_arguments() -> None:
         "resume": {"if_exists": "out/*.pt", "args": ["--from", "{run}/a"]},
     })  # fmt: skip
     values = {"nodes": "2", "seed": "7", "run": "/runs/x"}
-    words = ["torchrun", "--nnodes=2", "{x}", "--seed=7", "--deep", "1"]
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    words = [torchrun, "--nnodes=2", "{x}", "--seed=7", "--deep", "1"]
     assert command_of(program, values, resumes=False) == words
     assert command_of(program, values, resumes=True) == [*words, "--from", "/runs/x/a"]
 

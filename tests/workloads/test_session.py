@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -79,9 +80,38 @@ def test_should_stop_is_true_after_sigterm_and_the_scripts_own_handler_is_called
         assert not session.should_stop(1)
         signal.raise_signal(signal.SIGTERM)
         assert session.should_stop(2) and called == [signal.SIGTERM]
+        session._session.is_stopping = False
+        signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))  # replaces ours
+        assert not session.should_stop(3)
+        signal.raise_signal(signal.SIGUSR2)
+        assert session.should_stop(4) and called == [signal.SIGTERM, signal.SIGUSR2]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+LOADER_SCRIPT = """
+import os, signal, time
+from torch.utils.data import DataLoader
+from hpc_train import session
+
+batches = iter(DataLoader(range(20), num_workers=1))
+next(batches)
+(worker,) = batches._workers
+os.kill(worker.pid, signal.SIGTERM)
+time.sleep(0.3)
+assert len(list(batches)) == 19
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_ends_no_data_loader(tmp_path: Path) -> None:
+    environment = os.environ | {"HPC_TRAIN_RUN": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LOADER_SCRIPT]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_heartbeat_needs_no_earlier_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -96,3 +97,28 @@ def _folder_of(process: Path) -> bytes:
         return os.fsencode((process / "cwd").readlink())
     except OSError:
         return b""
+
+
+#: It fails in its first attempt.
+WANDB_SCRIPT = """
+import json
+import os
+import wandb
+
+run = wandb.init(project="p", mode="offline", dir="logs")
+run.log({"loss": 1.0})
+assert os.environ["HPC_TRAIN_ATTEMPT"] == "2"
+"""
+
+
+def test_wandb_of_a_program_is_one_run_over_all_attempts(folder: Path) -> None:
+    file = write_program(folder, "name: prog\nprogram: {command: [python, train.py], outputs: logs}\n")
+    (file.parent / "train.py").write_text(WANDB_SCRIPT)
+    failed = hpc_train("submit", file, "--local", "--devices", "1", cwd=file.parent)
+    paths = only_run(folder)
+    assert failed.code == 1 and "AssertionError" in str(status(paths)["reason"]), failed.err
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    wandb_id = json.loads(paths.run.read_text())["wandb_id"]
+    runs = sorted(path.name for path in paths.work.glob("logs/wandb/offline-run-*"))
+    assert len(runs) == 2 and all(name.endswith(f"-{wandb_id}") for name in runs), runs

@@ -27,6 +27,9 @@ NOT_IDENTITY = (
     "data.cache_pixels",
     "data.stage",
     "data.workers",
+    "program.metrics",
+    "program.kill_after_s",
+    "program.check",
 )
 #: Keys outside the id that a grid may vary nevertheless, to train one experiment on several job sizes: where
 #: they are swept, the run's id includes their values.
@@ -137,16 +140,20 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
     return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
 
 
+def argument_remedy(key: str) -> str:
+    """Return the remedy for a name, in a file with a program, that is probably an argument of the script."""
+    return f"write {PROGRAM}.args.{key.rpartition('.')[2]} for an argument of the script"
+
+
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
     if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
         return with_blank(*unspaced)
     if path[0] == PROGRAM:  # the user's own names, of which ours are no synonyms
-        close = nearest(str(path[-1]), known_keys(path[:-1]))
-        return (
-            f"did you mean {close}?"
-            if close
-            else f"write {PROGRAM}.args.{path[-1]} for an argument of the script"
-        )
+        if close := nearest(str(path[-1]), known_keys(path[:-1])):
+            return f"did you mean {close}?"
+        if len(path) == 2:
+            return argument_remedy(str(path[-1]))
+        return f"take it out; {dotted(path[:-1])} has the keys {', '.join(known_keys(path[:-1]))}"
     called = key_for(path)
     if called and called != dotted(path):
         return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"

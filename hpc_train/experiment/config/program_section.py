@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hpc_train.experiment.config.fields import Section, pattern
+from hpc_train.experiment.config.fields import PositiveFloat, Section, pattern
 
 #: Names that ``{…}`` may have in ``command``, ``args`` and ``env`` → their meaning.
 PLACEHOLDERS = {
@@ -29,6 +29,11 @@ PLACEHOLDERS = {
 _NEEDS_QUOTES = re.compile(
     r"[^A-Za-z0-9_./=+-]|^[^A-Za-z_./-]|^-$|^-[^-A-Za-z]|^(true|false|null|yes|no|on|off|y|n)$", re.I
 )
+#: Words that are operators of the shell, and variables.
+_SHELL_SYNTAX = re.compile(r"^(\||\|\||&|&&|;|\d*>>?|<|\d?>&\d|&>>?)$|\$(\w+|\{\w+\}|\()")
+_SHELL_LINE = re.compile(r"^\w+=\S*\s|(^|\s)([|&;<>]|\d?>)|;(\s|$)|[$`*]")
+#: In a command, braces are those of our own names.
+_BRACED_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _Word = Annotated[str, Field(min_length=1, max_length=4096)]
 _RelativePath = Annotated[
     str,
@@ -49,23 +54,34 @@ _Argument = Annotated[
 def _as_words(value: object) -> object:
     if not isinstance(value, str):
         return value
-    raise ValueError(f"needs a list, since no shell reads it; write command: {_listed(value)}")
+    raise ValueError(f"needs a list, since no shell reads it; write command: {listed(value)}")
+
+
+def shell_syntax(word: str) -> str | None:
+    """Return the part of a word that only a shell understands, an operator or a variable; else None."""
+    match = _SHELL_SYNTAX.search(word)
+    return match[0] if match else None
 
 
 def as_section(value: object) -> object:
     """Refuse a command in place of the section, with the section to write."""
     if not isinstance(value, str | list):
         return value
-    command = _listed(value if isinstance(value, str) else shlex.join(map(str, value)))
+    command = listed(value if isinstance(value, str) else shlex.join(map(str, value)))
     raise ValueError(f"needs a section; write program: {{command: {command}}}")
 
 
-def _listed(text: str) -> str:
-    """Return a command line as a list of YAML."""
+def listed(text: str) -> str:
+    """Return a command line as a list of YAML; one with syntax of the shell as a command of bash."""
+    if _SHELL_LINE.search(text):
+        line = _BRACED_VARIABLE.sub(r"$\1", text)
+        return f"[bash, -c, {json.dumps(line)}]"
     try:
         words = shlex.split(text)
     except ValueError:  # a quote that is not closed
         words = text.split()
+    if words[:1] and words[0].endswith(".py") and "/" not in words[0]:
+        words = ["python", *words]
     return f"[{', '.join(json.dumps(word) if _NEEDS_QUOTES.search(word) else word for word in words)}]"
 
 
@@ -100,6 +116,10 @@ class ProgramConfig(Section):
     each attempt."""
     metrics: MetricsConfig | None = None
     """The metrics that the program writes. Default: none are read."""
+    kill_after_s: PositiveFloat | None = None
+    """Seconds from a stop signal until a program that has not ended is killed. Default: 60; on Slurm slightly
+    less than it grants: ``GraceTime`` or ``KillWait`` after SIGTERM, the rest of the time limit after its
+    warning."""
     check: Annotated[list[_Word], Field(min_length=1)] | None = None
     """A command that `hpc-train prepare` runs, such as the script with ``--help``. Default: none."""
 

@@ -318,7 +318,8 @@ def as_training(job: Job) -> Experiment:
     """Return the job as an experiment of our trainer. Raises BadFileError if its runs execute a program."""
     if not isinstance(job, Experiment):
         raise BadFileError(
-            f"{job.name}: its runs execute a program of yours; only hpc-train's own trainer can do that"
+            f"{job.name}: its runs execute a program of yours, and only hpc-train's own trainer can do that; "
+            f"use the program itself with a checkpoint (`hpc-train verify {job.name}` lists them)"
         )
     return job
 

@@ -14,6 +14,7 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.keys import (
     PROGRAM,
     BadKeyError,
+    argument_remedy,
     as_mapping,
     known_keys,
     meant_path,
@@ -36,6 +37,7 @@ from hpc_train.experiment.config.remedies import (
 from hpc_train.experiment.config.synonyms import advice_for
 from hpc_train.experiment.config.value_synonyms import value_for
 from hpc_train.redaction import without_credentials
+from hpc_train.registry import suggestion
 
 #: A longer value is not repeated.
 _MAX_LENGTH = 160
@@ -49,6 +51,11 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problem with the unknown key at ``path`` of ``data``; if it only wraps keys, theirs."""
     if path[0] == PROGRAM or (len(path) == 1 and node_at(path) is not None):
         yield unknown_key(path)  # the user's own names, or a key of the other kind of file
+        return
+    if PROGRAM in data and len(path) == 1:
+        name = str(path[0])
+        likely = suggestion(name, known_keys(()), argument_remedy(name))
+        yield Problem(path, "unknown key", likely, on_key=True, code="key.unknown")
         return
     value = _at(data, path)
     if value in ({}, []):

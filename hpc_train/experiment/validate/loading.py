@@ -16,7 +16,9 @@ from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config.explanations import explain, failed_paths
 from hpc_train.experiment.config.json_schema import Node
 from hpc_train.experiment.config.keys import (
+    PROGRAM,
     BadKeyError,
+    argument_remedy,
     as_mapping,
     known_keys,
     members,
@@ -146,7 +148,8 @@ def _overridden(
                 raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE", code="key.path"))
             path = split_key(key)
         except BadKeyError as error:
-            problems.append(replace(error.problem, place=COMMAND_LINE))
+            remedy = argument_remedy(key) if PROGRAM in data and equals else error.problem.remedy
+            problems.append(replace(error.problem, place=COMMAND_LINE, remedy=remedy))
             continue
         value, bad = read_value(text)
         problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]

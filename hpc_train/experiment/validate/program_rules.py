@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import string
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import cast
 
 from hpc_train.experiment.config.problems import KeyPath, Problem
-from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig
+from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, shell_syntax
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import suggestion
@@ -45,6 +46,37 @@ def names_in_braces_exist(job: Job) -> Iterator[Problem]:
             if field not in PLACEHOLDERS:
                 remedy = suggestion(field, PLACEHOLDERS, "write {{ and }} for braces that belong to the text")
                 yield Problem(path, f"there is no {{{field}}}", remedy)
+
+
+@rule("program.shell", "program")
+def words_need_no_shell(job: Job) -> Iterator[Problem]:
+    """No word of the command is syntax of a shell, unless it is a shell's own."""
+    command = _program(job).command
+    if PurePosixPath(command[0]).name in {"bash", "sh", "zsh", "srun"}:
+        return
+    for index, word in enumerate(command):
+        if (syntax := shell_syntax(word)) is not None:
+            line = " ".join(part if shell_syntax(part) else shlex.quote(part) for part in command)
+            message = f"{syntax} is for a shell, and none reads the command"
+            yield Problem(("program", "command", index), message, f"write command: {listed(line)}")
+            return
+
+
+@rule("program.argument", "program")
+def arguments_can_be_rendered(job: Job) -> Iterator[Problem]:
+    """A value is plain or a list; only the style of Hydra has lists within lists."""
+    program = _program(job)
+    for name, value in program.args.items():
+        path: KeyPath = ("program", "args", name)
+        if isinstance(value, dict):
+            inner = next(iter(value), "key")
+            yield Problem(
+                path, "is a mapping, which no command line has", f"write the key {name}.{inner}: value"
+            )
+        elif isinstance(value, list):
+            deep = (dict, list) if program.style != "key=value" else (dict,)
+            if any(isinstance(item, deep) for item in value):
+                yield Problem(path, "has lists or mappings in a list", "write values, or text in quotes")
 
 
 @rule("program.path", "program")

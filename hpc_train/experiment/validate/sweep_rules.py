@@ -11,9 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.experiment.config.explanations import explain
-from hpc_train.experiment.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, replaced, split_key
+from hpc_train.experiment.config.keys import (
+    GRID,
+    NOT_IDENTITY,
+    SCALING,
+    BadKeyError,
+    argument_remedy,
+    replaced,
+    split_key,
+)
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, shown
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Job, Program
 from hpc_train.experiment.config.sweep_sections import (
     CHOICE,
     MAX_RUNS,
@@ -81,7 +89,9 @@ def swept_keys_exist(experiment: Job) -> Iterator[Problem]:
         try:
             split_key(swept.key)
         except BadKeyError as error:
-            yield replace(error.problem, path=swept.place, on_key=True)
+            is_program = isinstance(experiment, Program)
+            remedy = argument_remedy(swept.key) if is_program else error.problem.remedy
+            yield replace(error.problem, path=swept.place, remedy=remedy, on_key=True)
 
 
 @rule("sweep.not-identity", *_WAYS)

@@ -52,6 +52,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_ANY_NODE",
     "HPC_TRAIN_ANSWER",
     "HPC_TRAIN_JOB",
+    "HPC_TRAIN_GRACE_S",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -144,6 +145,7 @@ def _setup(
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
         "variables": profile.variables(),
+        "is_program": experiment.workload == "program",
         "site": site(slurm, profile),
     }
 
