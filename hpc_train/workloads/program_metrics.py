@@ -101,7 +101,7 @@ class ProgramMetrics:
                     if not line.endswith(b"\n"):
                         break
                     self._sources[path] += len(line)
-                    with suppress(ValueError):
+                    with suppress(ValueError, RecursionError):
                         row = json.loads(line)
                         if isinstance(row, dict):
                             self._add(row)
@@ -110,7 +110,7 @@ class ProgramMetrics:
 
     def _add(self, row: Mapping[str, Any]) -> None:
         values = {name: number for name, value in row.items() if (number := _number(value)) is not None}
-        if "total" in values and "progress" in values:
+        if math.isfinite(values.get("total", math.nan)) and math.isfinite(values.get("progress", math.nan)):
             self.total_steps, self._progress = int(values["total"]), int(values["progress"])
             self.newest_at = time.monotonic()
         step = values.pop("step", None)

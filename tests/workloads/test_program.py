@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,19 @@ def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
         {"step": 2, "loss": "nan", "val_loss": 3.5},
         {"loss": 1},
         {"step": 2, "loss": 9},
+        {"step": 1e300, "loss": 9},
+        {"total": math.inf, "progress": 1},
+        {"total": 9, "progress": math.nan},
     ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n" + '{"step": 3, "lo')
+    source.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+        + "no JSON\n"
+        + "[" * 99999
+        + "\n"
+        + '{"step": 3, "lo'
+    )
     metrics.poll()
-    assert metrics.newest_at is not None and metrics.step == 2
+    assert metrics.newest_at is not None and metrics.step == 2 and metrics.total_steps is None
     with source.open("a") as file:
         file.write('ss": 1.5}\n')
     metrics.finish()
