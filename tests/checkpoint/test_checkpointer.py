@@ -9,6 +9,7 @@ import pickle
 import shutil
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -531,17 +532,27 @@ def missing_tensor(checkpoint: CheckpointPaths) -> None:
 
 def lying_place(checkpoint: CheckpointPaths) -> None:
     """A tensor's bytes would be those behind the file's end."""
+    _change_entry(checkpoint, lambda entry: {"data_offsets": [at + 2**40 for at in entry["data_offsets"]]})
+
+
+def entry_without_dtype(checkpoint: CheckpointPaths) -> None:
+    _change_entry(checkpoint, lambda entry: {"other": entry.pop("dtype")})
+
+
+def _change_entry(checkpoint: CheckpointPaths, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     octets = checkpoint.shard(0).read_bytes()
     length = struct.unpack("<Q", octets[:8])[0]
     header = json.loads(octets[8 : 8 + length])
-    begin, end = header["model.first.weight"]["data_offsets"]
-    header["model.first.weight"]["data_offsets"] = [begin + 2**40, end + 2**40]
+    entry = header["model.first.weight"]
+    entry |= changed(entry)
     text = json.dumps(header).encode()
     checkpoint.shard(0).write_bytes(struct.pack("<Q", len(text)) + text + octets[8 + length :])
 
 
 @pytest.mark.fault(44)
-@pytest.mark.parametrize("damage", [lying_header, lying_shape, lying_place, missing_tensor])
+@pytest.mark.parametrize(
+    "damage", [lying_header, lying_shape, lying_place, missing_tensor, entry_without_dtype]
+)
 def test_a_forged_shard_is_a_clear_error(run: RunPaths, saved: Trainee, damage) -> None:  # type: ignore[no-untyped-def]
     damage(run.checkpoint(2))
     forge(run.checkpoint(2))

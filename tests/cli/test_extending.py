@@ -49,6 +49,8 @@ def _new_run(*old: RunPaths) -> RunPaths:
 
 
 def test_more_steps_start_a_new_run_from_the_checkpoints_of_the_old_one(completed: RunPaths) -> None:
+    rows = [{"split": "train", "step": step, "attempt": 1, "loss": 0.5} for step in (1, 5, 6)]
+    completed.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept = {path: path.read_bytes() for path in completed.folder.rglob("*") if path.is_file()}
     done = _resume(completed.folder, "optimization.steps=9", "data.workers=2", "--json")
     assert done.code == 0, done.err
@@ -61,8 +63,8 @@ def test_more_steps_start_a_new_run_from_the_checkpoints_of_the_old_one(complete
     assert f"{new.folder.name}: attempt 1 continues from step 5, from now on with data.workers=2" in done.err
     (checkpoint,) = committed(new)
     assert (checkpoint.step, Manifest.read(checkpoint).attempt, verify(checkpoint)) == (5, 0, [])
-    first = json.loads(new.metrics.read_text().splitlines()[0])
-    assert (first["step"], first["attempt"]) == (5, 0)
+    copied = list(map(json.loads, new.metrics.read_text().splitlines()))[:-1]  # the last: of the new run
+    assert copied == [row | {"attempt": 0} for row in rows[:2]]
     old_facts, facts = _facts(completed), _facts(new)
     assert facts["extends"] == {"run": completed.folder.name, "step": 5}
     assert old_facts["extended_by"] == [new.folder.name]

@@ -44,6 +44,7 @@ def notices(root: Path, name: str = "imagefolder", args: dict[str, Any] | None =
 
 
 def test_nothing_is_reported_of_opaque_images_of_eight_bits(root: Path) -> None:
+    write(root / "train/a/x.tif", Image.fromarray(COLORS).convert("LAB"))
     assert notices(root) == ""
 
 
@@ -51,6 +52,12 @@ def test_nothing_is_reported_of_opaque_images_of_eight_bits(root: Path) -> None:
     ("name", "image", "options", "words"),
     [
         ("x.png", Image.fromarray(RAMP), {}, "16 bits per pixel (values 0 to 252)"),
+        (
+            "x.tif",
+            Image.frombytes("I;16B", (8, 8), RAMP.astype(">u2").tobytes()),
+            {},
+            "16 bits per pixel (values 0 to 252)",
+        ),
         ("x.png", Image.fromarray(np.dstack([COLORS, COLORS[..., 0]])), {}, "transparent"),
         ("x.png", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),
         ("x.jpg", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),

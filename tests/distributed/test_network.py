@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -89,6 +90,17 @@ def test_the_first_host_that_answers_is_taken() -> None:
 def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
+
+
+@pytest.mark.parametrize(
+    ("family", "address"),
+    [(socket.AF_INET, "1.2.3.4"), (socket.AF_INET6, "506:708:90a::"), (socket.AF_PACKET, "None")],
+)
+def test_an_entry_has_an_address_of_the_internet_or_none(family: int, address: str) -> None:
+    """A port, an IPv4 address or the flow, and an IPv6 address."""
+    data = (ctypes.c_ubyte * 26)(0, 0, *range(1, 11))
+    entry = network._Interface(address=ctypes.pointer(network._SocketAddress(family, data)))
+    assert str(network._address_in(entry)) == address
 
 
 @pytest.mark.usefixtures("_no_choice")

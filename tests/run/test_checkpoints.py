@@ -29,6 +29,7 @@ from hpc_train.run.checkpoints import (
     newest_attempt,
     prune,
     remove,
+    selection_words,
     set_aside,
     verify,
 )
@@ -371,6 +372,26 @@ def test_the_best_up_to_each_kept_checkpoint_is_kept(run: RunPaths) -> None:
     assert prune(run, 2, 1) == ["step-00000400", "step-00000100"]
     best = kept_best(run)
     assert best is not None and best.step == 300
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (100, "the checkpoint, step 100 (the best: loss 0.5 at step 200)"),
+        (200, "the best checkpoint, loss 0.5 at step 200 (--last: step 300)"),
+        (300, "the last checkpoint, step 300 (the best: loss 0.5 at step 200)"),
+    ],
+)
+def test_a_selected_checkpoint_is_named_with_the_best_or_the_last(
+    run: RunPaths, step: int, words: str
+) -> None:
+    begin_attempt(run, 1)
+    write_checkpoint(run, 50, attempt=1)
+    assert selection_words(run, step) == ""
+    for saved in (100, 200, 300):
+        facts = {"metric": "loss", "value": 0.5, "step": 200}
+        change_manifest(write_checkpoint(run, saved, attempt=1), best=facts)
+    assert selection_words(run, step) == words
 
 
 def test_without_checkpoints_there_is_no_best(run: RunPaths) -> None:

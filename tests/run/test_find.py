@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.find import find_and_skip, find_runs, is_readable, is_run, run_name, run_names
+from hpc_train.run.find import _LISTED, find_and_skip, find_runs, is_readable, is_run, run_name, run_names
 
 
 def _make_run(experiment: str, run_id: str) -> Path:
@@ -49,6 +49,13 @@ def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: lis
     with pytest.raises(UsageError) as error:
         find_runs(["bbbb"])
     assert [line.split()[0] for line in str(error.value).splitlines()[1:]] == ["one/bbbb", "two/bbbb"]
+
+
+def test_a_long_list_of_runs_ends_with_the_number_of_others() -> None:
+    for number in range(_LISTED + 3):
+        _make_run(f"experiment-{number}", "same")
+    with pytest.raises(UsageError, match=r"\n  and 3 more$"):
+        find_runs(["same"])
 
 
 def test_the_start_of_an_id_is_enough(folders: list[Path]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, read_record, write_record
-from hpc_train.run.liveness import end_living, living
+from hpc_train.run.liveness import end_living, living, silent_s
 from hpc_train.run.processes import Process
 from tests.waiting import HANG_LIMIT_S
 
@@ -54,6 +55,19 @@ def identity(process: subprocess.Popen[bytes]) -> Process:
 
 def record_of(launcher: Process, ranks: list[Process]) -> AttemptRecord:
     return AttemptRecord(1, now(), [], launcher, "local", ["here"], len(ranks), len(ranks), ranks)
+
+
+def test_silence_lasts_since_the_newest_file_of_the_attempt(run: RunPaths) -> None:
+    claim_attempt(run)
+    record = AttemptRecord(1, now(), [], None, "local", ["here"], 1, 1, [])
+    run.status.touch()
+    files = [run.status, run.attempt(1).folder / "heartbeat"]
+    for path, age_s in zip(files, (5000, 1000), strict=True):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    for path in run.attempt(1).folder.iterdir():
+        os.utime(path, (time.time() - 1000,) * 2)
+    assert silent_s(run, record) == pytest.approx(1000, abs=HANG_LIMIT_S)
 
 
 def test_a_process_is_alive_until_it_ended(child: subprocess.Popen[bytes]) -> None:

@@ -56,12 +56,14 @@ def test_a_signal_names_its_limit(signal: str, option: str) -> None:
 
 def test_limits_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_NPROC: 100, resource.RLIMIT_CPU: 60}
+    values |= {resource.RLIMIT_FSIZE: 4096}
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values.get(kind, infinity), infinity))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert resource_limits.current() == {
         "-v": "the address space is limited to 1024 MiB (`ulimit -v`)",
         "-u": "the number of the user's processes and threads is limited to 100 (`ulimit -u`)",
+        "-f": "the size of a file is limited to 4096 bytes (`ulimit -f`)",
         "-t": "CPU time is limited to 60 s (`ulimit -t`)",
     }
 
@@ -139,6 +141,16 @@ def test_a_fork_that_is_refused_names_the_limit_of_processes(monkeypatch: pytest
     with pytest.raises(BlockingIOError) as raised:
         refuse()
     assert "`ulimit -u`" in reached_limits(raised.value)
+
+
+def test_a_controller_is_in_its_own_cgroup_of_version_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cgroup").write_text("3:pids:/a/b\n2:cpu:/c\n")
+    monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(resource_limits, "Path", lambda _: tmp_path / "cgroup")
+    folders = set(resource_limits.cgroup_folders("pids"))
+    assert folders == {tmp_path / "pids" / inner for inner in ("a/b", "a", "")}
 
 
 def test_the_lowest_limit_of_the_cgroups_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

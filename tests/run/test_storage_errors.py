@@ -78,6 +78,14 @@ def test_an_error_without_a_path_names_its_line_and_no_folder() -> None:
     assert "run's folder" not in words and "free some space" not in words
 
 
+def test_the_owner_of_a_refused_path_is_a_clause_also_of_the_error_that_it_caused(tmp_path: Path) -> None:
+    error = ValueError("x")
+    error.__cause__ = PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+    assert error_clauses(error).startswith("; it belongs to ")
+    error.__cause__ = PermissionError(errno.EPERM, "Operation not permitted")
+    assert error_clauses(error) == ""
+
+
 def test_other_errors_have_no_clauses() -> None:
     assert error_clauses(ValueError("x")) == error_clauses(FileNotFoundError(2, "x", "/a")) == ""
 

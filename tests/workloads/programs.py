@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import RunPaths
+from hpc_train.workloads.program_metrics import ProgramMetrics
 
 SCRIPT = Path(__file__).with_name("script.py")
 TEXT = r"""
@@ -80,3 +82,13 @@ program:
   per: node
   args: {steps: 30}
 """
+
+
+def program_metrics(
+    folder: Path, attempt: int = 1, logging: dict[str, Any] | None = None, **config: str
+) -> ProgramMetrics:
+    """Return the metrics of an attempt of a program; ``config``: its section ``program.metrics``."""
+    program = {"command": ["python"], **({"metrics": config} if config else {})}
+    job = Program.model_validate({"name": "prog", "program": program, "logging": logging or {}})
+    (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
+    return ProgramMetrics(job, RunPaths(folder), attempt, folder)

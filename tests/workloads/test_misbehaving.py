@@ -17,10 +17,9 @@ from hpc_train.cli.starting import own_code_place
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import noted_signal, read_record
 from hpc_train.run.metric_rows import iter_rows
-from hpc_train.workloads.program_metrics import ProgramMetrics
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.programs import SCRIPT, TORCHRUN_TEXT, write_program
+from tests.workloads.programs import SCRIPT, TORCHRUN_TEXT, program_metrics, write_program
 
 MISBEHAVING = SCRIPT.with_name("misbehaving.py")
 TEXT = r"""
@@ -172,14 +171,7 @@ def test_a_cancelled_program_in_a_pipe_of_the_shell_saves_first(tmp_path: Path) 
 
 def searched(folder: Path, *blocks: bytes) -> list[Any]:
     """Return (step, loss) of the rows in an output that arrives in blocks."""
-    from hpc_train.experiment.config.program_section import MetricsConfig
-
-    metrics = ProgramMetrics(
-        MetricsConfig(regex=r"step (?P<step>\d+): loss (?P<loss>\S+)(?: of (?P<total>\S+))?"),
-        RunPaths(folder),
-        1,
-        folder,
-    )
+    metrics = program_metrics(folder, regex=r"step (?P<step>\d+): loss (?P<loss>\S+)(?: of (?P<total>\S+))?")
 
     class Output(io.RawIOBase):
         def __init__(self) -> None:

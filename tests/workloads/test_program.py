@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads.program import ProgramWorkload
 from hpc_train.workloads.program_command import command_of, rendered
-from hpc_train.workloads.program_metrics import ProgramMetrics
 from hpc_train.workloads.supervisor import has_stopped
-from tests.workloads.programs import TEXT, write_program
+from tests.workloads.programs import TEXT, program_metrics, write_program
 
 
 @pytest.mark.parametrize(("value", "style", "words"), [
@@ -90,18 +90,9 @@ def test_a_missing_script_is_reported_before_queueing(
     assert workload_of(job).missing_code([job], lambda: None) == []
 
 
-def _metrics(
-    folder: Path, attempt: int, logging: dict[str, Any] | None = None, **config: str
-) -> ProgramMetrics:
-    program = {"command": ["python"], **({"metrics": config} if config else {})}
-    job = Program.model_validate({"name": "prog", "program": program, "logging": logging or {}})
-    (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
-    return ProgramMetrics(job, RunPaths(folder), attempt, folder)
-
-
 def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
     source = tmp_path / "m.jsonl"
-    metrics = _metrics(tmp_path, 1, jsonl="m.jsonl")
+    metrics = program_metrics(tmp_path, 1, jsonl="m.jsonl")
     metrics.poll()
     assert metrics.newest_at is None
     lines = [
@@ -109,10 +100,19 @@ def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
         {"step": 2, "loss": "nan", "val_loss": 3.5},
         {"loss": 1},
         {"step": 2, "loss": 9},
+        {"step": 1e300, "loss": 9},
+        {"total": math.inf, "progress": 1},
+        {"total": 9, "progress": math.nan},
     ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n" + '{"step": 3, "lo')
+    source.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+        + "no JSON\n"
+        + "[" * 99999
+        + "\n"
+        + '{"step": 3, "lo'
+    )
     metrics.poll()
-    assert metrics.newest_at is not None and metrics.step == 2
+    assert metrics.newest_at is not None and metrics.step == 2 and metrics.total_steps is None
     with source.open("a") as file:
         file.write('ss": 1.5}\n')
     metrics.finish()
@@ -123,7 +123,7 @@ def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
 def test_the_next_attempt_withdraws_the_rows_that_it_repeats(tmp_path: Path) -> None:
     source = tmp_path / "m.jsonl"
     for attempt, steps in ((1, range(1, 8)), (2, range(6, 10))):
-        metrics = _metrics(tmp_path, attempt, jsonl="m.jsonl")
+        metrics = program_metrics(tmp_path, attempt, jsonl="m.jsonl")
         with source.open("a") as file:
             file.writelines(json.dumps({"step": step, "loss": attempt}) + "\n" for step in steps)
         metrics.finish()
@@ -133,7 +133,7 @@ def test_the_next_attempt_withdraws_the_rows_that_it_repeats(tmp_path: Path) -> 
 
 def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
     """A run whose script logs them has not been asked to stop, and has not saved."""
-    metrics = _metrics(tmp_path, 1)
+    metrics = program_metrics(tmp_path, 1)
     values = {"stopping": 1.0, "saved": 2.0, "progress": 3.0, "total": 4.0, "finished": 5.0, "rows": 6.0}
     messages = [["rows", [[9.5, 3, "train", values], [9.5, 3, "val", {"loss": 0.5}]]], ["progress", 2, 8]]
     file = RunPaths(tmp_path).attempt(1).session(0)
@@ -142,7 +142,7 @@ def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
     rows = list(iter_rows(tmp_path / "metrics.jsonl"))
     assert [row | values for row in rows[:1]] == rows[:1] and (rows[0]["time"], rows[0]["step"]) == (9.5, 3)
     assert (metrics.step, metrics.total_steps, metrics.end_reason) == (3, 8, None)
-    assert metrics.best == {"metric": "loss", "value": 0.5, "step": 3}
+    assert metrics.best == {"metric": "loss", "value": 0.5, "step": 3, "mode": "min"}
     assert not has_stopped(RunPaths(tmp_path).attempt(1))
     with file.open("a") as more:
         more.write('["stopping", 3, null]\n')
@@ -151,7 +151,7 @@ def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
 
 def test_loggers_receive_rows_once_and_final_ones_when_saved_or_completed(tmp_path: Path) -> None:
     def attempt(number: int, messages: list[Any], state: str) -> list[str]:
-        metrics = _metrics(tmp_path, number, logging={"csv": True})
+        metrics = program_metrics(tmp_path, number, logging={"csv": True})
         (tmp_path / "run.json").write_text(json.dumps({"id": "r-1", "wandb_id": "w"}))
         metrics.start_loggers()
         RunPaths(tmp_path).attempt(number).session(0).write_text(

@@ -17,6 +17,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session.positions import PositionedSampler
+from hpc_train.session.storage import Saving
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import (
@@ -63,6 +64,14 @@ def test_a_damaged_checkpoint_is_set_aside(alone: Path, capsys: pytest.CaptureFi
     assert newest is not None and newest.name == "step-00000001"
     assert "step-00000002 is set aside" in capsys.readouterr().err
     assert (alone / "checkpoints" / "step-00000002.bad").is_dir()
+
+
+def test_all_ranks_resume_at_the_checkpoint_that_rank_0_chose(alone: Path) -> None:
+    save(1)
+    first, second = (Saving(None, 5, rank, 2, None, lambda: None) for rank in (0, 1))
+    chosen = first.latest()
+    assert chosen is not None and (alone / "checkpoints" / ".resume-5").read_text() == chosen.name
+    assert second.latest() == chosen
 
 
 def test_nothing_is_committed_if_the_script_raises(alone: Path) -> None:

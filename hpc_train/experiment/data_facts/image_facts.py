@@ -51,7 +51,7 @@ class ImageFolderArgs(Section):
 class SegmentationFolderArgs(Section):
     """``data.args`` of segmentation_folder."""
 
-    num_classes: PositiveInt
+    num_classes: Annotated[PositiveInt, Field(le=255)]
     """Number of classes; pixels of masks are 0 to ``num_classes`` - 1 or ``ignore_index``."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     """Value of pixels that are not trained on and not counted."""

@@ -184,6 +184,8 @@ class _Sample:
 
     def check(self, dtype: RawDtype, remedy: str) -> None:
         """Raise BadFileError, with ``remedy``, if the content has another dtype or byte order."""
+        if self._blocks and len(self._blocks[-1]) >= _BLOCK_BYTES and not any(self._blocks[-1]):
+            self._refuse("its last tokens are all 0, as if its writing was interrupted", "write it again")
         if dtype == "uint16" and self._has_upper_halves():
             self._refuse("its tokens look like uint32: every other uint16 is near 0", remedy)
         if dtype == "uint32" and self._is_zero_at_odd_places("I"):

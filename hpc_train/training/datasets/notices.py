@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import torch
 from PIL import Image, ImageFile
 
@@ -225,7 +226,8 @@ class _Inspection:
             yield "alpha", 0, 0
         value_range = self._rules.value_range
         if has_sixteen_bits(image) or (value_range is not None and image.mode in {"I", "F"}):
-            low, high = cast(tuple[float, float], image.getextrema())
+            values = np.asarray(image)  # getextrema refuses big-endian TIFF files
+            low, high = float(values.min()), float(values.max())
             if value_range is None:
                 yield "gray", low, high
             elif low < value_range[0] or high > value_range[1]:
@@ -235,7 +237,7 @@ class _Inspection:
 def _is_transparent(image: Image.Image) -> bool:
     if image.mode == "PA" or "transparency" in image.info:
         image = image.convert("RGBA")
-    if "A" not in image.getbands():
+    if image.mode == "LAB" or "A" not in image.getbands():
         return False
     lowest, _ = cast(tuple[int, int], image.getchannel("A").getextrema())
     return lowest < 255

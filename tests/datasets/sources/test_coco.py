@@ -105,6 +105,10 @@ def box(*bbox: float) -> Change:
         (box(1, 1, 0, 4), r"annotation 106 of image 70, .* without area; .* data\.args: \{bad_boxes: drop\}"),
         (box(1, 1, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
         (box(1, 1, float("nan"), 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
+        (
+            lambda d: [entry.update(bbox=[0.1, 0.2, 0.5, 0.5]) for entry in d["annotations"]],
+            r"annotation 106 of .* a fraction of the image .*; write \[left, top, width, height\] in pixels",
+        ),
         (lambda d: d["annotations"][0].update(category_id=4), "annotation 106 of .* category_id 4; add the"),
         (lambda d: d["annotations"][0].update(image_id=5), "annotation 106 of image 5, which is none of its"),
         (
@@ -299,5 +303,5 @@ def test_prepare_prints_how_the_file_and_the_folder_differ(
     printed = capfd.readouterr().err
     assert f"{root}/test.json is not read" in printed
     assert printed.count("is not read") == 1
-    assert f"1 image below {root}/train are in no list: 6.png" in printed
+    assert f"1 image below {root}/train is in no list: 6.png" in printed
     assert "train.json has 1 annotation more than once" in printed

@@ -441,8 +441,8 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
         assert "test.csv beside train.csv are not read" in printed
         assert "train.csv has 1 file in more than one row: images/3.png" in printed
         assert "val.csv and train.csv both name 1 file: images/12.jpg" in printed
-        assert f"1 image below {root} are in no list: images/11.png" in printed
-        assert f"1 listed file below {root} do not exist: images/4.jpg" in printed
+        assert f"1 image below {root} is in no list: images/11.png" in printed
+        assert f"1 listed file below {root} does not exist: images/4.jpg" in printed
         assert "1 of 4 classes have no validation sample: dog" in printed
 
 

@@ -134,6 +134,15 @@ def test_other_classes_in_val_are_refused(root: Path) -> None:
         build(root)
 
 
+def test_spellings_of_one_class_are_named(root: Path) -> None:
+    (root / "val" / "cat").rename(root / "val" / "Cat")
+    with pytest.raises(BadFileError, match=r"val has the class 'Cat', and train has 'cat'; spell them"):
+        build(root)
+    (root / "train" / "bee").rename(root / "train" / "Cat")
+    (root / "val" / "bee").rename(root / "val" / "cat")
+    assert "'Cat' and 'cat'" in "".join(build(root).notices)
+
+
 def test_val_may_lack_classes_of_train(root: Path) -> None:
     for path in (root / "val" / "bee").iterdir():
         path.unlink()

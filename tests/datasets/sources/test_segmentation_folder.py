@@ -119,6 +119,12 @@ def test_a_missing_folder_is_named(root: Path, missing: str, message: str) -> No
         build(root)
 
 
+def test_two_images_of_one_mask_are_refused(root: Path) -> None:
+    (root / "train/images/000.jpg").write_bytes((root / "train/images/000.png").read_bytes())
+    with pytest.raises(BadFileError, match=r"have the name of the mask .*/masks/000\.png .*; remove all but"):
+        build(root)
+
+
 def test_an_empty_folder_is_refused(root: Path) -> None:
     for path in (root / "train/images").iterdir():
         path.unlink()
@@ -131,7 +137,8 @@ def test_an_empty_folder_is_refused(root: Path) -> None:
     [
         ({"class_names": ["a"]}, r"class_names: 1 names for 3 classes; write one per class"),
         ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
-        ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of at least 1, got 0; write"),
+        ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 0; write"),
+        ({"num_classes": 256}, r"^data\.args\.num_classes: needs a whole number of 1 to 255, got 256"),
         (
             {"ignored": 2},
             r"data\.args\.ignored: .* takes no argument 'ignored'; did you mean 'ignore_index'\?",

@@ -598,6 +598,7 @@ def test_variants_of_raw_tokens_are_read(content: bytes, args: dict[str, Any], t
         (np.array([*IDS, 196, 197], ">u2").tobytes(), {}, "look big-endian"),
         (np.arange(1, 99).astype(">u2").tobytes(), {}, "look big-endian"),
         (np.array(IDS, ">u4").tobytes(), {"vocabulary_size": 128256}, "look big-endian"),
+        (np.array([*IDS * 999, *[0] * 2048], "<u2").tobytes(), {}, "its last tokens are all 0"),
         (
             np.array(IDS[:8], "<u2").tobytes(),
             {"vocabulary_size": 128256},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hpc_train.errors import BadFileError
+from hpc_train.training.datasets.sources.named_files import spelling_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
 
 PLACE = Place("list:7", "label")
@@ -43,6 +46,37 @@ def test_numbers_are_sorted_by_size_and_names_by_the_alphabet(
 def test_what_is_not_a_class_is_an_error_with_its_row(cell: Any) -> None:
     with pytest.raises(BadFileError, match=r"^data\.root: list:7 has .*; \w+ "):
         ClassNumbers(None, None).number(cell, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("cat", "cat "), "'cat' and 'cat '"),
+        (("Cat", "cat", "dog"), "2 of 3 classes .* 'Cat' and 'cat'"),
+        (("caf\u00e9", "cafe\u0301"), r"'caf\\xe9' and 'cafe\\u0301'"),
+        (("a  b", "a b"), "'a  b' and 'a b'"),
+        (("a", "b", "ab", "01", "1"), None),
+    ],
+)
+def test_spellings_of_one_class_are_reported(names: tuple[str, ...], words: str | None) -> None:
+    remarks = list(spelling_remarks(names))
+    assert len(remarks) == (words is not None)
+    assert words is None or re.search(words, remarks[0])
+
+
+def test_a_remedy_names_the_classes_key_only_if_there_is_one() -> None:
+    for has_key in (True, False):
+        classes, place = ClassNumbers(None, None), Place("row 7", "label", has_key)
+        with pytest.raises(BadFileError) as missing:
+            classes.number("nan", place)
+        classes.finish(np.array([classes.number("a", place)]))
+        with pytest.raises(BadFileError) as unknown:
+            classes.number("b", place)
+        assert [("data.args.classes" in str(error.value)) for error in (missing, unknown)] == [has_key] * 2
+
+
+def test_decimals_are_numbers() -> None:
+    assert numbers_of(Decimal("1.25"), PLACE, None) == 1.25
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, "1"), ("a", 1), (0, True), (True, "True")])

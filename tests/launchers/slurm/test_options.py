@@ -190,7 +190,11 @@ def test_the_lead_follows_the_longest_save_within_half_the_time_limit(tmp_path: 
     saved_in(folder.folder, ".slurm", 5000.0)
     assert lead_s(plain, folder) == 211
     assert lead_s(experiment(slurm={"time_limit": "5min"}), folder) == 150
-    assert lead_s(experiment(slurm={"signal_lead_s": 299, "time_limit": "5min"}), folder) == 299
+    for signal_lead_s, lead in ((299, 299), (300, 150), (301, 150)):
+        slurm = SlurmConfig.model_validate({"time_limit": "5min"}).model_copy(
+            update={"signal_lead_s": signal_lead_s}
+        )
+        assert lead_s(experiment().model_copy(update={"slurm": slurm}), folder) == lead
     assert lead_s(experiment(slurm={"signal_lead_s": 7}), folder) == 7
     saved_in(folder.folder, "cccc", 1e6)
     assert lead_s(plain, folder) == 65535  # what Slurm can keep

@@ -155,7 +155,8 @@ def test_accounting_is_asked_for_what_squeue_has_dropped(programs: Programs) -> 
         "99\x1fRUNNING\x1fUnknown\x1f0:0\x1fn1\x1fdigits",
     ]
     programs.put("sacct", "\n".join(f"echo '{row}'" for row in rows))
-    found = ask(["7", "12_4", "12_2", "99"])
+    found = ask(["7", "12_1", "12_4", "12_2", "99"])
+    assert found["12_1"].state == "CANCELLED"
     assert (found["12_4"].state, found["12_4"].reason) == ("CANCELLED", "by 1000")
     assert (found["12_2"].state, found["12_2"].ended) == ("TIMEOUT", "2026-11-21T06:05:06+00:00")
     assert found["99"].state == FORGOTTEN, "slurmctld knows nothing of it: it does not run"

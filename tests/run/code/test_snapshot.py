@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -270,6 +271,20 @@ def test_a_link_that_leads_to_itself_is_a_snapshot_that_is_gone(tree: Path, root
     paths.code.symlink_to(paths.code.name)
     with pytest.raises(StorageError, match=r"is gone; "):
         search_path(paths)
+
+
+def test_a_file_leads_to_the_snapshot_where_links_are_refused(
+    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, paths = take(root, tree), small_run(root.parent)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    link(paths, folder)
+    assert not paths.code.is_symlink()
+    assert linked(paths) == folder
 
 
 def test_a_run_reached_by_a_link_finds_its_snapshot(tree: Path, root: Path, tmp_path: Path) -> None:

@@ -318,6 +318,10 @@ class _AnnotationFile:
         clipped = np.clip(corners_K4, 0, np.tile(sides_K2, 2)).astype(np.float32)
         has_area = (clipped[:, 2:] > clipped[:, :2]).all(axis=1)
         is_right: Array = np.asarray(is_inside & has_area)
+        if (corners_K4[:, 2:] <= 1).all() and (corners_K4 % 1).any():
+            box = annotations[0]["bbox"]
+            problem = f"with the bbox {box}, a fraction of the image like that of all others"
+            raise self._bad(annotations[0], problem, "write [left, top, width, height] in pixels")
         if self._args.bad_boxes == "fail" and not is_right.all():
             first = int(np.argmin(is_right))
             width, height = sides_K2[first].astype(int).tolist()

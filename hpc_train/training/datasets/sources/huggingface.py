@@ -83,7 +83,7 @@ class HuggingFaceImages:
 
     def _as_target(self, target: Any, index: int) -> RawTarget:
         if not self._has_classes:
-            place = Place(self._rows.place(index), self._target)
+            place = _place(self._rows.place(index), self._target)
             return np.asarray(numbers_of(target, place, None), dtype=np.float32)
         return np.int64(target if self._numbers is None else self._numbers.get(target, _NO_CLASS))
 
@@ -156,6 +156,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     num_classes = len(names) if has_classes else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
     return DataSource(images["train"], images.get("val"), info)
+
+
+def _place(where: object, column: str) -> Place:
+    return Place(where, column, has_classes_key=False)
 
 
 def _library() -> Any:
@@ -315,7 +319,7 @@ def _classes(
     for key, rows in splits.items():
         cells = values[key]
         class_numbers = np.array(
-            [classes.number(cell, Place(_FirstRow(rows, column, cell), column)) for cell in cells], np.int64
+            [classes.number(cell, _place(_FirstRow(rows, column, cell), column)) for cell in cells], np.int64
         )
         numbers[key] = dict(
             zip(
@@ -353,7 +357,7 @@ def _numbered(
     count = 1 + max((value for value in values["train"] if value is not None), default=-1)
     for key, rows in splits.items():
         for value in values[key]:
-            place = Place(_FirstRow(rows, column, value), column)
+            place = _place(_FirstRow(rows, column, value), column)
             if value is None:
                 raise place.missing(value)
             if not 0 <= value < _MAX_CLASSES:
@@ -373,7 +377,7 @@ def _check_targets(
         return
     for rows in splits.values():
         for index, cell in rows.cells(column):
-            place = Place(rows.place(index), column)
+            place = _place(rows.place(index), column)
             if cell is None or (num_classes and cell == _NO_CLASS):
                 raise place.missing(cell)
             if not num_classes:
@@ -405,4 +409,4 @@ def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:
 def _shape_of_targets(rows: Rows, column: str) -> tuple[int, ...]:
     """Return () or (K,), the shape of the first target."""
     index, cell = next(rows.cells(column))
-    return np.shape(numbers_of(cell, Place(rows.place(index), column), None))
+    return np.shape(numbers_of(cell, _place(rows.place(index), column), None))

@@ -22,6 +22,8 @@ from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.packed import find_pack, open_split
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
 from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.named_files import spelling_remarks
+from hpc_train.training.datasets.sources.values import alike
 from hpc_train.training.datasets.types import DataInfo
 
 
@@ -103,14 +105,15 @@ def folder_source(root: Path, channels: int) -> DataSource:
         if split is not None:
             skipped.add_beside_classes(split.folder)
     skipped.add_unused_folders([root / "train", folder])
-    notices = [*skipped.notices(), *_absent_classes(val, class_names)]
+    notices = [*skipped.notices(), *_class_notices(val, class_names)]
     return DataSource(train, val, _info(class_names, channels), notices=tuple(notices))
 
 
-def _absent_classes(val: FolderSplit | None, class_names: tuple[str, ...]) -> list[str]:
+def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> list[str]:
     counts = [1] if val is None else np.bincount(val.classes, minlength=len(class_names))
     absent = [name for name, count in zip(class_names, counts, strict=False) if count == 0]
-    return [f"data.root: {val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
+    remarks = [f"{val.folder} has no image of {listed(absent, 5)}"] if val and absent else []
+    return [f"data.root: {remark}" for remark in (*spelling_remarks(class_names), *remarks)]
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
@@ -128,6 +131,12 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
     """Return the images of the classes of train; a class may have none. Raises BadFileError for others."""
     if unknown := sorted(set(class_folders(folder)) - set(class_names)):
+        for name in class_names:
+            if alike(name) == alike(unknown[0]):
+                raise BadFileError(
+                    f"data.root: {folder} has the class {unknown[0]!a}, and train has {name!a}; "
+                    "spell them the same"
+                )
         raise BadFileError(
             f"data.root: {folder} has classes that train has not: {listed(unknown, 5)}; "
             f"put images of them into {folder.parent / 'train'}, or remove them"

@@ -17,7 +17,7 @@ from typing import Any
 from hpc_train.errors import BadFileError, counted, listed, printable, shortened
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
 from hpc_train.paths import expanded
-from hpc_train.training.datasets.sources.values import cell_text, text_problem
+from hpc_train.training.datasets.sources.values import alike, cell_text, text_problem
 
 
 class NamedFiles:
@@ -104,7 +104,9 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
             elif is_image:
                 unnamed.append(path)
     if unnamed:
-        yield f"{counted(len(unnamed), 'image')} below {folder} are in no list: {_examples(sorted(unnamed))}"
+        are = "is" if len(unnamed) == 1 else "are"
+        examples = _examples(sorted(unnamed))
+        yield f"{counted(len(unnamed), 'image')} below {folder} {are} in no list: {examples}"
     missing = []
     for path in sorted(relative_names - files_seen):
         if time.monotonic() > deadline:
@@ -112,17 +114,33 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
         if not os.path.isfile(os.path.join(root, path)):  # noqa: PTH113, PTH118  (links are not in the walk)
             missing.append(path)
     if missing:
-        yield f"{counted(len(missing), 'listed file')} below {folder} do not exist: {_examples(missing)}"
+        exist = "does not exist" if len(missing) == 1 else "do not exist"
+        yield f"{counted(len(missing), 'listed file')} below {folder} {exist}: {_examples(missing)}"
 
 
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield remarks on classes without samples. ``classes``: split → class numbers (N,) from 0."""
+    """Yield remarks on the classes. ``classes``: split → class numbers (N,) from 0."""
+    yield from spelling_remarks(names)
     for split, numbers in classes.items():
         present = set(numbers.tolist())
         absent = [shortened(name) for number, name in enumerate(names) if number not in present]
         if absent:
             word = "training" if split == "train" else "validation"
             yield f"{len(absent)} of {len(names)} classes have no {word} sample: {listed(absent, 5)}"
+
+
+def spelling_remarks(names: Sequence[str]) -> Iterator[str]:
+    """Yield a remark if classes may be one class in several spellings."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        spellings.setdefault(alike(name), []).append(name)
+    several = [same for same in spellings.values() if len(same) > 1]
+    if several:
+        pairs = [" and ".join(ascii(shortened(name)) for name in same[:2]) for same in several]
+        yield (
+            f"{sum(map(len, several))} of {len(names)} classes have the name of another, apart from case, "
+            f"spaces or Unicode normalization: {listed(pairs, 3)}; use one name if they are one class"
+        )
 
 
 def _examples(names: Sequence[bytes]) -> str:

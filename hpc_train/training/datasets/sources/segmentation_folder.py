@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,11 @@ class MaskedImages:
         masks = {os.fspath(path) for path in images_below(Path(self._masks), skipped)}
         wanted = [self._mask(os.fsdecode(image)) for image in self._paths]
         missing = [mask for mask in wanted if mask not in masks]
+        if shared := [mask for mask, count in Counter(wanted).items() if count > 1]:
+            raise BadFileError(
+                f"data.root: several images of {self._images} have the name of the mask {shared[0]} "
+                "(such as a.jpg and a.png); remove all but one, or rename them and give each a mask"
+            )
         for mask in sorted(masks.difference(wanted)):
             skipped.add_mask(Path(mask))
         if missing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
@@ -26,6 +27,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_WHOLE_FLOAT = 2.0**53
 #: The maximum length of a path on Linux, in bytes; also that of a class name.
 _MAX_TEXT_BYTES = 4096
+_NUMBERS = (int, float, Decimal, np.integer, np.floating)
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 #: Class names that are sorted by size.
 _CLASS_NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
@@ -41,6 +43,8 @@ class Place(NamedTuple):
     #: Converted to text only for an error.
     where: object
     column: str = ""
+    #: False if the data set has no ``data.args.classes``.
+    has_classes_key: bool = True
 
     def error(self, cell: Any, rule: str, remedy: str) -> BadFileError:
         """Return the error for a cell that breaks ``rule`` (``not a number``)."""
@@ -54,7 +58,9 @@ class Place(NamedTuple):
             return BadFileError(
                 f"data.root: {self.where} has no {self.column}; fill it in, or remove the row"
             )
-        remedy = "fill it in, or remove the row; if it is a name, write all names to data.args.classes"
+        remedy = "fill it in, or remove the row"
+        if self.has_classes_key:
+            remedy += "; if it is a name, write all names to data.args.classes"
         return self.error(cell, "not a class but a missing label", remedy)
 
 
@@ -77,6 +83,11 @@ def text_problem(text: str) -> str | None:
     return f"which is longer than {_MAX_TEXT_BYTES} bytes" if length > _MAX_TEXT_BYTES else None
 
 
+def alike(name: str) -> str:
+    """Return a class name without differences in case, spaces and Unicode normalization."""
+    return " ".join(unicodedata.normalize("NFC", name).casefold().split())
+
+
 def number_of(cell: Any, place: Place) -> float:
     """Return a number within the range of float32. Raises BadFileError for anything else."""
     number = as_number(cell)
@@ -91,7 +102,7 @@ def as_number(cell: Any) -> float:
     """Return a number, also if spelled as text; NaN for anything else, including booleans."""
     if isinstance(cell, str):
         return float(cell) if _NUMBER.fullmatch(cell) else math.nan
-    if isinstance(cell, (bool, np.bool_)) or not isinstance(cell, (int, float, np.integer, np.floating)):
+    if isinstance(cell, (bool, np.bool_)) or not isinstance(cell, _NUMBERS):
         return math.nan
     try:
         return math.nan if math.isinf(cell) else float(cell)
@@ -153,8 +164,12 @@ class ClassNumbers:
         whose = "data.args" if self._is_from_args else "the training samples"
         raise BadFileError(
             f"data.root: {place.where} has the class {shortened(name)!r}, which is not among those of "
-            f"{whose} ({listed(list(map(shortened, self._numbers)), 5)}); fix it, or write all of them to "
-            "data.args.classes"
+            f"{whose} ({listed(list(map(shortened, self._numbers)), 5)}); fix it, or "
+            + (
+                "write all of them to data.args.classes"
+                if place.has_classes_key
+                else "add training samples of it"
+            )
         )
 
     def _name(self, cell: Any, place: Place) -> str:
