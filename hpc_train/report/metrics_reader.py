@@ -5,7 +5,6 @@ A line is parsed only if its row may be needed: the result is the same as if all
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from hpc_train.run.best import PREFERRED, default_metric
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
-from hpc_train.run.metric_rows import POSITION
+from hpc_train.run.metric_rows import POSITION, parse_row
 from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
@@ -52,7 +51,7 @@ class MetricsReader:
 
     def new_rows(self) -> Iterator[Row]:
         """Yield the complete rows added since the last call; none if there is no file yet."""
-        return (row for line in self._new_lines() if self._part in line and (row := _row(line)))
+        return (row for line in self._new_lines() if self._part in line and (row := parse_row(line)))
 
     def _new_lines(self) -> Iterator[bytes]:
         """Yield lines one by one: the file of a long run does not fit in memory."""
@@ -74,15 +73,6 @@ class MetricsReader:
                 yield line
 
 
-def _row(line: bytes) -> Row | None:
-    try:
-        # As text: for bytes, json would guess the encoding of each line.
-        row = json.loads(line.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def validation_rows(path: Path) -> list[Row]:
     """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
     rows = (row for lines in _blocks(path) for row in reversed(list(_rows_from_end(lines, _part_in(lines)))))
@@ -96,7 +86,7 @@ def _part_in(lines: bytes) -> bytes:
 
 def rows_in(path: Path) -> Iterator[Row]:
     """Yield the complete rows one after the other, in constant memory."""
-    return (row for lines in _blocks(path) for line in lines.split(b"\n") if (row := _row(line)))
+    return (row for lines in _blocks(path) for line in lines.split(b"\n") if (row := parse_row(line)))
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -142,7 +132,7 @@ def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) 
     except (OSError, UnreadableFileError):
         return [], False
     lines = dict(chain(sampled[True].lines, sampled[False].lines, ends, [] if last is None else [last]))
-    rows = [row for place in sorted(lines) if (row := _row(lines[place]))]
+    rows = [row for place in sorted(lines) if (row := parse_row(lines[place]))]
     return rows, has_long or any(thinned.every > 1 for thinned in sampled.values())
 
 
@@ -173,7 +163,7 @@ def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
 
 def _complete_rows(data: bytes) -> list[Row]:
     lines = data[: data.rfind(b"\n") + 1].split(b"\n")
-    return [row for line in lines if (row := _row(line))]
+    return [row for line in lines if (row := parse_row(line))]
 
 
 class _Thinned:
@@ -225,7 +215,7 @@ def _rows_from_end(data: bytes, part: bytes = b"") -> Iterator[Row]:
     begin = len(data)
     while begin > 0 and (place := data.rfind(part, 0, begin - 1)) >= 0:
         begin = data.rfind(b"\n", 0, place) + 1
-        if row := _row(data[begin : data.find(b"\n", place)]):
+        if row := parse_row(data[begin : data.find(b"\n", place)]):
             yield row
 
 

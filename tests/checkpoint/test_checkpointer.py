@@ -38,6 +38,7 @@ from hpc_train.training.strategies.ddp import DDPStrategy
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     begin_attempt,
+    claimed_room,
     differences,
     folder_names,
     forge,
@@ -511,6 +512,16 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return (Path.touch, (self.path,))
+
+
+def test_without_room_for_a_checkpoint_none_is_begun(run: RunPaths, saved: Trainee) -> None:
+    before = sorted(run.checkpoints.iterdir())
+    with (
+        claimed_room(free=100),
+        pytest.raises(StorageError, match=r"the disk is full: \d+ bytes are needed, 100"),
+    ):
+        saved.checkpointer(run).save(saved.state, 9, {})
+    assert sorted(run.checkpoints.iterdir()) == before
 
 
 def lying_header(checkpoint: CheckpointPaths) -> None:

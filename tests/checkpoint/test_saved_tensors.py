@@ -113,6 +113,11 @@ def test_the_file_is_what_safetensors_reads(tmp_path: Path) -> None:
             assert torch.equal(found.float(), tensor.float())
 
 
+def test_the_size_of_a_tensor_is_that_of_its_elements() -> None:
+    assert SavedTensor("BF16", (3, 5), ()).nbytes == 30
+    assert SavedTensor("F64", (), ()).nbytes == 8
+
+
 def test_tensors_are_aligned_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.zeros(3, dtype=torch.bool), "b": torch.zeros(3), "c": torch.zeros(5).double()}

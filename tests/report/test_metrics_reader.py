@@ -52,6 +52,13 @@ def test_a_large_file_is_read_row_by_row(large: Path) -> None:
     assert peak < large.stat().st_size / 8
 
 
+def test_a_line_without_an_integer_step_is_not_a_row(tmp_path: Path) -> None:
+    steps = ("Infinity", "1e999", '"4"', "null")
+    lines = [f'{{"split": "train", "step": {step}, "loss": 1.0}}\n' for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) * 2)
+    assert list(rows_in(tmp_path / "metrics.jsonl")) == []
+
+
 def test_an_evaluation_without_a_loss_is_judged_before_rows_of_training(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"split": "val", "step": 2, "map": 0.1}, {"split": "train", "step": 3, "loss": 1.0}]

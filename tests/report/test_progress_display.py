@@ -157,21 +157,21 @@ def test_files_are_read_at_most_at_4_hz(run: RunPaths, clock: Clock, monkeypatch
 def test_a_damaged_or_unfinished_row_is_skipped_until_it_is_whole(run: RunPaths) -> None:
     reader = MetricsReader(run.metrics)
     assert list(reader.new_rows()) == []
-    run.metrics.write_text('nonsense\n[1]\n{"step": 1}\n{"st')
-    assert list(reader.new_rows()) == [{"step": 1}]
+    run.metrics.write_text('nonsense\n[1]\n{"split": "val", "step": 1}\n{"split": "val", "st')
+    assert list(reader.new_rows()) == [{"split": "val", "step": 1}]
     with run.metrics.open("a") as file:
         file.write('ep": 2}\n')
-    assert list(reader.new_rows()) == [{"step": 2}]
+    assert list(reader.new_rows()) == [{"split": "val", "step": 2}]
 
 
 def test_a_file_that_a_resume_rewrote_is_read_from_its_start(run: RunPaths, tmp_path: Path) -> None:
-    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    run.metrics.write_text('{"split": "val", "step": 1}\n{"split": "val", "step": 2}\n')
     reader = MetricsReader(run.metrics)
     list(reader.new_rows())
     shorter = tmp_path / "new"
-    shorter.write_text('{"step": 1}\n')
+    shorter.write_text('{"split": "val", "step": 1}\n')
     shorter.rename(run.metrics)
-    assert list(reader.new_rows()) == [{"step": 1}]
+    assert list(reader.new_rows()) == [{"split": "val", "step": 1}]
 
 
 def test_a_compiling_run_has_a_line(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

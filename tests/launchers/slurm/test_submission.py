@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_leaves_out_its_bad_nodes_where_it_can(
     [
         ("MaxArraySize = 1001", 1001),
         ("MaxArraySize = 0", 1),
-        ("MaxArraySize = 1001\nSchedulerParameters = a,max_array_tasks=50", 50),
+        ("MaxArraySize = 1001\nSchedulerParameters = a,bf_max_job_test=7,max_array_tasks=50", 50),
         ("SlurmctldPort = 1", 1),
     ],
 )
