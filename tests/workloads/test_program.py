@@ -87,11 +87,9 @@ def test_a_missing_script_is_reported_before_queueing(
     assert workload_of(job).missing_code([job], lambda: None) == []
 
 
-def _metrics(
-    folder: Path, attempt: int, logging: dict[str, Any] | None = None, **config: str
-) -> ProgramMetrics:
-    program = {"command": ["python"], **({"metrics": config} if config else {})}
-    job = Program.model_validate({"name": "prog", "program": program, "logging": logging or {}})
+def _metrics(folder: Path, attempt: int, jsonl: str | None = None, **sections: Any) -> ProgramMetrics:
+    program = {"command": ["python"], **({"metrics": {"jsonl": jsonl}} if jsonl else {})}
+    job = Program.model_validate({"name": "prog", "program": program, **sections})
     (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
     return ProgramMetrics(job, RunPaths(folder), attempt, folder)
 
@@ -164,3 +162,11 @@ def test_loggers_receive_rows_once_and_final_ones_when_saved_or_completed(tmp_pa
     assert attempt(1, [rows(1, 2), ["saved", 2], rows(3)], "requeued") == ["1", "2"]
     assert attempt(2, [rows(3, 4)], "completed") == ["1", "2", "3", "4"]
     assert attempt(3, [], "completed") == ["1", "2", "3", "4"]
+
+
+def test_sections_without_an_evaluation_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = _metrics(tmp_path, 1, early_stopping={"metric": "loss", "mode": "min", "patience": 2})
+    metrics.close("completed")
+    assert "early_stopping had no effect: the script has not called session.metric" in capsys.readouterr().out
