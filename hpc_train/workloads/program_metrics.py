@@ -130,6 +130,8 @@ class ProgramMetrics:
         """End the loggers; ``state``: how the attempt has ended. A run that has completed keeps all rows."""
         with self._lock:
             last = max((row["step"] for row in iter_rows(self._paths.metrics)), default=None)
+            if state == "completed" and self._best is None:
+                self._print_unread()
             if state == "completed" and last is not None:
                 (self._writer or self._open(last)).committed(last)
             if self._writer is not None:
@@ -137,6 +139,12 @@ class ProgramMetrics:
                 self._writer.close()
             else:
                 call_all(self._loggers, lambda logger: logger.close(state), is_last=True)
+
+    def _print_unread(self) -> None:
+        """Print which sections of the file had no effect, because there was no evaluation."""
+        sections = {"checkpoint.best": self._job.checkpoint.best, "early_stopping": self._job.early_stopping}
+        if names := ", ".join(name for name, section in sections.items() if section):
+            print(f"hpc-train: {names} had no effect: the script has not called session.metric", flush=True)
 
     def _copy(self, output: io.BufferedReader) -> None:
         """Copy the output to its end, whatever fails, since the program would wait for a reader."""

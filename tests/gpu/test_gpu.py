@@ -31,6 +31,7 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.found_micro_batch import kept
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.session.objects import restore, staged
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.datasets.batches import evaluation_batches, training_batches
@@ -632,3 +633,13 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path: Path) -> None:
         tmp_path / "number", *SHORT[:3], SGD, model, "optimization.micro_batch_size=24", "deterministic=true"
     )
     assert_losses_are_close(paths, alone, 1e-4)
+
+
+def test_a_session_restores_weights_and_generator_of_the_gpu(tmp_path: Path) -> None:
+    model, generator = nn.Linear(2, 2).cuda(), torch.cuda.default_generators[0]
+    staged(1, {"model": model}, 0)(tmp_path)
+    weights, state = model.weight.tolist(), generator.get_state()
+    torch.rand(3, device="cuda")
+    nn.init.zeros_(model.weight)
+    assert restore(tmp_path, {"model": model}, 0) == 1
+    assert model.weight.tolist() == weights and torch.equal(generator.get_state(), state)

@@ -85,10 +85,11 @@ program:
 
 
 def program_metrics(
-    folder: Path, attempt: int = 1, logging: dict[str, Any] | None = None, **config: str
+    folder: Path, attempt: int = 1, jsonl: str | None = None, regex: str | None = None, **sections: Any
 ) -> ProgramMetrics:
-    """Return the metrics of an attempt of a program; ``config``: its section ``program.metrics``."""
-    program = {"command": ["python"], **({"metrics": config} if config else {})}
-    job = Program.model_validate({"name": "prog", "program": program, "logging": logging or {}})
+    """Return the metrics of a program; ``jsonl`` and ``regex``: keys of ``program.metrics``."""
+    keys = {name: text for name, text in (("jsonl", jsonl), ("regex", regex)) if text}
+    program = {"command": ["python"], **({"metrics": keys} if keys else {})}
+    job = Program.model_validate({"name": "prog", "program": program, **sections})
     (folder / "attempts" / str(attempt)).mkdir(parents=True, exist_ok=True)
     return ProgramMetrics(job, RunPaths(folder), attempt, folder)

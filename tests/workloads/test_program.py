@@ -167,3 +167,11 @@ def test_loggers_receive_rows_once_and_final_ones_when_saved_or_completed(tmp_pa
     assert attempt(1, [rows(1, 2), ["saved", 2], rows(3)], "requeued") == ["1", "2"]
     assert attempt(2, [rows(3, 4)], "completed") == ["1", "2", "3", "4"]
     assert attempt(3, [], "completed") == ["1", "2", "3", "4"]
+
+
+def test_sections_without_an_evaluation_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = program_metrics(tmp_path, 1, early_stopping={"metric": "loss", "mode": "min", "patience": 2})
+    metrics.close("completed")
+    assert "early_stopping had no effect: the script has not called session.metric" in capsys.readouterr().out
