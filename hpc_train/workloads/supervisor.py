@@ -269,8 +269,14 @@ class _Supervisor:
         return ExitCode.FAILED
 
     def _has_stopped(self) -> bool:
-        """Return True if the program has ended because ``session.should_stop`` was true."""
+        """Return True if the program has ended because ``session.should_stop`` was true.
+
+        Without ``session``, also after a stop signal: Lightning, for example, then exits with code 0 in the
+        middle of training. A program that had completed is started again and completes again.
+        """
         logs = self._attempt.files_of_ranks(".session").values()
+        if not logs:
+            return bool(self._flag)
         return any('"stopping"' in tail_text(path, _TAIL_BYTES) for path in logs)
 
     def _error_text(self, code: int) -> str:
