@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import time
 
 parser = argparse.ArgumentParser()
@@ -25,6 +26,8 @@ state = json.loads(checkpoint.read_text()) if options.resume else {"step": 0, "w
 state["starts"] += 1
 if options.behave == "ignores":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if options.behave == "exits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print(f"starts at {state['step']}, rank {rank} of {os.environ.get('WORLD_SIZE')}", flush=True)
 while state["step"] < options.steps:
     state["step"] += 1

@@ -48,10 +48,12 @@ def test_a_program_runs_on_two_ranks_in_a_folder_of_its_own(folder: Path) -> Non
     assert not (folder / "code" / "out").exists() and not (folder / "code" / "result.json").exists()
 
 
-def test_it_continues_from_its_own_checkpoint_after_ctrl_c(folder: Path) -> None:
+@pytest.mark.parametrize(("behave", "devices"), [("", 2), ("exits", 1)])
+def test_it_continues_from_its_own_checkpoint_after_ctrl_c(folder: Path, behave: str, devices: int) -> None:
+    """Also if its exit code at the signal is 0, as that of Lightning."""
     file = write_program(folder)
-    slow = ("program.args.steps=60", "program.args.sleep=0.1")
-    process = start("submit", file, *slow, "--local", "--devices", "2", cwd=file.parent)
+    slow = ("program.args.steps=60", "program.args.sleep=0.1", f"program.args.behave='{behave}'")
+    process = start("submit", file, *slow, "--local", "--devices", str(devices), cwd=file.parent)
     wait_for(lambda: any(folder.glob("runs/*/*/metrics.jsonl")), "metrics")
     wait_for(lambda: last_step(only_run(folder)) >= 12, "step 12")
     process.send_signal(signal.SIGINT)
