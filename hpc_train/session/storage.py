@@ -40,7 +40,8 @@ class Saving:
     ) -> None:
         self._run = RunPaths(Path.cwd() if run is None else run)
         self._has_launcher = run is not None
-        self._attempt, self._rank, self._ranks, self._beat = attempt, rank, ranks, beat
+        self._rank, self._ranks, self._beat = rank, ranks, beat
+        self._attempt = attempt if run is not None or ranks == 1 else _start_number()
         self._keep = keep or _KEEP
         #: Of the asynchronous save: its thread, and the error by which it failed.
         self._thread: threading.Thread | None = None
@@ -187,6 +188,20 @@ class Saving:
             while not file.exists():
                 self._beat()
                 time.sleep(_POLL_S)
+
+
+def _start_number() -> int:
+    """Return a number for the files by which the ranks of this start find each other. Collective.
+
+    Without hpc-train's launcher no attempt tells them from the files of an earlier start.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RuntimeError("session: initialize torch.distributed first: ranks must agree")
+    numbers = [int(time.time()) % 10**9]
+    dist.broadcast_object_list(numbers, src=0)
+    return numbers[0]
 
 
 def _is_mark(folder: Path, path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,18 @@ def test_both_scripts_run_without_a_launcher_to_the_same_weights(name: str, tmp_
         assert done.returncode == 0, done.stderr
         ends.append(weights(code))
     assert same_weights(*ends)
+
+
+@pytest.mark.slow
+def test_a_second_start_without_a_launcher_resumes_on_all_ranks(tmp_path: Path) -> None:
+    code = copied("gan", tmp_path / "code")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for start, end in ((0, 20), (20, 25)):
+        command = [*launch, "train_session.py", f"--steps={end}"]
+        done = subprocess.run(
+            command, cwd=code, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False,
+            timeout=HANG_LIMIT_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown = [line.partition(":")[0] for line in done.stdout.splitlines()]
+        assert shown == [f"step {step}" for step in range(start + 1, end + 1)]
