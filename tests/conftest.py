@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -66,10 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Let pytest-xdist fork its workers, except under coverage, which has to see modules being imported."""
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """Let pytest-xdist fork its workers, except under coverage, which has to see modules being imported;
+    fork the children of commands that tests call.
+    """
     with warm.forking_workers() if _forks_workers(session.config) else nullcontext():
-        return (yield)
+        result = yield
+    warm.fork_children()
+    return result
 
 
 def _forks_workers(config: pytest.Config) -> bool:
@@ -81,7 +85,8 @@ def pytest_collection_finish() -> None:
     garbage collections would look through.
 
     Threads that wait for each other spin, on cores that ranks and the other workers need: with two, tests on
-    small tensors took twice the CPU time. Ranks choose for themselves: the environment stays as it is.
+    small tensors took twice the CPU time, and a run of one rank ten times. ``_own_places`` tells what tests
+    start the same.
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
@@ -105,13 +110,6 @@ def fresh_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def warm_children() -> Iterator[None]:
-    """For tests that call a command in this process, which starts one that imports torch."""
-    with warm.forking_children():
-        yield
-
-
-@pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the forking itself, in ``make test-full`` too."""
     monkeypatch.delenv(warm.FRESH, raising=False)
@@ -131,6 +129,7 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _compiler: Path
     """No test writes runs or caches outside its own folder, or inherits what a rank or Slurm was told."""
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(_NAMES))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for what the test starts
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if _compiler is not None:
         monkeypatch.setenv("CXX", str(_compiler))

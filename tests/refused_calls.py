@@ -1,6 +1,6 @@
 """Runs a command some of whose system calls fail, as on file systems and in containers that lack them.
 
-    python tests/refused_calls.py EPERM chmod,fchmod -- COMMAND...
+    python tests/refused_calls.py EPERM chmod,fchmod [ENOSYS statx ...] -- COMMAND...
 
 A seccomp filter, which needs no root and is inherited by all child processes (Linux on x86-64).
 """
@@ -13,7 +13,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: The numbers of system calls on x86-64.
 NUMBERS = {
@@ -59,10 +59,18 @@ def refuse(calls: Sequence[str], error: int) -> None:
 
 def prefix(calls: Sequence[str], error: str) -> list[str]:
     """Return the words that, written before a command, run it with these calls refused."""
-    return [sys.executable, "-P", __file__, error, ",".join(calls), "--"]
+    return prefix_of([(calls, error)])
+
+
+def prefix_of(groups: Iterable[tuple[Sequence[str], str]]) -> list[str]:
+    """As ``prefix``, for calls that are refused with different errors."""
+    words = [word for calls, error in groups for word in (error, ",".join(calls))]
+    return [sys.executable, "-P", __file__, *words, "--"]
 
 
 if __name__ == "__main__":
-    _, _error, _calls, _, *_command = sys.argv
-    refuse(_calls.split(","), getattr(errno, _error))
+    _end = sys.argv.index("--")
+    _groups, _command = sys.argv[1:_end], sys.argv[_end + 1 :]
+    for _error, _calls in zip(_groups[::2], _groups[1::2], strict=True):
+        refuse(_calls.split(","), getattr(errno, _error))
     os.execvp(_command[0], _command)

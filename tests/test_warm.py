@@ -33,8 +33,7 @@ class _Forked(warm._WarmPopen):
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> type[_Forked]:
-    monkeypatch.setattr(_Forked, "server", warm._server(), raising=False)
+def forked() -> type[_Forked]:
     return _Forked
 
 

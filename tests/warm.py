@@ -48,7 +48,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -85,6 +85,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: Room for a process's arguments and environment in the memory that /proc shows.
 _ROOM = 60_000
 _MOST_BYTES = 2 * _ROOM
+#: This process's interpreter and environment, which no test has changed yet.
+_PYTHON, _AT_IMPORT = sys.executable, dict(os.environ)
 _libc = ctypes.CDLL(None, use_errno=True)
 _adoption = threading.Lock()
 #: Threads that call ``_server`` at the same time must get one server.
@@ -94,11 +96,13 @@ _starting = threading.RLock()
 class ForkServer:
     """One end of a socket whose other end ``_serve`` reads; ``pid`` is this process's child."""
 
-    def __init__(self, end: socket.socket, pid: int, door: str = "") -> None:
+    def __init__(
+        self, end: socket.socket, pid: int, door: str = "", environment: Mapping[str, str] = os.environ
+    ) -> None:
         self._end = end
         self.pid = pid
         self._door = door
-        self._environment = dict(os.environ)
+        self._environment = dict(environment)
 
     def can_change_to(self, environment: Mapping[str, str]) -> bool:
         """Tell whether a fork that takes over this environment is like a process that started with it."""
@@ -189,7 +193,7 @@ def _started_server() -> ForkServer:
         return ForkServer(socket.socket(fileno=_SERVER_FILE), int(pid), path)
     ours, theirs, door, path = _make_sockets(with_door=True)
     assert door is not None
-    variables = {name: value for name, value in os.environ.items() if name not in _SET_AFTERWARDS}
+    variables = {name: value for name, value in _AT_IMPORT.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
         [sys.executable, __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
         env=variables | {"OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _ROOM},
@@ -200,7 +204,7 @@ def _started_server() -> ForkServer:
     theirs.close()
     door.close()
     process.returncode = 0  # ``ForkServer`` waits for it
-    return ForkServer(ours, process.pid, path)
+    return ForkServer(ours, process.pid, path, _AT_IMPORT)
 
 
 def server_pid() -> int | None:
@@ -232,8 +236,8 @@ class _WarmPopen(subprocess.Popen[Any]):
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
 
-    #: What this process asks; set by ``_launch``.
-    server: ForkServer
+    #: What a launcher asks; None: ``_server()``.
+    server: ForkServer | None = None
     role = "module"
 
     def _execute_child(
@@ -258,7 +262,7 @@ class _WarmPopen(subprocess.Popen[Any]):
             and has_our_ids
             and (is_rank or preexec_fn is None)
             and self._is_warm(command)
-            and self.server.can_change_to(environment)
+            and (server := self.server or _server()).can_change_to(environment)
         ):
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
@@ -273,12 +277,12 @@ class _WarmPopen(subprocess.Popen[Any]):
             "new_session": new_session,
             "is_rank": is_rank,
         }
-        self.pid = self.server.fork(order, files)
+        self.pid = server.fork(order, files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _is_warm(self, command: Sequence[str]) -> bool:
-        return command[:2] == [sys.executable, "-m"] and command[2] in {*_WARM, _PARALLEL_RUNS}
+        return command[:2] == [_PYTHON, "-m"] and command[2] in {*_WARM, _PARALLEL_RUNS}
 
 
 class _Worker(_WarmPopen):
@@ -287,7 +291,7 @@ class _Worker(_WarmPopen):
     role = "worker"
 
     def _is_warm(self, command: Sequence[str]) -> bool:
-        return command[:3] == [sys.executable, "-u", "-c"]
+        return command[:3] == [_PYTHON, "-u", "-c"]
 
 
 class _Launcher(_WarmPopen):
@@ -296,11 +300,11 @@ class _Launcher(_WarmPopen):
     role = "launcher"
 
     def _is_warm(self, command: Sequence[str]) -> bool:
-        return command[:3] == [sys.executable, "-m", "hpc_train"]
+        return command[:3] == [_PYTHON, "-m", "hpc_train"]
 
 
 class _Script(_WarmPopen):
-    """A process of ``start_script``."""
+    """A process of ``start_script`` or ``start_module``."""
 
     def _is_warm(self, command: Sequence[str]) -> bool:
         return True
@@ -308,41 +312,44 @@ class _Script(_WarmPopen):
 
 def start_script(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start ``python -c SCRIPT …``, forked; ``options`` as of ``subprocess.Popen``."""
-    if FRESH in os.environ:
-        return subprocess.Popen([sys.executable, "-c", script, *arguments], **options)
-    _Script.server = _server()
-    return _Script([sys.executable, "-c", script, *arguments], **options)
+    return _start_forked(["-c", script, *arguments], options)
+
+
+def start_module(name: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start ``python -m NAME …``, forked; ``options`` as of ``subprocess.Popen``."""
+    return _start_forked(["-m", name, *arguments], options)
+
+
+def _start_forked(words: Sequence[str], options: Mapping[str, Any]) -> subprocess.Popen[str]:
+    kind = subprocess.Popen if FRESH in os.environ else _Script
+    return kind([sys.executable, *words], **options)
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     """Start ``python -m hpc_train …``; ``options`` as of ``subprocess.Popen``."""
     if FRESH in os.environ:
         return subprocess.Popen(command, **options)
-    _Launcher.server = _server()
     return _Launcher(command, **options)
 
 
-def forking_workers() -> AbstractContextManager[None]:
-    """A while in which pytest-xdist's workers are forked as well: each would import what the others do."""
-    return _replacing_popen(_Worker)
-
-
-def forking_children() -> AbstractContextManager[None]:
-    """A while in which what a command starts that is called in this process is forked, as a launcher's."""
-    return _replacing_popen(_WarmPopen)
-
-
 @contextmanager
-def _replacing_popen(kind: type[_WarmPopen]) -> Iterator[None]:
+def forking_workers() -> Iterator[None]:
+    """A while in which pytest-xdist's workers are forked as well: each would import what the others do."""
     if FRESH in os.environ:
         yield
         return
-    usual, kind.server = subprocess.Popen, _server()
-    subprocess.Popen = kind  # type: ignore[misc]
+    usual = subprocess.Popen
+    subprocess.Popen = _Worker  # type: ignore[misc]
     try:
         yield
     finally:
         subprocess.Popen = usual  # type: ignore[misc]
+
+
+def fork_children() -> None:
+    """From now on fork what a command starts that is called in this process, as a launcher does."""
+    if FRESH not in os.environ:
+        subprocess.Popen = _WarmPopen  # type: ignore[misc]
 
 
 def for_jobs() -> dict[str, str]:

@@ -60,7 +60,6 @@ def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_children")
 def test_export_passes_the_exit_code_of_its_child_on(tmp_path: Path) -> None:
     small_run(tmp_path / "runs")
     assert hpc_train("export", "abc", "-o", tmp_path / "out.safetensors").code == 2

@@ -175,7 +175,6 @@ def test_a_queue_takes_no_devices_of_this_machine(file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_children")
 def test_a_plan_for_a_thousand_ranks_predicts_a_step(file: Path) -> None:
     overrides = (
         "device=cuda",

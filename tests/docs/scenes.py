@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import read_status
+from tests import warm
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
@@ -116,15 +117,16 @@ class Stage:
         return [RunPaths(path.parent) for path in self._folder.glob("runs/*/[!.]*/run.json")]
 
     def _runs(self) -> list[dict[str, Any]]:
-        done = subprocess.run(
+        process = warm.start(
             [sys.executable, "-m", "hpc_train", "status", "--json"],
             cwd=self._folder,
             env={name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUNS"},
-            capture_output=True,
+            stdout=subprocess.PIPE,
             text=True,
-            check=True,
         )
-        runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+        output, _ = process.communicate()
+        assert process.returncode == 0, self.account()
+        runs: list[dict[str, Any]] = json.loads(output)["runs"]
         return runs
 
 

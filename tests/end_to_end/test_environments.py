@@ -123,18 +123,32 @@ SALLOC = {
 }  # fmt: skip
 PROXY = "http://127.0.0.1:9"
 
+NON_ASCII = {"TMPDIR": f"{PLACE}/ä b 文"}
+WARNINGS = {"PYTHONWARNINGS": "error"}
+NAMELESS: dict[str, str | None] = {"USER": None, "LOGNAME": None, "HOME": None}
+NO_AFFINITY = refused("EPERM", "sched_getaffinity")
+
 CASES = [
+    # Each of these is also a case of its own.
+    Case(
+        "several-at-once",
+        NAMELESS | NON_ASCII | WARNINGS | TORCHRUN,
+        as_user(*NO_AFFINITY),
+        ranks=2,
+        workers=1,
+        is_sampled=True,
+    ),
     # Variables.
     Case("tmpdir-missing", {"TMPDIR": f"{PLACE}/gone"}, workers=1),
     Case("tmpdir-too-long", {"TMPDIR": f"{PLACE}/{'x' * 110}"}, workers=1),
     Case("tmpdir-read-only", {"TMPDIR": "/proc"}, workers=1),
-    Case("tmpdir-spaces-non-ascii", {"TMPDIR": f"{PLACE}/ä b 文"}, workers=1, is_sampled=True),
+    Case("tmpdir-spaces-non-ascii", NON_ASCII, workers=1),
     Case("home-unset", {"HOME": None, "XDG_CACHE_HOME": None, "XDG_CONFIG_HOME": None}),
     Case("home-missing", {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "/nonexistent"}),
     Case("home-read-only", {"HOME": "/proc", "XDG_CACHE_HOME": "/proc", "HPC_TRAIN_CACHE": "/proc/cache"}),
     Case("python-optimize", {"PYTHONOPTIMIZE": "2"}),
     Case("python-safe-path", {"PYTHONSAFEPATH": "1"}),
-    Case("python-warnings-are-errors", {"PYTHONWARNINGS": "error"}, is_sampled=True),
+    Case("python-warnings-are-errors", WARNINGS),
     Case("python-hash-seed", {"PYTHONHASHSEED": "7"}, ranks=2),
     Case("python-no-bytecode", {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/proc/cache"}),
     Case("python-path-junk", {"PYTHONPATH": f"/nonexistent::{PLACE}/exp.yaml:/proc:relative"}),
@@ -156,7 +170,7 @@ CASES = [
         ranks=2,
         is_sampled=True,
     ),
-    Case("torchrun-leftovers", TORCHRUN, ranks=2, is_sampled=True),
+    Case("torchrun-leftovers", TORCHRUN, ranks=2),
     Case("salloc-leftovers", SALLOC, ranks=2),
     Case(
         "torch-folders",
@@ -168,12 +182,7 @@ CASES = [
     Case("torch-logs", {"TORCH_LOGS": "no_such_log"}, refusal="TORCH_LOGS"),
     Case("torch-allocator", {"PYTORCH_CUDA_ALLOC_CONF": "x:y", "PYTORCH_ALLOC_CONF": "x:y"}),
     Case("proxies", dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "ALL_PROXY"), PROXY), ranks=2),
-    Case(
-        "user-without-a-name",
-        {"USER": None, "LOGNAME": None, "HOME": None},
-        as_user(),
-        is_sampled=True,
-    ),
+    Case("user-without-a-name", NAMELESS, as_user()),
     Case("path-minimal", {"PATH": "/nonexistent", "LD_LIBRARY_PATH": "/nonexistent"}),
     Case("time-zone", {"TZ": "Nowhere/Odd:99"}),
     Case("terminal-without-columns", {"COLUMNS": "0", "LINES": "0", "TERM": "no-such-terminal"}),
@@ -228,7 +237,7 @@ CASES = [
     Case("stderr-full", {}, shell("exec 2>/dev/full")),
     Case("signals-ignored", {}, shell("trap '' PIPE CHLD HUP USR1 USR2"), ranks=2),
     # Refused system calls.
-    Case("no-getaffinity", {}, refused("EPERM", "sched_getaffinity"), is_sampled=True),
+    Case("no-getaffinity", {}, NO_AFFINITY),
     Case("no-getaffinity-enosys", {}, refused("ENOSYS", "sched_getaffinity"), ranks=2, workers=1),
     Case("no-setsid", {}, refused("EPERM", "setsid"), ranks=2),
     Case("no-prlimit", {}, refused("EPERM", "prlimit64", "getrlimit", "setrlimit"), workers=1),

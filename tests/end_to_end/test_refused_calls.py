@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 from tests.quiet import QuietRuns
-from tests.refused_calls import IS_POSSIBLE, prefix
+from tests.refused_calls import IS_POSSIBLE, prefix_of
 from tests.warm import FRESH
 
 pytestmark = [
@@ -25,9 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not IS_POSSIBLE, reason="system calls are refused by number, on Linux on x86-64"),
 ]
 
-SHORT = ("optimization.schedule={name: constant}", "optimization.steps=5", "data.workers=1")
-#: Their semaphores are links in /dev/shm, which has them.
-NO_LOADER_PROCESSES = "data.workers=0"
+SHORT = ("optimization.schedule={name: constant}", "optimization.steps=5")
 #: Error → calls that file systems (vfat, CIFS, FUSE, object stores) and containers refuse with it.
 GROUPS = {
     "permissions": ("EPERM", "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utimensat"),
@@ -38,32 +37,46 @@ GROUPS = {
     "processes": ("EPERM", "setpriority sched_setaffinity mlock mlockall membarrier pidfd_send_signal"),
     "container": ("EPERM", "get_mempolicy set_mempolicy mbind inotify_init1 io_uring_setup perf_event_open"),
 }
-#: With this variable, as ``make test-full`` sets it, each call is refused on its own.
-CASES = (
-    [(name, error, [call]) for name, (error, calls) in GROUPS.items() for call in calls.split()]
-    if os.environ.get("HPC_TRAIN_ALL_PARALLEL")
-    else [(name, error, calls.split()) for name, (error, calls) in GROUPS.items()]
-)
+_Groups = list[tuple[list[str], str]]
+_ALL = {name: (calls.split(), error) for name, (error, calls) in GROUPS.items()}
+#: Semaphores of loader processes are links in /dev/shm, which has them.
+_ALL_BUT_LINKS = [group for name, group in _ALL.items() if name != "links"]
+
+
+def cases() -> Iterator[tuple[str, int, _Groups]]:
+    """Yield name, loader processes, and what is refused: all calls at once, or, with the variable that
+    ``make test-full`` sets, each on its own.
+    """
+    if not os.environ.get("HPC_TRAIN_ALL_PARALLEL"):
+        yield "all", 0, list(_ALL.values())
+        yield "all-but-links", 1, _ALL_BUT_LINKS
+        return
+    for name, (calls, error) in _ALL.items():
+        for call in calls:
+            yield f"{name}-{call}", int(name != "links"), [([call], error)]
+
+
+CASES = list(cases())
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "calls"), CASES, ids=[f"{name}-{calls[0]}" for name, _, calls in CASES]
+    ("workers", "refused"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
 def test_a_run_does_without_calls_that_may_be_refused(
-    name: str, error: str, calls: list[str], quiet_runs: QuietRuns, tmp_path: Path
+    workers: int, refused: _Groups, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    overrides = (*SHORT, NO_LOADER_PROCESSES) if name == "links" else SHORT
-    quiet = quiet_runs.of(*overrides, ranks=1)
+    overrides = (*SHORT, f"data.workers={workers}")
+    quiet, before = quiet_runs.of(*overrides, ranks=1), prefix_of(refused)
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), FRESH: "1"}
     local = ("--local", "--devices", "1")
     with Hold(tmp_path, 3) as hold:
         command = ("submit", write_experiment(tmp_path), *overrides, *local, hold.override)
-        process = start(*command, before=prefix(calls, error), **runs)
+        process = start(*command, cwd=None, before=before, **runs)
         hold.wait(process)
         paths = only_run(tmp_path)
         kill_everything(process, paths)
         process.communicate()
-    done = hpc_train("resume", paths.folder, before=prefix(calls, error), **runs)
+    done = hpc_train("resume", paths.folder, cwd=None, before=before, **runs)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
     assert_equal_to_the_bit(quiet, paths)

@@ -156,7 +156,6 @@ def test_the_memory_of_a_process_that_was_just_killed_is_waited_for(filled: list
     assert filled == [79 * 2**30]
 
 
-@pytest.mark.usefixtures("warm_children")
 def test_a_shared_gpu_must_fit_the_run(filled: list[int], caplog: pytest.LogCaptureFixture) -> None:
     check_gpu_memory(small_experiment(), owns_gpu=False)
     assert re.search(rf"{TAKEN}; 8.0 GiB are free", caplog.text)

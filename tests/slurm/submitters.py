@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -40,8 +42,10 @@ def start(
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     if program is not None:
         environment["PATH"] = f"{program}:{environment['PATH']}"
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.submitters", json.dumps(halt and asdict(halt)), *arguments],
+    return warm.start_module(
+        "tests.slurm.submitters",
+        json.dumps(halt and asdict(halt)),
+        *arguments,
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

@@ -187,7 +187,6 @@ def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm_children")
 def test_the_real_child_knows_timm_and_torchvision() -> None:
     known = {kind: model_facts.known_names(kind) or [] for kind in ("timm", "torchvision", "datasets")}
     assert (

@@ -35,6 +35,8 @@ _NO_ANSWER = re.compile(
     r"|unable to establish|address to|no route to host",
     re.IGNORECASE,
 )
+#: Slurm has no configuration here, for which its commands have waited themselves.
+_NO_CONFIGURATION = re.compile(r"configuration source|cannot stat file", re.IGNORECASE)
 #: An argument list of ids has its limits.
 _JOBS_A_COMMAND = 500
 _HAVE_ENDED = re.compile(r"already complet|invalid job id", re.IGNORECASE)
@@ -71,11 +73,15 @@ def run(
 
     stamina.instrumentation.set_on_retry_hooks([])  # its log lines would mix with ours
     for attempt in stamina.retry_context(
-        on=NoAnswerError, attempts=_ATTEMPTS, timeout=3 * limit_s, wait_initial=0.5, wait_max=10.0
+        on=_may_answer_later, attempts=_ATTEMPTS, timeout=3 * limit_s, wait_initial=0.5, wait_max=10.0
     ):
         with attempt:
             return _run(argv, limit_s, environ)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _may_answer_later(error: Exception) -> bool:
+    return isinstance(error, NoAnswerError) and not _NO_CONFIGURATION.search(str(error))
 
 
 def _run(argv: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> str:

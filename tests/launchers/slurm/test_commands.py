@@ -12,6 +12,7 @@ from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
 from tests.launchers.slurm.programs import Programs, put_programs_first
 
 _SILENT = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+_NO_CONFIGURATION = "sbatch: fatal: Could not establish a configuration source"
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_a_program_that_is_not_there_is_no_slurm(tmp_path: Path, monkeypatch: py
         _SILENT,
         "slurm_load_jobs error: Socket timed out on send/recv operation",
         "squeue: error: ClusterName needs to be specified",
-        "sbatch: fatal: Could not establish a configuration source",
+        _NO_CONFIGURATION,
         "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
         "slurm_load_jobs error: Slurm backup controller in standby mode",
         "sacct: error: Problem talking to the database: Connection refused",
@@ -79,6 +80,14 @@ def test_only_what_asks_for_it_is_repeated(programs: Programs) -> None:
         run(["squeue"])
     assert run(["squeue"], retry=True) == "here\n"
     assert len(programs.calls("squeue")) == 3
+
+
+@pytest.mark.parametrize("words", [_NO_CONFIGURATION, "error: cannot stat file /etc/slurm/slurm.conf"])
+def test_a_machine_without_a_configuration_is_asked_once(programs: Programs, words: str) -> None:
+    programs.put("scontrol", f"echo '{words}' >&2; exit 1")
+    with pytest.raises(NoAnswerError):
+        run(["scontrol", "show", "config"], retry=True)
+    assert len(programs.calls("scontrol")) == 1
 
 
 def test_user_formats_change_no_answer_or_order(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
