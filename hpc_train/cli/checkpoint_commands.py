@@ -15,7 +15,7 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths, from_here
 from hpc_train.run import checkpoints
 from hpc_train.run.find import run_name
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 from hpc_train.run.trust import check_run
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import CompareOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.console import JSON_VERSION, csv_line, put_json, say
+from hpc_train.console import JSON_VERSION, csv_line, print_table, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
@@ -28,7 +28,6 @@ from hpc_train.report.metric_values import (
 )
 from hpc_train.report.metrics_reader import rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names

@@ -19,7 +19,7 @@ from hpc_train.run.trust import check_run
 
 
 class SyncedJson(TypedDict):
-    """What became of a run's rows at one destination."""
+    """The rows of a run at one destination."""
 
     id: str
     path: str
@@ -28,7 +28,7 @@ class SyncedJson(TypedDict):
     #: The final rows, and the step of the last one.
     rows: int
     step: int | None
-    #: Those that this command has sent.
+    #: Number of rows that this command has sent.
     rows_sent: int
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None
@@ -38,7 +38,7 @@ class SyncedJson(TypedDict):
 
 
 class Synchronization(TypedDict):
-    """Which rows were sent where."""
+    """The rows that were sent, by run and destination."""
 
     version: int
     synced: list[SyncedJson]

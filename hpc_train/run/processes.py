@@ -4,16 +4,22 @@ Reads /proc directly instead of through psutil, whose ``create_time()`` is a wal
 boot time: files of every version record the start in clock ticks, with boot id and PID namespace, which
 psutil does not report. If the kernel has pidfds, signals are sent through one, so that they can't reach
 another process; psutil checks first and then calls kill.
+
+Also processes that end with their parent.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -185,3 +191,25 @@ def _boot_id() -> str:
 
 def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its ``parent`` ends, for whatever reason.
+
+    Called by the child. Exits at once if the parent has already ended.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it died before prctl
+        os._exit(int(ExitCode.PEER_LOST))
+
+
+def end_daemons() -> None:
+    """Kill daemonic children; call it before ``os._exit``, which does not end them."""
+    with suppress(Exception):  # another thread may be starting one
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()

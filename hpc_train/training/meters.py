@@ -26,7 +26,7 @@ from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, Withdr
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
 from hpc_train.run.checkpoints import newest_attempt
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.logger_threads import CONTINUES, HangingLoggerError, LoggerThread, call_all

@@ -22,7 +22,7 @@ from hpc_train.run.best import BEST, BestSoFar, default_metric, goal_of
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.file_shapes import encoded
 from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows
-from hpc_train.run.run_facts import extensions
+from hpc_train.run.run_status import extensions
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.distributed.consensus import Agreement
 

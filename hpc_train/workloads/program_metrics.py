@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_train.experiment.config.program_section import MetricsConfig
 from hpc_train.paths import RunPaths
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_train.loggers.process_logger import ProcessLogger
 from hpc_train.paths import RunPaths
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.meters import MetricsWriter
 from tests.loggers.wandb_files import row
 from tests.waiting import HANG_LIMIT_S, came_true

@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpc_train.loggers.csv_files import CsvLogger
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from hpc_train.training.meters import MetricsWriter
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S, came_true

@@ -14,7 +14,7 @@ import pytest
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.logger_threads import make_logger
 from hpc_train.training.meters import MetricsWriter
 from tests.cli.commands import hpc_train

@@ -16,7 +16,7 @@ from hpc_train import registry
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import LoggingConfig
 from hpc_train.loggers.base import Logger
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training import logger_threads
 from hpc_train.training.logger_threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
 from hpc_train.training.meters import MetricsWriter

@@ -24,8 +24,7 @@ from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_facts import recorded_values, run_facts
-from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.run_status import GOING_ON, RunStatus, recorded_values, run_facts
 
 #: Number of training rows whose losses are drawn and whose rate is averaged.
 HISTORY = 60
