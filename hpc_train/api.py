@@ -25,8 +25,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, UserError, WaitTimeoutError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.metric_values import Metric, find_metric, last_and_best, metrics_in
-from hpc_train.report.metrics_reader import Row, rows_in
+from hpc_train.report.metrics_reader import Metric, Row, find_metric, last_and_best, metrics_in, rows_in
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.usage import attempt_cause, goodput

@@ -19,8 +19,7 @@ from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.registry import load, refusing_exit
-from hpc_train.report.metric_values import SPLITS, metrics_in
-from hpc_train.report.metrics_reader import Row, number, rows_in
+from hpc_train.report.metrics_reader import SPLITS, Row, metrics_in, number, rows_in
 from hpc_train.run import frozen_experiment
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, recorded_values, run_facts

@@ -20,8 +20,16 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
-from hpc_train.report.metrics_reader import Row, number, sampled_rows
+from hpc_train.report.metrics_reader import (
+    Metric,
+    Point,
+    Row,
+    find_metric,
+    is_better,
+    number,
+    sampled_rows,
+    sort_key,
+)
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.usage import attempt_cause, time_use
