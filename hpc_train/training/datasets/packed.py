@@ -104,7 +104,7 @@ class Pack:
         #: The hash of the header, which covers everything.
         self.digest, header = self._header()
         names, splits = header.get("classes"), header.get("splits")
-        if not is_a(names, list[str]) or not isinstance(splits, dict):
+        if names is None or not is_a(names, list[str]) or not isinstance(splits, dict):
             raise self.damaged("its header has other fields than a pack's")
         self.class_names: tuple[str, ...] = tuple(names)
         self.parts = {name: self._part(entry) for name, entry in splits.items()}
