@@ -44,7 +44,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.checkpoint.state import TrainingState
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import DDPStrategy
 

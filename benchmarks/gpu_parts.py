@@ -36,7 +36,7 @@ from benchmarks.memory_prediction import GPT, MODELS, experiment_of
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.memory_prediction import PredictedStep
 from hpc_train.training.non_finite import Guard

@@ -39,7 +39,7 @@ from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.strategies.base import RankContext
 from tests.forwards import PlainForward
 

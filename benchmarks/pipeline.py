@@ -9,7 +9,7 @@ is shown, after two that are not counted. Both times are of the same step, so a 
 side alone; one with fewer free cores than ranks does, and makes the bubble larger.
 
 What is measured includes the sends and the reduction of gradients at a step's end, which the formulas
-exclude (``topology.pipeline_schedules.bubble``). Writes benchmarks/results/pipeline.json.
+exclude (``topology.degrees.bubble``). Writes benchmarks/results/pipeline.json.
 ``--quick``: two steps, and fewer slots.
 """
 
@@ -29,11 +29,10 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.experiment.config.training_sections import ParallelConfig
-from hpc_train.experiment.topology.degrees import Degrees
-from hpc_train.experiment.topology.pipeline_schedules import bubble, problem_of_schedule
+from hpc_train.experiment.topology.degrees import Degrees, bubble, problem_of_schedule
 from hpc_train.registry import load
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.pipeline import MicroBatchStage
 from tests.forwards import PlainForward

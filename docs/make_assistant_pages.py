@@ -18,7 +18,7 @@ from docs.make_json_page import comments, words
 from docs.make_reference import default, sections, takes
 from hpc_train.cli.command_line import FUNCTIONS, Options
 from hpc_train.cli.run_row import RunRow
-from hpc_train.experiment.config.json_schema import Node, json_schema
+from hpc_train.experiment.config.keys import Node, json_schema
 from hpc_train.registry import parts
 
 DOCS = Path(__file__).parent

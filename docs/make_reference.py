@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_train.experiment.config.explanations import wanted
-from hpc_train.experiment.config.json_schema import Node, json_schema
-from hpc_train.experiment.config.keys import as_mapping, members
+from hpc_train.experiment.config.keys import Node, as_mapping, json_schema, members
 
 PAGE = Path(__file__).with_name("reference_file.md")
 BEGIN = "<!-- keys: written by docs/make_reference.py -->\n"

@@ -25,11 +25,18 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, UserError, WaitTimeoutError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.metric_values import Metric, decisive_metric, find_metric, last_and_best, metrics_in
-from hpc_train.report.metrics_reader import Row, rows_in
+from hpc_train.report.metrics_reader import (
+    Metric,
+    Row,
+    decisive_metric,
+    find_metric,
+    last_and_best,
+    metrics_in,
+    rows_in,
+)
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
-from hpc_train.report.time_use import attempt_cause, goodput
+from hpc_train.report.usage import attempt_cause, goodput
 from hpc_train.run.checkpoints import committed, find_step, selection_words
 from hpc_train.run.find import find_runs, run_name, run_names
 from hpc_train.run.run_status import GOING_ON, read_status

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     )
     from hpc_train.training.datasets.building import build_source
     from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
-    from hpc_train.training.distributed.precision import Precision
+    from hpc_train.training.distributed.device import Precision
     from hpc_train.training.models.base import ModelBuilder
     from hpc_train.training.models.torchvision_detection import as_given
     from hpc_train.training.strategies.base import Forward, Piece, RankContext, Strategy
@@ -91,7 +91,7 @@ _WITH_TORCH = {
         "DataInfo",
         "TargetSpec",
     ),
-    "hpc_train.training.distributed.precision": ("Precision",),
+    "hpc_train.training.distributed.device": ("Precision",),
     "hpc_train.training.models.base": ("ModelBuilder",),
     "hpc_train.training.models.torchvision_detection": ("as_given",),
     "hpc_train.training.strategies.base": (

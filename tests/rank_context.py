@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
-from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.training.strategies.base import RankContext
 

@@ -69,7 +69,7 @@ NAMES: list[tuple[Any, str, str]] = [
     (nn.Module(), "_forward_hooks _forward_pre_hooks", "training/models/splitting"),
     (nn.Module(), "_compiled_call_impl", "training/strategies/pipeline"),
     (_ITERATOR, "_shutdown_workers _try_get_data", "training/datasets/workers"),
-    (torch, "_subclasses", "training/strategies/mesh, training/memory_prediction"),
+    (torch, "_subclasses", "training/strategies/pieces, training/memory_prediction"),
     (
         torch._subclasses.fake_tensor,
         "DataDependentOutputException DynamicOutputShapeException",

@@ -19,14 +19,14 @@ from hpc_train.experiment.config.keys import JOB, NOT_IDENTITY, BadKeyError, spl
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.problems import KeyPath, dotted
 from hpc_train.experiment.config.schema import Experiment, Job
-from hpc_train.experiment.plan.identity import CHANGEABLE, changes_identity
+from hpc_train.experiment.plan.sweep import CHANGEABLE, changes_identity
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.create import Origin, noted_versions, origin_of
 from hpc_train.run.find import run_name
-from hpc_train.run.run_facts import recorded_values
+from hpc_train.run.run_status import recorded_values
 from hpc_train.run.versions import Differences, differences, in_words, versions
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
@@ -12,10 +11,10 @@ from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import PROGRAMS, CheckpointPaths, RunPaths, from_here
+from hpc_train.paths import PROGRAMS, RunPaths, from_here
 from hpc_train.run import checkpoints
 from hpc_train.run.find import run_name
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 from hpc_train.run.trust import check_run
 
 
@@ -109,48 +108,25 @@ def _one_run(word: str) -> RunPaths:
     return matches[0]
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    checkpoint: CheckpointPaths
-    problems: list[str]
-    #: An attempt that owned the run saved it.
-    counts: bool
-    #: A resume would load it.
-    loads: bool
-
-    def to_json(self) -> CheckpointJson:
-        """Return its entry in ``verify --json``."""
-        return {
-            "step": self.checkpoint.step,
-            "path": str(self.checkpoint.folder),
-            "problems": self.problems,
-            "counts": self.counts,
-            "loads": self.loads,
-        }
-
-
 def verify(options: VerifyOptions) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
-    by_run: dict[RunPaths, list[_Verdict]] = {}
-    for paths in find_readable(options.runs):
-        by_run[paths] = list(_verdicts(paths, shows=not options.as_json))
+    runs = [
+        VerifiedRun(
+            id=paths.folder.name,
+            name=paths.siblings.folder.name,
+            path=str(paths.folder.absolute()),
+            checkpoints=list(_verified(paths, shows=not options.as_json)),
+        )
+        for paths in find_readable(options.runs)
+    ]
     if options.as_json:
-        put_json(Verification(version=JSON_VERSION, runs=[_run_json(*item) for item in by_run.items()]))
-    is_damaged = any(one.counts and one.problems for verdicts in by_run.values() for one in verdicts)
+        put_json(Verification(version=JSON_VERSION, runs=runs))
+    is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
     return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
-def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> VerifiedRun:
-    return {
-        "id": paths.folder.name,
-        "name": paths.siblings.folder.name,
-        "path": str(paths.folder.absolute()),
-        "checkpoints": [verdict.to_json() for verdict in verdicts],
-    }
-
-
-def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
-    """Yield the verdicts on a run's checkpoints, newest first; ``shows``: print each once it is known."""
+def _verified(paths: RunPaths, *, shows: bool) -> Iterator[CheckpointJson]:
+    """Yield a run's checkpoints, newest first; ``shows``: print each once it is verified."""
     folders = paths.checkpoint_folders()[::-1]
     if not folders:
         say(f"{run_name(paths)}: no checkpoint yet")
@@ -164,16 +140,22 @@ def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
         counts = checkpoint in counting
         if counts and not problems:
             would_load = would_load or checkpoint
-        verdict = _Verdict(checkpoint, problems, counts, checkpoint == would_load)
+        loads = checkpoint == would_load
         if shows:
             text = "damaged" if problems else "whole"
             if not counts:
                 text += ", does not count: its attempt no longer owned the run"
-            elif verdict.loads:
+            elif loads:
                 text += ", would load"
             put(f"{run_name(paths)}  {checkpoint.folder.name}  {text}")
             for problem in problems:
                 say(f"  {problem}")
-        yield verdict
+        yield CheckpointJson(
+            step=checkpoint.step,
+            path=str(checkpoint.folder),
+            problems=problems,
+            counts=counts,
+            loads=loads,
+        )
     if would_load is None:
         say(f"{run_name(paths)}: nothing would load; start again with `hpc-train submit FILE --new`")

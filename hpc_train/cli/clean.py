@@ -40,7 +40,7 @@ class RemovedJson(TypedDict):
 
 
 class CleanedRun(TypedDict):
-    """What a run no longer needed, and what it keeps."""
+    """The files that a run no longer needed, and its checkpoints."""
 
     id: str
     name: str
@@ -51,7 +51,7 @@ class CleanedRun(TypedDict):
 
 
 class Cleaning(TypedDict):
-    """What was removed; nothing if the answer was no."""
+    """The removed files; none if the answer was no."""
 
     version: int
     runs: list[CleanedRun]

@@ -11,12 +11,12 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import CompareOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
-from hpc_train.console import JSON_VERSION, csv_line, put_json, say
+from hpc_train.console import JSON_VERSION, csv_line, print_table, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
-from hpc_train.report.metric_values import (
+from hpc_train.report.metrics_reader import (
     SPLITS,
     Metric,
     Point,
@@ -25,11 +25,11 @@ from hpc_train.report.metric_values import (
     find_metric,
     last_and_best_of,
     metrics_in,
+    rows_in,
     sort_key,
+    validation_rows,
 )
-from hpc_train.report.metrics_reader import rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names

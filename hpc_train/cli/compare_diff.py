@@ -18,7 +18,7 @@ from hpc_train.run.code import snapshot
 from hpc_train.run.create import newest_versions
 from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.find import run_names
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 from hpc_train.run.versions import differences
 
 #: Maximum number of printed characters of a value, and of file names; JSON has all.
@@ -43,12 +43,12 @@ class CodeDifferenceJson(TypedDict):
     added: list[str]
     changed: list[str]
     removed: list[str]
-    #: Lines of a unified diff; at the end what was omitted.
+    #: Lines of a unified diff; the last line counts omitted lines.
     diff: list[str]
 
 
 class Difference(TypedDict):
-    """In what the second of two runs differs from the first."""
+    """The differences of the second of two runs from the first."""
 
     version: int
     runs: list[ComparedIds]

@@ -20,14 +20,14 @@ from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Finding, Launcher, Level
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.notifications import NotSentError, post, read_webhook, settings_file, text_of
-from hpc_train.loggers.wandb_key import has_key, needs_key
+from hpc_train.loggers.tracker_environment import has_key, needs_key
 from hpc_train.paths import runs_root
 
 _LOCAL_ONLY = "runs can be started here with --local only"
 
 
 class Diagnosis(TypedDict):
-    """What would make runs fail."""
+    """Problems that would make runs fail."""
 
     version: int
     #: How many findings there are by level.

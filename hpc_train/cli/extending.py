@@ -23,8 +23,7 @@ from hpc_train.run.create import effective_experiment, noted_changes
 from hpc_train.run.extension import LENGTH, extend, withdraw
 from hpc_train.run.find import is_run, run_name
 from hpc_train.run.frozen_experiment import load_changed
-from hpc_train.run.run_facts import extensions, run_facts
-from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
+from hpc_train.run.run_status import GOING_ON, RunStatus, extensions, read_status, run_facts
 from hpc_train.run.trust import check_run
 
 _SECTION = "optimization"

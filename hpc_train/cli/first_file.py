@@ -96,12 +96,11 @@ class _Content:
 
 def start_of(task: str) -> Start:
     """Return the defaults of a task. Raises UsageError for another one."""
-    for start in STARTS:
-        if start.task == task:
-            return start
-    names = [start.task for start in STARTS]
-    remedy = suggestion(task, names, f"write one of {', '.join(names)}, and change the file")
-    raise UsageError(f"--task: init has no file for {shown(task)}; {remedy}")
+    starts = {start.task: start for start in STARTS}
+    if task not in starts:
+        remedy = suggestion(task, list(starts), f"write one of {', '.join(starts)}, and change the file")
+        raise UsageError(f"--task: init has no file for {shown(task)}; {remedy}")
+    return starts[task]
 
 
 def first_file(chosen: FirstFile, output: Path) -> str:
@@ -119,10 +118,8 @@ def first_file(chosen: FirstFile, output: Path) -> str:
         sections["precision"] = "bf16"
     if content.evaluation is not None:
         sections["evaluation"] = content.evaluation
-    sections["checkpoint"] = {"every_min": 10}
-    if content.best is not None:
-        metric, mode = content.best
-        sections["checkpoint"] = {"every_min": 10, "best": {"metric": metric, "mode": mode}}
+    best = {} if content.best is None else {"best": dict(zip(("metric", "mode"), content.best, strict=True))}
+    sections["checkpoint"] = {"every_min": 10, **best}
     body = list(_rendered(sections, content.comments))
     lines = [*_header(output, chosen, has_changes=any(f"# {CHANGE}:" in line for line in body)), *body]
     text = "\n".join(lines) + "\n"
@@ -202,16 +199,18 @@ class _Fitted:
             micro = 2 if 2 * ranks <= samples else 1
             batch = micro * ranks
         if samples is not None:
-            steps = counted(max(1, samples // batch), "step")
-            self._comments["optimization", "global_batch_size"] = f"{steps} per epoch"
+            steps = max(1, samples // batch)
+            self._comments["optimization", "global_batch_size"] = f"{counted(steps, 'step')} per epoch"
         return batch, micro
 
     def _epochs_and_size(self) -> tuple[int, tuple[int, int] | None]:
         """Return the epochs, and height and width of images. A CPU has a budget of core seconds."""
         images, samples = self._survey.images, self._survey.samples or 0
         sizes = [None] if images is None else self._image_sizes(images)
-        most = _TEXT_EPOCHS if images is None else self._most_epochs(samples)
         cost = self._recipe.cost
+        table = _GPU_EPOCHS if cost is None else _CPU_EPOCHS
+        most = next(epochs for limit, epochs in table if samples <= limit)
+        most = _TEXT_EPOCHS if images is None else most
         if cost is None or not samples:
             return most, sizes[0]
         cost = _OTHER_COST if self._is_other_model else cost
@@ -229,10 +228,6 @@ class _Fitted:
         more = "; train longer for better results" if epochs < most else ""
         self._comments["optimization", "epochs"] = f"{about} on two cores{more}"
         return epochs, size
-
-    def _most_epochs(self, samples: int) -> int:
-        table = _CPU_EPOCHS if self._recipe.cost is not None else _GPU_EPOCHS
-        return next(epochs for limit, epochs in table if samples <= limit)
 
     def _image_sizes(self, images: Images) -> Sequence[tuple[int, int]]:
         """Return the sizes to choose from, the largest first.
@@ -376,30 +371,26 @@ def quoted(value: object) -> str:
 
 def _data(start: Start, name: str, chosen: FirstFile) -> dict[str, Any]:
     data: dict[str, Any] = {"name": name}
+    facts = data_facts(name)
+    size = facts.image_size(DataConfig(name=name))
     if start.needs_root(name) or chosen.root is not None:
         data["root"] = chosen.root or start.root
     if name == start.own_data:
         data |= start.own_keys
-    elif data_facts(name).modality == "images" and _has_no_size(name):
+    elif facts.modality == "images" and facts.image_size_argument is None and size is None:
         data["image_size"] = IMAGE_SIZE
     if chosen.has_gpus:
         data["workers"] = "auto"
     return data
 
 
-def _has_no_size(name: str) -> bool:
-    facts = data_facts(name)
-    return facts.image_size_argument is None and facts.image_size(DataConfig(name=name)) is None
-
-
 def _num_samples(start: Start, name: str, chosen: FirstFile) -> int | None:
     """Return N if it can be counted without the data set's own code."""
     args = start.own_keys.get("args", {}) if name == start.own_data else {}
     try:
-        number = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
+        return data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
     except Exception:  # `validate` explains data that can't be read
         return None
-    return number if isinstance(number, int) else None
 
 
 def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
@@ -435,10 +426,8 @@ def _header(output: Path, chosen: FirstFile, *, has_changes: bool) -> list[str]:
         *([f"# Lines with {CHANGE} have values that only you know; the others are a start."] * has_changes),
         f"# All keys: {DOCS}/reference_file.md",
         "#",
-        f"#   hpc-train validate {shown_name}",
-        f"#   hpc-train prepare {shown_name}",
-        f"#   hpc-train plan {shown_name}{where}",
-        f"#   hpc-train submit {shown_name}{where}",
+        *(f"#   hpc-train {verb} {shown_name}" for verb in ("validate", "prepare")),
+        *(f"#   hpc-train {verb} {shown_name}{where}" for verb in ("plan", "submit")),
     ]
 
 

@@ -52,7 +52,7 @@ class FirstFileJson(TypedDict):
     for_cluster: bool
     #: Numbers of the lines that have to be changed.
     lines_to_change: list[int]
-    #: Lines on the content of ``--root``: numbers and sizes, then what may be a mistake.
+    #: Lines on the content of ``--root``: numbers and sizes, then possible mistakes.
     data: list[str]
     #: Lines that tell how to change the script of ``--from-script``.
     script: list[str]

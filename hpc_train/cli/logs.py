@@ -47,7 +47,7 @@ class Log(TypedDict):
     id: str
     name: str
     path: str
-    #: The log that was read: of a rank, or what the batch script printed before any rank started.
+    #: The log that was read: of a rank, or the output of the batch script before any rank started.
     file: str
     #: Null for a batch script.
     attempt: int | None

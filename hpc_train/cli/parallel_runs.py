@@ -18,8 +18,7 @@ from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import noted_signals
 from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
-from hpc_train.rank.parent_process import die_with
-from hpc_train.run.processes import exit_code, start_in_own_session
+from hpc_train.run.processes import die_with, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 
 _POLL_S = 0.1

@@ -83,7 +83,7 @@ class PlannedRunJson(TypedDict):
     memory: dict[str, float] | None
     #: Why activations are unknown, or that nothing was predicted.
     memory_problem: str | None
-    #: What is assumed of data that can't be read here.
+    #: An assumption about data that can't be read here.
     memory_assumption: str | None
     #: Null for an unknown device.
     device_memory_gb: float | None
@@ -98,7 +98,7 @@ class PlannedRunJson(TypedDict):
 
 
 class PlanJson(TypedDict):
-    """What a file would start."""
+    """The runs that a file would start."""
 
     version: int
     #: The experiment's.

@@ -29,21 +29,21 @@ from hpc_train.report.run_times import short_duration
 
 
 class RunCostJson(TypedDict):
-    """What one run is predicted to take; null where nothing tells."""
+    """The predicted cost of one run; null if unknown."""
 
     id: str
     duration_s: float | None
     step_s: float | None
     gpu_hours: float | None
     core_hours: float | None
-    #: How many the time limit makes necessary.
+    #: The number that the time limit makes necessary.
     attempts: int | None
     #: The names of the runs whose times were used.
     measured_runs: list[str]
 
 
 class CostJson(TypedDict):
-    """What all runs together are predicted to take."""
+    """The predicted cost of all runs together."""
 
     runs: list[RunCostJson]
     gpu_hours: float | None

@@ -59,8 +59,7 @@ from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
-from hpc_train.run.run_facts import extended_run, extensions
-from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
+from hpc_train.run.run_status import GOING_ON, RunStatus, extended_run, extensions, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
 

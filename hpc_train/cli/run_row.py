@@ -26,15 +26,13 @@ from hpc_train.report.run_times import (
     remaining_s,
     short_duration,
 )
-from hpc_train.report.time_use import goodput
-from hpc_train.report.usage import MAX_BYTES, Usage, usage_of
+from hpc_train.report.usage import MAX_BYTES, Usage, goodput, usage_of
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.run_facts import extension_words
-from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.run_status import GOING_ON, RunStatus, extension_words
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class RunRow:
     job: str | None = None
     #: The parts of the newest interruption, in seconds.
     restart: Restart | None = None
-    #: The remaining budget of the newest job; None if nobody requeues.
+    #: The remaining budget of the newest job; None if the run is not requeued.
     budget: Left | None = None
     #: The size that ``micro_batch_size: auto`` found; None if the file has a number, or it is not known yet.
     micro_batch_size: int | None = None
@@ -234,7 +232,7 @@ def rows_at(
 
 
 class Runs(TypedDict):
-    """The runs that were meant, each as it is when the command ends."""
+    """The selected runs, each with its state at the end of the command."""
 
     version: int
     runs: list[RunRow]

@@ -17,8 +17,7 @@ from hpc_train.recovery.history import records
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import INTERRUPTED, RunStatus
-from hpc_train.search.proposals import Round, next_round
-from hpc_train.search.trials import trials_of
+from hpc_train.search.proposals import Round, next_round, trials_of
 
 #: Whether a trial, by the name of its run folder, is not started again if it has ended.
 GivenUp = Callable[[str], bool]

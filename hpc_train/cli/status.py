@@ -12,7 +12,7 @@ from typing import Any
 from hpc_train.cli.command_options import StatusOptions, WatchOptions
 from hpc_train.cli.many_runs import collecting_rarely, find_readable
 from hpc_train.cli.run_row import RunRow, rows_at, rows_json
-from hpc_train.console import columns, put, put_json, say
+from hpc_train.console import columns, print_table, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
@@ -21,7 +21,6 @@ from hpc_train.recovery.history import saved_step
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 from hpc_train.report.run_files import RunFiles, layout_of
-from hpc_train.report.run_table import print_table
 from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples
 from hpc_train.run.attempts import newest_number

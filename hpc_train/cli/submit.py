@@ -28,7 +28,7 @@ from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import launcher_of, statuses
-from hpc_train.loggers.wandb_key import effective_mode, has_key, needs_key
+from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.attempts import newest_number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import SyncOptions
 from hpc_train.cli.many_runs import find_readable
@@ -19,7 +19,7 @@ from hpc_train.run.trust import check_run
 
 
 class SyncedJson(TypedDict):
-    """What became of a run's rows at one destination."""
+    """The rows of a run at one destination."""
 
     id: str
     path: str
@@ -28,7 +28,7 @@ class SyncedJson(TypedDict):
     #: The final rows, and the step of the last one.
     rows: int
     step: int | None
-    #: Those that this command has sent.
+    #: Number of rows that this command has sent.
     rows_sent: int
     #: The run's page, its id at the service, or the folder of the event files.
     target: str | None
@@ -38,7 +38,7 @@ class SyncedJson(TypedDict):
 
 
 class Synchronization(TypedDict):
-    """Which rows were sent where."""
+    """The rows that were sent, by run and destination."""
 
     version: int
     synced: list[SyncedJson]
@@ -59,7 +59,11 @@ def sync(options: SyncOptions) -> ExitCode:
         if not options.as_json:
             _show(paths, synced)
     if options.as_json:
-        put_json(Synchronization(version=JSON_VERSION, synced=[_to_json(*entry) for entry in done]))
+        rows: list[Any] = [
+            {"id": paths.folder.name, "path": str(paths.folder.absolute()), **vars(synced)}
+            for paths, synced in done
+        ]
+        put_json(Synchronization(version=JSON_VERSION, synced=rows))
     failed = [synced for _, synced in done if synced.error is not None]
     if failed:
         say(f"{len(failed)} of {len(done)} failed; the same command sends what is missing, nothing twice")
@@ -112,17 +116,3 @@ def _show(paths: RunPaths, synced: Synced) -> None:
         what = f"{counted(synced.rows_sent, 'row')} sent, now" if synced.rows_sent else "nothing new,"
         where = f"  {synced.target}" if synced.target else ""
         put(f"{name}: {what} {counted(synced.rows, 'row')} up to step {synced.step:,}{where}")
-
-
-def _to_json(paths: RunPaths, synced: Synced) -> SyncedJson:
-    return {
-        "id": paths.folder.name,
-        "path": str(paths.folder.absolute()),
-        "to": synced.to,
-        "rows": synced.rows,
-        "step": synced.step,
-        "rows_sent": synced.rows_sent,
-        "target": synced.target,
-        "error": synced.error,
-        "notes": list(synced.notes),
-    }

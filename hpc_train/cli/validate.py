@@ -37,7 +37,7 @@ class Validation(TypedDict):
     file: str
     #: The experiment's name; null if the file is not valid.
     name: str | None
-    #: How many runs it plans; null if it is not valid.
+    #: Number of runs that it plans; null if it is not valid.
     runs: int | None
     #: As printed without ``--json``: position, key, rule and remedy.
     problems: list[str]
@@ -53,7 +53,7 @@ class PreparedData(TypedDict):
     train_samples: int
     val_samples: int
     classes: int
-    #: Samples, of those that were tried, that another one will replace.
+    #: Tried samples that can't be read; another sample will replace each.
     bad_samples: list[str]
     #: Files that are not read, and conversions that lose information.
     notices: list[str]
@@ -74,7 +74,7 @@ class PreparedModel(TypedDict):
 
 
 class Preparation(TypedDict):
-    """What the runs of a file need, each once."""
+    """The data and models of the runs of a file, each once."""
 
     version: int
     data: list[PreparedData]
@@ -116,7 +116,7 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
 
 def schema(options: SchemaOptions) -> ExitCode:
     """Print the JSON Schema of the file."""
-    from hpc_train.experiment.config.json_schema import schema_for_editors
+    from hpc_train.experiment.config.keys import schema_for_editors
 
     put_json(schema_for_editors())
     return ExitCode.DONE

@@ -16,10 +16,9 @@ from typing import NoReturn
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
-from hpc_train.rank.parent_process import end_daemons
+from hpc_train.run.attempts import tell_end, tell_error
 from hpc_train.run.files import read_json
-from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
-from hpc_train.run.rank_ends import tell_end, tell_error
+from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, end_daemons, keep_exit_statuses
 from hpc_train.run.resource_limits import explained, prepare_rank
 from hpc_train.run.tracebacks import refusal
 

@@ -13,8 +13,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, parts, refusing_exit, suggestion, target_of
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_facts import run_facts
-from hpc_train.run.run_status import RunStatus
+from hpc_train.run.run_status import RunStatus, run_facts
 from hpc_train.run.trust import is_trusted
 
 #: The launcher of a run submitted without ``--local`` and ``--launcher``.

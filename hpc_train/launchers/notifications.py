@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import open_unredirected
-from hpc_train.run.run_facts import run_facts
-from hpc_train.run.run_status import RunStatus, read_status
+from hpc_train.run.run_status import RunStatus, read_status, run_facts
 
 #: States of a run at the end of an attempt that can be reported.
 EVENTS = ("completed", "failed", "requeued", "cancelled", "interrupted")

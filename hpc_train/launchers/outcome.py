@@ -22,8 +22,8 @@ from hpc_train.recovery.diagnosis import (
     stopped_by_signal,
 )
 from hpc_train.run import resource_limits
+from hpc_train.run.attempts import exit_codes
 from hpc_train.run.files import UnreadableFileError, read_text, tail_text
-from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import CANCELLED, INTERRUPTED
 from hpc_train.run.tracebacks import shortened_traceback
 

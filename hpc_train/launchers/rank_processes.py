@@ -18,10 +18,9 @@ from hpc_train.package_path import path_variables
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import THREADS_BY_SHARE
-from hpc_train.rank.parent_process import descendants
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
-from hpc_train.run.processes import Process, exit_code, start_in_own_session
+from hpc_train.run.processes import Process, descendants, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.storage_errors import named_errors
 

@@ -12,7 +12,7 @@ from typing import TextIO
 from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, WithdrawsRows
 from hpc_train.loggers.threads import CONTINUES, HangingLoggerError, LoggerThread, call_all
 from hpc_train.redaction import redacted
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 
 _log = logging.getLogger(__name__)
 

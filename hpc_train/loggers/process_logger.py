@@ -22,8 +22,14 @@ from typing import IO, Any
 from hpc_train.console import one_line
 from hpc_train.experiment.config.schema import MlflowConfig, WandbConfig
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
-from hpc_train.loggers.tracker_environment import Tracker, in_a_line, passed_on
-from hpc_train.loggers.wandb_key import base_url, effective_mode, invalid_mode
+from hpc_train.loggers.tracker_environment import (
+    Tracker,
+    base_url,
+    effective_mode,
+    in_a_line,
+    invalid_mode,
+    passed_on,
+)
 from hpc_train.package_path import with_package
 from hpc_train.redaction import redacted
 from hpc_train.run.processes import exit_code, start_in_own_session

@@ -31,8 +31,7 @@ from hpc_train.loggers.process_logger import (
     wandb_settings,
 )
 from hpc_train.loggers.sending import SYNC_LIMIT_S
-from hpc_train.loggers.tracker_environment import in_a_line
-from hpc_train.loggers.wandb_key import base_url, has_key
+from hpc_train.loggers.tracker_environment import base_url, has_key, in_a_line
 from hpc_train.package_path import answer_in
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status

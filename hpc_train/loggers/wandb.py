@@ -16,8 +16,7 @@ from typing import Any
 
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
-from hpc_train.loggers.tracker_environment import is_variable_of
-from hpc_train.loggers.wandb_key import api_key, base_url
+from hpc_train.loggers.tracker_environment import api_key, base_url, is_variable_of
 from hpc_train.redaction import open_unredirected, without_credentials
 from hpc_train.run.metric_rows import time_of
 

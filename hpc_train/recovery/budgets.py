@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from hpc_train.console import rounded
 from hpc_train.errors import counted
-from hpc_train.experiment.config.durations import MAX_HOURS
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import Count, decoded
@@ -40,7 +39,8 @@ MAX_EARLY_PREEMPTIONS = 10
 Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
 
-_Hours = Annotated[float, lambda hours: 0 <= hours <= MAX_HOURS]
+#: The bounds of ``fields.Hours``, whose module takes too long to import here.
+_Hours = Annotated[float, lambda hours: 0 <= hours <= 1_000_000]
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,12 @@ from hpc_train.recovery.diagnosis import (
     diagnose_lost,
     silent_for,
 )
-from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record
+from hpc_train.run.attempts import AttemptRecord, exit_codes, newest_number, now, rank_ends, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import lives, living, newest_record, silent_s
 from hpc_train.run.processes import Process
-from hpc_train.run.rank_ends import exit_codes, rank_ends
-from hpc_train.run.run_facts import run_facts
-from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, run_facts, write_status
 
 
 def effective_recovery(paths: RunPaths, attempt: int) -> Limits:

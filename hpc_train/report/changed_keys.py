@@ -13,7 +13,7 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_json
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 
 #: Made once: ``json.dumps`` with options makes one per call.
 _JSON = json.JSONEncoder(ensure_ascii=False)

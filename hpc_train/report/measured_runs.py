@@ -21,12 +21,12 @@ from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.metrics_reader import Row, newest_rows, number
 from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_times import timestamp
-from hpc_train.report.time_use import evaluation_seconds
+from hpc_train.report.usage import evaluation_seconds
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 
 #: Number of runs that are examined, the newest first: reading one takes a millisecond.
 _MAX_RUNS = 100

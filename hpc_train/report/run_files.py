@@ -12,7 +12,7 @@ from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 
 if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job

@@ -1,6 +1,7 @@
 """Attempts: each is claimed by one process and has a record of its process, place and termination reason.
 
-Rank 0 writes the times of its events to a file of its own, which is read with the record.
+Rank 0 writes the times of its events to a file of its own, which is read with the record. Each rank writes
+how it ended, ``rank-<r>.exit`` and ``rank-<r>.error``, for the process that judges the attempt.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import checkpoints
 from hpc_train.run.file_shapes import JSON_KEY, Time, decoded, encoded
-from hpc_train.run.files import create_folder, read_json, write_json
+from hpc_train.run.files import (
+    UnreadableFileError,
+    create_folder,
+    read_json,
+    read_text,
+    write_json,
+    write_text,
+)
 from hpc_train.run.processes import Process
 
 #: Why an attempt ended. ``requeue``: ``scontrol requeue``. ``lost``: without a record, as when a node dies.
@@ -263,3 +273,49 @@ class EventLog:
 def noted_signal(attempt: AttemptPaths) -> str | None:
     """Return the name of the signal that stopped rank 0, or None."""
     return read_events(attempt).signal
+
+
+#: An exit code and a node's name.
+_MAX_END_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """A rank's exit code and its node, if known."""
+
+    code: int
+    node: str | None = None
+
+
+def tell_end(attempt: AttemptPaths, rank: int, code: int, node: str | None = None) -> None:
+    """Write the exit code for the process that judges the attempt from another node. Never raises."""
+    if code == ExitCode.DONE:
+        return
+    with suppress(OSError):
+        write_text(attempt.exit(rank), f"{code} {node or ''}".rstrip() + "\n")
+
+
+def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
+    """Write the rank's error. Raises OSError for errors of the disk."""
+    write_text(attempt.error(rank), text.rstrip() + "\n")
+
+
+def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
+    """Return the exit code and node by rank; a rank killed by a signal has none."""
+    ends = {}
+    for rank, path in attempt.files_of_ranks(".exit").items():
+        code, _, node = _read(path).partition(" ")
+        if code.isdecimal() and len(code) <= 3:
+            ends[rank] = RankEnd(int(code), node.strip() or None)
+    return ends
+
+
+def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
+    """Return the exit codes by rank."""
+    return {rank: end.code for rank, end in rank_ends(attempt).items()}
+
+
+def _read(path: Path) -> str:
+    with suppress(FileNotFoundError, UnreadableFileError):
+        return read_text(path, _MAX_END_BYTES, errors="replace").strip()
+    return ""

@@ -10,18 +10,17 @@ from typing import Any
 
 from hpc_train.errors import ExitCode, StorageError
 from hpc_train.experiment.config.schema import Experiment, Job, as_training
-from hpc_train.experiment.plan.identity import content_hash
 from hpc_train.experiment.plan.input_files import other_inputs
+from hpc_train.experiment.plan.sweep import content_hash
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
 from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
-from hpc_train.run.attempts import newest_number, now, read_record
+from hpc_train.run.attempts import exit_codes, newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
 from hpc_train.run.code.work_tree import commit_of
 from hpc_train.run.files import create_folder, json_text, read_json, sync_folder, write_json, write_new
 from hpc_train.run.processes import Process
-from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import make_experiment_folder
 from hpc_train.run.versions import versions

@@ -20,7 +20,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, Best, BestSoFar
 from hpc_train.run.file_shapes import decoded, encoded
 from hpc_train.run.metric_rows import evaluation_rows
-from hpc_train.run.run_facts import extensions
+from hpc_train.run.run_status import extensions
 
 if TYPE_CHECKING:  # a program need not wait for pydantic
     from hpc_train.experiment.config.schema import EarlyStoppingConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.plan.identity import RUN_ID_LENGTH, content_hash
+from hpc_train.experiment.plan.sweep import RUN_ID_LENGTH, content_hash
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.checkpoints import INHERITED, Manifest, committed
@@ -30,8 +30,7 @@ from hpc_train.run.files import (
     write_new,
 )
 from hpc_train.run.metric_rows import lines_of, parse_row
-from hpc_train.run.run_facts import extended_run
-from hpc_train.run.run_status import INTERRUPTED, RunStatus
+from hpc_train.run.run_status import INTERRUPTED, RunStatus, extended_run
 
 #: The keys that an extension changes, without their section ``optimization``.
 LENGTH = ("steps", "epochs")

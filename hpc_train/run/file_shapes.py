@@ -134,7 +134,7 @@ def decoded(kind: type[T], data: object) -> T | None:
     """Return the dataclass of this kind that ``encoded`` wrote; None if ``data`` is not one.
 
     A missing key has the field's default, or None if the field allows it. A nested dataclass that is not one
-    is None, or missing from its list.
+    is None, or missing from its list or dict.
     """
     if not isinstance(data, dict):
         return None
@@ -191,6 +191,13 @@ def _reader(hint: Any) -> Callable[[object], Any]:
         check = _check_of(hint)
         return lambda value: value if check(value) else _WRONG
     record: type[Any] = nested  # type: ignore[assignment]
+    if get_origin(hint) is dict:
+        is_dict = _check_of(dict[str, dict[str, Any]])
+        return lambda value: (
+            {key: item for key, data in value.items() if (item := decoded(record, data)) is not None}  # type: ignore[attr-defined]
+            if is_dict(value)
+            else _WRONG
+        )
     if get_origin(hint) is not list:
         return lambda value: decoded(record, value)
     is_list = _check_of(list[dict[str, Any]])

@@ -32,14 +32,14 @@ from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.data_facts.by_name import has_one_shape
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, too_few_micro_batches
-from hpc_train.experiment.topology.degrees import Degrees, find_degrees
-from hpc_train.experiment.topology.pipeline_schedules import scheduled_candidates
+from hpc_train.experiment.topology.degrees import Degrees, find_degrees, scheduled_candidates
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.compatibility import auto_batchnorm, auto_on_cpu
 from hpc_train.experiment.validate.slurm_rules import max_nodes, ranks_on_each_node
 from hpc_train.paths import RunPaths
-from hpc_train.rank import parent_process, signals
+from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm
+from hpc_train.run import processes
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import Found, keep, kept
@@ -52,9 +52,8 @@ from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.device import choose_device, set_determinism
+from hpc_train.training.distributed.device import Precision, choose_device, choose_precision, set_determinism
 from hpc_train.training.distributed.lost_peers import peer_lost
-from hpc_train.training.distributed.precision import Precision, choose_precision
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -412,7 +411,7 @@ def _first_line(error: BaseException) -> str:
 def main(arguments: list[str]) -> None:
     """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; messages go to the descriptor."""
     folder, (attempt, descriptor, rank, threads, *sizes) = arguments[0], map(int, arguments[1:])
-    parent_process.die_with(rank)
+    processes.die_with(rank)
     torch.set_num_threads(threads)
     channel = Connection(descriptor, readable=False)
     try:

@@ -22,8 +22,7 @@ from hpc_train.loggers.threads import start_loggers
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
-from hpc_train.run.metric_rows import evaluation_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.training import batch_size_search
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
@@ -47,7 +46,7 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
+from hpc_train.training.loop import BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -55,9 +54,7 @@ from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
-from hpc_train.training.saving import Saves
-from hpc_train.training.step_progress import RunAhead, StepProgress
-from hpc_train.training.step_times import FirstStep, StepTimes
+from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
 

@@ -43,9 +43,8 @@ from hpc_train.run.storage_errors import named_errors, retried
 from hpc_train.training.datasets.base import ArraySplit, DataSource
 from hpc_train.training.datasets.normalize import mean_and_std
 from hpc_train.training.datasets.random_numbers import Keys
-from hpc_train.training.datasets.structures import Tensors, is_structured, tensors_of
 from hpc_train.training.datasets.tokenization import decoder_of
-from hpc_train.training.datasets.types import Batch, DataInfo
+from hpc_train.training.datasets.types import Batch, DataInfo, Tensors, is_structured, tensors_of
 from hpc_train.training.tasks import drawing
 from hpc_train.training.tasks.base import DrawsPictures, Task
 from hpc_train.training.tasks.causal_lm import CausalLM

@@ -1,18 +1,23 @@
-"""The training loop. ``training.build`` passes in everything it uses; the loop only determines the order.
+"""The training loop and its saves. ``training.build`` passes in what they use; the loop determines the order.
 
-``step`` counts completed optimizer steps: the first step trained is step 0, after it ``step`` is 1.
+``step`` counts completed optimizer steps: the first step trained is step 0, after it ``step`` is 1. A save
+begins at a step's boundary and is committed during later steps.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
 from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
+from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.datasets.batches import TrainingBatches
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement, Consensus, StepFlags
@@ -23,12 +28,86 @@ from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.training.profiling import StepProfiler
-from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
-from hpc_train.training.step_progress import StepProgress
-from hpc_train.training.step_times import FirstStep
+from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.tasks.base import optional_metrics
 from hpc_train.training.train_state import TrainState
+
+
+class Saves:
+    """Every rank has one. ``extra``: step → the content of a checkpoint besides tensors.
+
+    ``on_saved`` receives each committed save. Before a checkpoint is committed, the rows of metrics up to its
+    step are synced to the disk.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        state: TrainingState,
+        meters: Meters,
+        extra: Callable[[int], dict[str, Any]],
+        on_saved: Callable[[Save], None],
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._state = state
+        self._meters = meters
+        self._extra = extra
+        self._on_saved = on_saved
+        self._rows_are_written = threading.Event()
+        self._rows_are_written.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if this rank's part of the save in progress has failed; ``finish`` raises on all ranks."""
+        return self._checkpointer.has_failed
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a save is in progress and has not failed."""
+        return self._checkpointer.is_busy
+
+    def reserve(self) -> None:
+        """Allocate the staging memory; called once the optimizer's state exists."""
+        self._checkpointer.reserve(self._state)
+
+    def begin(self, step: int) -> None:
+        """Begin to save ``step``; an earlier save is finished first. Collective, at a step's boundary."""
+        self.finish()
+        self._rows_are_written.clear()
+        self._checkpointer.begin(self._state, step, self._extra(step), before_commit=self._sync_rows)
+
+    def wait_staged(self) -> None:
+        """Wait until the weights may change again."""
+        self._checkpointer.wait_staged()
+        if not self._rows_are_written.is_set():
+            self._meters.drain(wait=True)
+            self._rows_are_written.set()
+
+    def collect(self) -> None:
+        """Report a save that has been committed meanwhile; never waits."""
+        self._note_saved(self._checkpointer.collect())
+
+    def finish(self) -> None:
+        """Wait for the save in progress. Raises its error, of the same class on every rank."""
+        self.wait_staged()
+        self._note_saved(self._checkpointer.finish())
+
+    def close(self) -> None:
+        """Finish, and wait until old checkpoints are removed. At the end of the run, or before a rollback."""
+        self.finish()
+        self._checkpointer.close()
+        self._checkpointer.clear_up()
+
+    def _note_saved(self, save: Save | None) -> None:
+        if save is not None:
+            self._on_saved(save)
+
+    def _sync_rows(self) -> None:
+        """Sync the rows of metrics. Runs in the writer's thread."""
+        self._rows_are_written.wait()
+        self._meters.sync()
+
 
 #: How long a rank waits for its data before ranks check again whether to stop (assumed).
 _DATA_PAUSE_S = 0.05

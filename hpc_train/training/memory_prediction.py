@@ -36,12 +36,10 @@ from typing_extensions import override
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
-from hpc_train.experiment.topology.degrees import Degrees
-from hpc_train.experiment.topology.pipeline_schedules import stages_per_rank
+from hpc_train.experiment.topology.degrees import Degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
-from hpc_train.training.datasets.structures import map_tensors
-from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.datasets.types import Batch, DataInfo, map_tensors
+from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.flops import unpacked_sequences
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory, MemoryLabels, ShardSizes

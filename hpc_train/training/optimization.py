@@ -34,7 +34,7 @@ from hpc_train.experiment.validate.optimizer_rules import (
     unfit_fused_sgd,
 )
 from hpc_train.experiment.validate.part_rules import not_an_argument
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.models.patterns import parameters_by_name, selected
 from hpc_train.training.strategies.pieces import local_part
 
@@ -156,7 +156,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
 
-    ``depths``: each parameter's depth (``models.depths``), if the file has ``layer_decay``; ``matched``: the
+    ``depths``: each parameter's depth (``models.blocks``), if the file has ``layer_decay``; ``matched``: the
     result of ``parameter_groups.matched_groups``, if it has ``groups``. ``may_fuse``: False for sparse
     gradients, which fused kernels refuse, and for a scaler: fused SGD, if the scaler skips its first step,
     continues from a momentum buffer that was never written (torch 2.15, ``torch.optim.sgd``).
@@ -307,7 +307,7 @@ def parameter_groups(
     """Return one group per layer and entry of ``groups``; with ``decay_norm_and_bias: false`` two, with and
     without weight decay.
 
-    ``depths``: each parameter's depth (``models.depths``) if layers have their own rates, else None;
+    ``depths``: each parameter's depth (``models.blocks``) if layers have their own rates, else None;
     ``matched``: the result of ``matched_groups``. Ranks with the same parameters get the same groups in the
     same order, the last layers first: their rate is ``lr`` itself.
     """

@@ -27,8 +27,7 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.run.tracebacks import users_frame
 from hpc_train.training.batch_size_search import one_sample
 from hpc_train.training.datasets.building import build_source
-from hpc_train.training.datasets.structures import Tensors
-from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec, Tensors
 from hpc_train.training.flops import count_flops
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
 from hpc_train.training.models.building import build_model

@@ -40,7 +40,6 @@ from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.forking import ForkedCall
-from hpc_train.training.free_memory import lacking_memory, limited_to_free_memory, weight_bytes
 from hpc_train.training.model_selection import refuse_no_evaluations
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -48,7 +47,16 @@ from hpc_train.training.optimization import make_schedule
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, assemble, load_initial_weights
-from hpc_train.training.trial_step import MEMORY_RAN_OUT, ONE_RANK, Trial, num_samples, on_one_rank
+from hpc_train.training.trial_step import (
+    MEMORY_RAN_OUT,
+    ONE_RANK,
+    Trial,
+    lacking_memory,
+    limited_to_free_memory,
+    num_samples,
+    on_one_rank,
+    weight_bytes,
+)
 
 #: Option of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"

@@ -20,14 +20,18 @@ from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, is_started_by_slurm, node_name
-from hpc_train.rank.parent_process import end_daemons
-from hpc_train.run.attempts import EventLog, in_ms
+from hpc_train.run.attempts import EventLog, in_ms, tell_end
 from hpc_train.run.create import training_experiment
-from hpc_train.run.rank_ends import tell_end
+from hpc_train.run.processes import end_daemons
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.distributed import affinity, host_memory, open_files
-from hpc_train.training.distributed.device import choose_device, set_determinism, set_threads
-from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.device import (
+    Precision,
+    choose_device,
+    choose_precision,
+    set_determinism,
+    set_threads,
+)
 from hpc_train.training.distributed.process_group import Group, make_group
 from hpc_train.training.distributed.rendezvous import Timeouts, meet
 from hpc_train.training.health import node_check

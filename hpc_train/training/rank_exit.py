@@ -24,10 +24,10 @@ from hpc_train.errors import (
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import StopFlag
+from hpc_train.run.attempts import tell_error
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import training_experiment
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.run.tracebacks import refusal
 from hpc_train.training.compiling import compile_error

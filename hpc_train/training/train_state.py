@@ -35,9 +35,8 @@ from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.distributed.seeds import seed_build
 from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
-from hpc_train.training.models.blocks import find_blocks
+from hpc_train.training.models.blocks import find_blocks, layer_depths
 from hpc_train.training.models.building import build_model, converter_of
-from hpc_train.training.models.depths import layer_depths
 from hpc_train.training.models.fine_tuning import prepare_for_training
 from hpc_train.training.models.weight_files import read_weights
 from hpc_train.training.models.weights import LoadReport, StateDict, load_what_fits, report_of

@@ -20,8 +20,7 @@ from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
 from hpc_train.run.file_shapes import encoded
-from hpc_train.run.metric_rows import POSITION, Row, evaluation_rows, iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import POSITION, MetricsFile, Row, evaluation_rows, iter_rows
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16

@@ -27,7 +27,14 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts, node_name
 from hpc_train.rank.network import listen
-from hpc_train.rank.parent_process import (
+from hpc_train.recovery.bad_nodes import lost_a_peer
+from hpc_train.run import working_folder
+from hpc_train.run.attempts import EventLog, newest_number, tell_error
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.files import read_json, tail_text, write_json, write_text
+from hpc_train.run.processes import (
+    ATTEMPT_VARIABLE,
+    FOLDER_VARIABLE,
     adopt_orphans,
     children_by_parent,
     descendants,
@@ -35,13 +42,6 @@ from hpc_train.rank.parent_process import (
     end_descendants,
     reap_orphans,
 )
-from hpc_train.recovery.bad_nodes import lost_a_peer
-from hpc_train.run import working_folder
-from hpc_train.run.attempts import EventLog, newest_number
-from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import read_json, tail_text, write_json, write_text
-from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
-from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
 from hpc_train.workloads.program_command import command_of
 from hpc_train.workloads.program_metrics import ProgramMetrics

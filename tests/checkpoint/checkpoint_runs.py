@@ -24,7 +24,7 @@ from hpc_train.training.checkpoint import writing
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.strategies.base import RankContext, Strategy
 from hpc_train.training.strategies.ddp import DDPStrategy
 from hpc_train.training.strategies.fully_sharded import FSDPStrategy, ZeRO2Strategy

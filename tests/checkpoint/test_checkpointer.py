@@ -28,10 +28,10 @@ from hpc_train.run.checkpoints import remove, verify
 from hpc_train.training.checkpoint import checkpointer as module
 from hpc_train.training.checkpoint import shards
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
-from hpc_train.training.checkpoint.layouts import deal
+from hpc_train.training.checkpoint.matching import deal
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.optimization import make_optimizer
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.ddp import DDPStrategy

@@ -224,7 +224,7 @@ _REFUSAL = """
 import os, sys
 from pathlib import Path
 from hpc_train.paths import RunPaths
-from hpc_train.run.rank_ends import tell_end, tell_error
+from hpc_train.run.attempts import tell_end, tell_error
 attempt = RunPaths(Path(sys.argv[1])).attempt(int(os.environ["HPC_TRAIN_ATTEMPT"]))
 tell_error(attempt, 0, "model.name: this model can't be cut")
 tell_end(attempt, 0, 65)

@@ -17,8 +17,8 @@ from hpc_train.cli import checkpoint_commands
 from hpc_train.cli.logs import _LogReader
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import tell_end
 from hpc_train.run.find import find_runs
-from hpc_train.run.rank_ends import tell_end
 from hpc_train.training.checkpoint.export import main as export
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, FAILING

@@ -15,13 +15,12 @@ from hpc_train.errors import TryAgainError
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, newest_number, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, newest_number, read_record, tell_end, write_record
 from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import find_runs
 from hpc_train.run.processes import Process
-from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
 from tests.cli.files import write_images

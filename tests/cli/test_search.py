@@ -15,8 +15,7 @@ import pytest
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import claim_attempt, write_record
 from hpc_train.run.find import find_runs
-from hpc_train.run.run_facts import recorded_values
-from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, recorded_values, write_status
 from tests.cli import launchers
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, PICKY, QUEUE, Queue, queued

@@ -15,10 +15,9 @@ import pytest
 
 from hpc_train.cli.status import RunRow
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import claim_attempt, now, write_record
+from hpc_train.run.attempts import claim_attempt, now, tell_end, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.run.runs import record_of, small_experiment, small_run

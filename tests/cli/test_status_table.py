@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from hpc_train.console import fitted
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.report.run_table import fitted
 from hpc_train.run.files import read_json, write_json
 from tests.cli.commands import hpc_train
 from tests.report.made_runs import made_sweep

@@ -14,15 +14,14 @@ from hpc_train.cli.run_row import RunRow
 from hpc_train.cli.starting import say_end
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.config.training_sections import ProfileConfig
-from hpc_train.experiment.plan.identity import run_id
+from hpc_train.experiment.plan.sweep import run_id
 from hpc_train.launchers.base import JobForecast, KeyProblem
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.attempts import write_record
+from hpc_train.run.attempts import tell_error, write_record
 from hpc_train.run.bad_samples import BadSample, append
 from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.frozen_experiment import read
-from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import Done, hpc_train, python
 from tests.cli.files import write_images

@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hpc_train.experiment.config.json_schema import json_schema
-from hpc_train.experiment.config.keys import description_of
+from hpc_train.experiment.config.keys import description_of, json_schema
 
 
 def patterns(node: Any) -> Iterator[str]:

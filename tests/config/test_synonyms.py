@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.experiment.config.json_schema import Node, cached_schema
-from hpc_train.experiment.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
+from hpc_train.experiment.config.keys import (
+    Node,
+    all_keys,
+    as_mapping,
+    cached_schema,
+    known_keys,
+    members,
+    node_at,
+    split_key,
+)
 from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.remedies import in_flow
 from hpc_train.experiment.config.schema import Experiment

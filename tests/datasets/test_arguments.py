@@ -10,7 +10,7 @@ from pydantic import Field
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import PlainName, PositiveInt, Section
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.training.datasets.arguments import parse_args
+from hpc_train.training.datasets.base import parse_args
 
 
 class Args(Section):

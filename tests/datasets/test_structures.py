@@ -17,8 +17,7 @@ from hpc_train.training.datasets.batches import evaluation_batches, training_bat
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.datasets.structures import map_tensors
-from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
+from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs, map_tensors
 from tests.datasets.samples import CPU, experiment, random_images, source
 
 SAMPLES = 8

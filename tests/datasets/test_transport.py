@@ -15,7 +15,7 @@ import torch
 from hpc_train.errors import StorageError
 from hpc_train.training.datasets import transport
 from hpc_train.training.datasets.reading import LoaderError
-from hpc_train.training.distributed import shared_memory
+from hpc_train.training.distributed import shared_flags
 from tests.datasets.samples import assert_equal, random_split, steps
 from tests.waiting import HANG_LIMIT_S
 
@@ -128,6 +128,6 @@ def test_shared_memory_that_is_read_only_is_named() -> None:
 
 
 def test_without_semaphores_loader_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "refusal", lambda: "/dev/shm can't be used")
+    monkeypatch.setattr(shared_flags, "shm_refusal", lambda: "/dev/shm can't be used")
     with pytest.raises(StorageError, match=r"data\.workers: /dev/shm can't be used; .* data\.workers: 0"):
         steps(random_split(24), workers=1)

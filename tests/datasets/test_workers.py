@@ -31,7 +31,7 @@ RANK = """
 import os, sys, time, torch
 from hpc_train.training.datasets.batches import training_batches
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.rank import parent_process
+from hpc_train.run import processes
 from tests.datasets.samples import CPU, experiment, source
 
 class Blocked:
@@ -44,12 +44,12 @@ class Blocked:
 
 if sys.argv[1] == "slow to start":
     rank = os.getpid()
-    die_with = parent_process.die_with
+    die_with = processes.die_with
     def wait_for_its_end(parent):
         while os.getppid() == rank:
             time.sleep(0.01)
         die_with(parent)
-    parent_process.die_with = wait_for_its_end
+    processes.die_with = wait_for_its_end
 batches = training_batches(source(Blocked()), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
 print(*batches.worker_pids, flush=True)
 if sys.argv[1] != "free":

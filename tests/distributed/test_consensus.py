@@ -63,7 +63,7 @@ from hpc_train.training.distributed.process_group import join
 from hpc_train.rank.env import RankFacts
 from hpc_train.errors import PeerLostError
 if sys.argv[2] == "none":
-    shared_flags.shared_memory.FOLDER = "/nowhere"
+    shared_flags.SHM = "/nowhere"
 flag = signals.install()
 facts = RankFacts.from_environment(os.environ)
 group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")

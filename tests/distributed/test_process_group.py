@@ -22,7 +22,7 @@ from hpc_train.training.distributed import process_group
 from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.distributed.rendezvous import Timeouts
-from hpc_train.training.strategies.mesh import new_mesh
+from hpc_train.training.strategies.pieces import new_mesh
 from tests.distributed.scripts import run_script
 from tests.waiting import HANG_LIMIT_S
 
@@ -36,7 +36,7 @@ import torch, torch.distributed as dist
 from hpc_train.training.distributed.lost_peers import peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.distributed.rendezvous import Timeouts
-from hpc_train.training.strategies.mesh import new_mesh
+from hpc_train.training.strategies.pieces import new_mesh
 from hpc_train.rank.env import RankFacts
 facts = RankFacts.from_environment(os.environ)
 rendezvous = Path(sys.argv[1])

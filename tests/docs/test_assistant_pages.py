@@ -7,7 +7,7 @@ import re
 from docs.json_shapes import SHAPES
 from docs.make_assistant_pages import DOCS, LIST, PAGE, files
 from hpc_train.cli.app import app
-from hpc_train.experiment.config.json_schema import json_schema
+from hpc_train.experiment.config.keys import json_schema
 from tests.docs.pages import REPOSITORY
 
 

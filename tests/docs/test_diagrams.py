@@ -8,7 +8,7 @@ from docs.drawing import COLORS
 from docs.make_diagrams import FOLDER, drawn
 from docs.pipeline_order import timed
 from hpc_train.experiment.config.training_sections import ParallelConfig
-from hpc_train.experiment.topology.pipeline_schedules import bubble
+from hpc_train.experiment.topology.degrees import bubble
 from tests.docs.pages import PAGES
 
 

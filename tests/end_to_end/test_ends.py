@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.attempts import AttemptRecord, exit_codes, read_record
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.rank_ends import exit_codes
 from tests.disks import small_disk, take_room
 from tests.end_to_end import paced
 from tests.end_to_end.holding import Hold

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import exit_codes
 from hpc_train.run.checkpoints import committed
-from hpc_train.run.rank_ends import exit_codes
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.find import find_runs
-from hpc_train.run.run_facts import recorded_values
+from hpc_train.run.run_status import recorded_values
 from tests.end_to_end.runs import EXPERIMENT, hpc_train
 
 pytestmark = pytest.mark.slow

@@ -62,7 +62,7 @@ print(json.dumps(facts))
 
 _CHOOSES_FP8 = """
 import torch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.errors import UserError
 try:
     choose_precision("fp8", torch.device("cuda", 0))

@@ -29,8 +29,7 @@ from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.found_micro_batch import kept
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from hpc_train.session.objects import restore, staged
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.state import TrainingState
@@ -38,7 +37,7 @@ from hpc_train.training.datasets.batches import evaluation_batches, training_bat
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.health import node_check

@@ -21,8 +21,8 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import STOP_SIGNALS
+from hpc_train.run.attempts import rank_ends, tell_end
 from hpc_train.run.files import read_json
-from hpc_train.run.rank_ends import rank_ends, tell_end
 from hpc_train.training.distributed import nccl
 from hpc_train.training.health import alarm
 from hpc_train.training.health.hang import Report
@@ -41,7 +41,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
-from hpc_train.run.rank_ends import tell_end
+from hpc_train.run.attempts import tell_end
 from hpc_train.training.health import alarm
 from hpc_train.training.health.hang import Report
 from hpc_train.training.distributed.process_group import join

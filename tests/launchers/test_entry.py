@@ -13,7 +13,7 @@ import pytest
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
-from hpc_train.run.rank_ends import exit_codes
+from hpc_train.run.attempts import exit_codes
 from tests.waiting import HANG_LIMIT_S
 
 

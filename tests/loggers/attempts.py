@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.process_logger import ProcessLogger
 from hpc_train.paths import RunPaths
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import row
 from tests.waiting import HANG_LIMIT_S, came_true
 

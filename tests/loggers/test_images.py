@@ -20,7 +20,7 @@ from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.loggers.wandb import WandbMirror
 from hpc_train.paths import RunPaths
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.evaluation_outputs import EvaluationFiles, png
 from tests.loggers.test_run_folder_loggers import killed
 from tests.loggers.wandb_files import context, read_run, row

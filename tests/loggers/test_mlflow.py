@@ -18,8 +18,7 @@ from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.mlflow import TAG, MlflowMirror, _Run, flattened, metrics_of, named
 from hpc_train.loggers.process_logger import MlflowLogger
 from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.attempts import preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, row
 

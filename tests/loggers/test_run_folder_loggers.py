@@ -19,8 +19,7 @@ from hpc_train.loggers.csv_files import CsvLogger
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S, came_true
 

@@ -16,7 +16,7 @@ from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.process_logger import MlflowLogger, WandbLogger
 from hpc_train.loggers.threads import make_logger
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from tests.cli.commands import hpc_train
 from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import context_of

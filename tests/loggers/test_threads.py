@@ -20,7 +20,7 @@ from hpc_train.loggers import threads as logger_threads
 from hpc_train.loggers.base import Logger
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S
 

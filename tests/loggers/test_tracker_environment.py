@@ -11,8 +11,15 @@ import pytest
 from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerOffError
 from hpc_train.loggers.process_logger import WandbLogger
-from hpc_train.loggers.tracker_environment import RULES, Tracker, in_a_line, passed_on, rule_for
-from hpc_train.loggers.wandb_key import effective_mode, invalid_mode
+from hpc_train.loggers.tracker_environment import (
+    RULES,
+    Tracker,
+    effective_mode,
+    in_a_line,
+    invalid_mode,
+    passed_on,
+    rule_for,
+)
 from tests.loggers.attempts import Attempt
 from tests.loggers.wandb_files import context
 from tests.loggers.wandb_server import WandbServer, wandb_server

@@ -14,8 +14,8 @@ import pytest
 
 from hpc_train.loggers import process_logger
 from hpc_train.loggers.process_logger import WandbLogger
+from hpc_train.loggers.tracker_environment import has_key
 from hpc_train.loggers.wandb import _named
-from hpc_train.loggers.wandb_key import has_key
 from tests.loggers.wandb_files import context, read_run, row
 from tests.waiting import HANG_LIMIT_S
 

@@ -13,8 +13,7 @@ from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.loggers.sending import SentRows, locked
 from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.attempts import Attempt, Make, preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, offline_rows, plain, row
 from tests.loggers.wandb_server import WandbServer, wandb_server

@@ -13,7 +13,7 @@ from hpc_train.loggers import wandb
 from hpc_train.loggers.process_logger import wandb_settings
 from hpc_train.loggers.wandb import WandbMirror, num_accepted, refusal
 from hpc_train.paths import RunPaths
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import context, row
 from tests.loggers.wandb_server import ServedRun, WandbServer, wandb_server
 

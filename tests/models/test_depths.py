@@ -11,8 +11,7 @@ from torch import nn
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import OptimizerConfig
-from hpc_train.training.models.blocks import find_blocks
-from hpc_train.training.models.depths import layer_depths
+from hpc_train.training.models.blocks import find_blocks, layer_depths
 from hpc_train.training.optimization import make_optimizer
 from tests.models.factories import mlp
 

@@ -24,7 +24,7 @@ from hpc_train.training.datasets.batches import evaluation_batch_count, evaluati
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, make_to_input

@@ -15,7 +15,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees, find_degrees
 from hpc_train.training.checkpoint.state import NamedTensors
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.experiment.plan.identity import changes_identity, content_hash, run_id
+from hpc_train.experiment.plan.sweep import changes_identity, content_hash, run_id
 from tests.plan.files import loaded
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.plan.identity import run_id
-from hpc_train.experiment.plan.sweep import describe, expand
+from hpc_train.experiment.plan.sweep import describe, expand, run_id
 from tests.plan.files import loaded, plan_here
 
 

@@ -13,7 +13,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.report import measured_runs as measured_module
 from hpc_train.report.measured_runs import measured, measured_runs, same_work
-from hpc_train.report.time_use import evaluation_seconds
+from hpc_train.report.usage import evaluation_seconds
 from hpc_train.run.attempts import newest_number, write_record
 from hpc_train.run.create import note_change
 from hpc_train.run.files import read_json, write_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.report.metric_values import Metric, find_metric
+from hpc_train.report.metrics_reader import Metric, find_metric
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.time_use import step_seconds
+from hpc_train.report.usage import step_seconds
 
 
 def row(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import StorageError
-from hpc_train.experiment.plan.identity import content_hash
+from hpc_train.experiment.plan.sweep import content_hash
 from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
-from hpc_train.run.attempts import EventLog, claim_attempt
+from hpc_train.run.attempts import EventLog, claim_attempt, tell_end
 from hpc_train.run.create import (
     Origin,
     create_run,
@@ -27,7 +27,6 @@ from hpc_train.run.create import (
     refused_changes,
 )
 from hpc_train.run.files import read_json
-from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.versions import versions
 from tests.run.runs import small_experiment, small_run
 

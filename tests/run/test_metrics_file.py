@@ -14,8 +14,7 @@ import pytest
 
 from hpc_train.errors import StorageError, TransientStorageError
 from hpc_train.run import storage_errors
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.waiting import HANG_LIMIT_S
 
 

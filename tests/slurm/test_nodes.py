@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import EVENTS, AttemptRecord
+from hpc_train.run.attempts import EVENTS, AttemptRecord, exit_codes
 from hpc_train.run.checkpoints import Manifest, committed
-from hpc_train.run.rank_ends import exit_codes
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
 from tests.quiet import QuietRuns

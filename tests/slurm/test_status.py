@@ -91,9 +91,9 @@ def _status(*words: str | Path) -> list[dict[str, Any]]:
 
 
 def _fresh(*words: str | Path) -> list[dict[str, Any]]:
-    from hpc_train.launchers.slurm import queue_cache
+    from hpc_train.launchers.slurm import commands
 
-    queue_cache.forget()
+    commands.forget_answer()
     return _status(*words)
 
 

@@ -18,7 +18,7 @@ from hpc_train.experiment.validate.compatibility import NEED_WHOLE_PARAMETERS
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training.checkpoint.state import optimizer_tensors
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer
 from tests.forwards import PlainForward, optimizer_step
 from tests.rank_context import make_strategy

@@ -21,7 +21,7 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.validate.model_rules import GPTArgs
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.ema import Ema
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.gpt import GPT

@@ -15,7 +15,7 @@ from hpc_train.experiment.config.training_sections import OptimizerConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.registry import load
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.zero1 import _buckets, gather_slices, own_slice

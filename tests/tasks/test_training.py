@@ -17,7 +17,7 @@ from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.base import TensorSplit
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import Mixing, TrainingForward, TrainingSums
 from hpc_train.training.non_finite import Guard

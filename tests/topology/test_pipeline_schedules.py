@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from hpc_train.experiment.config.training_sections import ParallelConfig
-from hpc_train.experiment.topology.pipeline_schedules import bubble, problem_of_schedule, stages_per_rank
+from hpc_train.experiment.topology.degrees import bubble, problem_of_schedule, stages_per_rank
 
 
 def pipeline(**keys: Any) -> ParallelConfig:

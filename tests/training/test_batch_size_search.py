@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_train.errors import BadFileError, ExitCode, PeerLostError, StorageError
-from hpc_train.experiment.topology.pipeline_schedules import candidates
+from hpc_train.experiment.topology.degrees import candidates
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.validate.rules import check_start

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hpc_train.experiment.validate.model_rules import GPTArgs
 from hpc_train.training.activation_checkpointing import checkpoint_activations
-from hpc_train.training.datasets.structures import map_tensors
-from hpc_train.training.datasets.types import Batch
+from hpc_train.training.datasets.types import Batch, map_tensors
 from hpc_train.training.distributed.forking import ForkedCall
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
 from hpc_train.training.models.gpt import GPT

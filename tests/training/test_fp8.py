@@ -21,7 +21,7 @@ from hpc_train.experiment.validate import model_facts
 from hpc_train.paths import RunPaths
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import Precision, choose_precision
+from hpc_train.training.distributed.device import Precision, choose_precision
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.train_state import TrainState, build, use_float8
 from tests.checkpoint.checkpoint_runs import make_run, saving_group

@@ -24,21 +24,19 @@ from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.compiling import Compilation
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement, StepFlags
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.distributed.process_group import Group
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.health.progress import Progress
-from hpc_train.training.loop import BadSampleCount, Cadence, Trainer
+from hpc_train.training.loop import BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError
 from hpc_train.training.optimization import Optimization
-from hpc_train.training.saving import Saves
-from hpc_train.training.step_progress import StepProgress
-from hpc_train.training.step_times import FirstStep
+from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.train_state import TrainState
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 from tests.experiments import tiny_experiment

@@ -20,8 +20,7 @@ from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.paths import RunPaths
 from hpc_train.run import run_status as status_module
 from hpc_train.run import storage_errors
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from hpc_train.run.run_status import read_status
 from hpc_train.training import meters
 from hpc_train.training.meters import STATUS_EVERY_S, Meters, StatusWriter, SupersededError

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import OptimizerConfig
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.optimization import Optimization, make_optimizer, matched_groups
 from tests.forwards import optimizer_step
 from tests.ranks import run_ranks

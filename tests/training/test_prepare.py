@@ -20,7 +20,7 @@ from hpc_train.experiment.config.schema import DataConfig, EarlyStoppingConfig, 
 from hpc_train.experiment.data_facts.built_in import DATA_SETS
 from hpc_train.experiment.data_facts.facts import DataFacts
 from hpc_train.run import resource_limits
-from hpc_train.training import free_memory
+from hpc_train.training import trial_step
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.prepare import described_target, main, prepare
@@ -374,7 +374,7 @@ def test_a_model_is_not_run_where_memory_does_not_suffice(
     prepare([experiment("images", {}, model={"name": f"{HERE}:NeedsMemory"})])
     assert "NeedsMemory: not run on samples: the memory that is free here does not" in capsys.readouterr().err
     free = iter((204, 203))  # before and after 51 parameters of 4 bytes
-    monkeypatch.setattr(free_memory, "free_bytes", lambda: next(free))
+    monkeypatch.setattr(trial_step, "free_bytes", lambda: next(free))
     prepare([experiment("images", {"target": 2})])
     said = capsys.readouterr().err
     assert "net: not run on samples: its weights have 0.0 GB, and 0.0 GB" in said
@@ -395,7 +395,7 @@ def test_a_model_larger_than_the_memory_is_not_built(capsys: pytest.CaptureFixtu
 def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(free_memory, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(trial_step, "free_bytes", lambda: 1000)
     monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
     with pytest.raises(
         UserError, match=r"^model\.pretrained: the weights of timm/resnet18 are not fetched: it"
@@ -406,7 +406,7 @@ def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
 def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(free_memory, "free_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(trial_step, "free_bytes", lambda: 64 << 20)
     prepare([experiment("images", {}, model={"name": f"{HERE}:ReadsItsWeights"})])
     assert "ReadsItsWeights: 51 parameters" in capsys.readouterr().err
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -420,17 +420,17 @@ def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
 def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_machine = free_memory.free_bytes()
+    of_machine = trial_step.free_bytes()
     assert 0 < of_machine <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     monkeypatch.setattr(resource_limits, "_CGROUPS", tmp_path)
     for folder, (limit, use, reclaimed) in zip(
-        (tmp_path, tmp_path / "memory"), free_memory._CGROUP_FILES, strict=True
+        (tmp_path, tmp_path / "memory"), trial_step._CGROUP_FILES, strict=True
     ):
         folder.mkdir(exist_ok=True)
         for name, text in ((limit, "5000000\n"), (use, "4000000\n")):
             (folder / name).write_text(text)
         (folder / "memory.stat").write_text(f"anon 1\n{reclaimed} 250000\n")
-    assert free_memory.free_bytes() == 1_250_000
+    assert trial_step.free_bytes() == 1_250_000
 
 
 def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(

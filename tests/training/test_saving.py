@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from hpc_train.training.loop import Saves
 from hpc_train.training.meters import Meters
-from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.ema import Ema
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer

@@ -17,7 +17,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.types import Batch, DataInfo
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.optimization import Optimization, make_optimizer

@@ -23,7 +23,7 @@ from hpc_train.training.distributed.shared_flags import SharedFlags
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.watchdog import Watchdog
 from hpc_train.training.loop import Trainer
-from hpc_train.training.step_progress import Event, RunAhead
+from hpc_train.training.step_times import Event, RunAhead
 from tests.checkpoint.checkpoint_runs import make_run
 from tests.training.test_loop import Task, make_trainer
 from tests.waiting import HANG_LIMIT_S

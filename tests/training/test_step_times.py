@@ -13,8 +13,7 @@ import torch
 from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
-from hpc_train.run.metrics_file import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from hpc_train.run.run_status import read_status
 from hpc_train.training.compiling import Compilation
 from hpc_train.training.meters import Meters, StatusWriter

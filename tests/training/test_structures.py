@@ -19,7 +19,7 @@ from hpc_train.experiment.config.training_sections import (
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.types import Batch, TargetSpec
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.non_finite import Guard

@@ -28,7 +28,7 @@ from hpc_train.cli.command_options import ValidateOptions
 from hpc_train.cli.validate import validate
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.plan.identity import content_hash
+from hpc_train.experiment.plan.sweep import content_hash
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.loading import load
 from hpc_train.paths import RunPaths

@@ -39,7 +39,7 @@ from hpc_train.training.datasets.joint import JointTransform
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.distributed.precision import choose_precision
+from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.models import segmentation_models
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.torchvision import model_names
@@ -164,7 +164,7 @@ def start_on(ranks: int) -> Callable[[Experiment], object]:
 
 #: ``module.function: rule``, where a rank raises what the rule returns. A function may have several rules.
 SHARED = {
-    "training.datasets.arguments.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
+    "training.datasets.base.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
     "training.datasets.batches._square: only_for_masks": Shared(
         {"data.image_size": [32, 64]}, lambda experiment: batches._square(experiment.data, None)
     ),
@@ -192,7 +192,7 @@ SHARED = {
     "training.datasets.sources.torchvision._class: unlisted": Shared(
         {"data": {"name": "torchvision/CIFAR11", "root": "/data"}}, read
     ),
-    "training.distributed.precision._refuse_without_float8: no_float8": Shared(
+    "training.distributed.device._refuse_without_float8: no_float8": Shared(
         {"precision": "fp8", "device": "cpu"}, lambda experiment: choose_precision("fp8", CPU)
     ),
     "training.models.gpt.build: gpt_args_problems": Shared(

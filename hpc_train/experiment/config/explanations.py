@@ -10,8 +10,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.experiment.config.fields import Arguments, Section
-from hpc_train.experiment.config.json_schema import Node, cached_schema, section_schema
-from hpc_train.experiment.config.keys import as_mapping, child, known_keys, meant_path, members, node_at
+from hpc_train.experiment.config.keys import (
+    Node,
+    as_mapping,
+    cached_schema,
+    child,
+    known_keys,
+    meant_path,
+    members,
+    node_at,
+    section_schema,
+)
 from hpc_train.experiment.config.problems import (
     MAX_PROBLEMS,
     KeyPath,

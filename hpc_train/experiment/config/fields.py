@@ -1,7 +1,12 @@
-"""The value types of the experiment file's keys, and the base class of its sections."""
+"""The value types of the experiment file's keys, and the base class of its sections.
+
+Among them durations as people write them for Slurm: ``90min``, ``24h``, ``2d``, ``24:00:00``,
+``2-12:00:00``.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -15,8 +20,57 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from hpc_train.experiment.config.durations import FORMS, MAX_HOURS, format_duration, parse_duration_min
 from hpc_train.paths import NAME_PATTERN
+
+#: Words for units of time, in seconds.
+_WORDS_S = {
+    1: "s sec secs second seconds",
+    60: "m min mins minute minutes",
+    3600: "h hr hrs hour hours",
+    86400: "d day days",
+}
+_SECONDS = {word: seconds for seconds, words in _WORDS_S.items() for word in words.split()}
+_MEASURE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]{1,7})", re.ASCII)
+_UNITS_MIN = {"min": 1, "h": 60, "d": 24 * 60}
+_WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", re.ASCII)
+#: Of keys in hours: keeps deadlines within what a ``timedelta`` holds.
+MAX_HOURS = 1_000_000
+FORMS = "24h, or a duration like 90min, 2d, 24:00:00 or 2-12:00:00"
+
+
+def parse_duration_min(text: str) -> int:
+    """Return the duration in whole minutes, seconds rounded up. Raises ValueError, which lists the valid
+    forms.
+    """
+    if match := _WITH_UNIT.fullmatch(text.strip()):
+        minutes = int(match[1]) * _UNITS_MIN[match[2]]
+    elif match := _CLOCK.fullmatch(text.strip()):
+        days, hours, mins, secs = (int(part or 0) for part in match.groups())
+        if mins > 59 or secs > 59:
+            raise ValueError(f"{text!r} has over 59 minutes or seconds; write {FORMS}")
+        minutes = (days * 24 + hours) * 60 + mins + (secs > 0)
+    else:
+        seconds = seconds_in(text)
+        meant = format_duration(math.ceil(seconds / 60)) if seconds else FORMS
+        raise ValueError(f"{text!r} is not a duration; write {meant}")
+    if minutes < 1:
+        raise ValueError(f"{text!r} is zero; write at least 1min")
+    return minutes
+
+
+def format_duration(minutes: int) -> str:
+    """Return minutes in the shortest form that ``parse_duration_min`` reads back."""
+    return f"{minutes // 60}h" if minutes % 60 == 0 else f"{minutes}min"
+
+
+def seconds_in(text: str) -> float | None:
+    """Return the seconds that ``10 minutes``, ``1.5h`` or ``90s`` mean; None for anything else."""
+    match = _MEASURE.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _SECONDS:
+        return None
+    return float(match[1]) * _SECONDS[match[2]]
+
 
 #: ``package.module:factory``, or a class.
 OWN_PART_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -168,9 +222,19 @@ Arguments = dict[str, Any]
 class Section(BaseModel):
     """A mapping of the file. Rejects unknown keys, conversions, inf and nan; immutable.
 
-    ``config.json_schema`` reads the fields' docstrings from the source, once they are asked for;
+    ``config.keys`` reads the fields' docstrings from the source, once they are asked for;
     ``use_attribute_docstrings`` would at each import, a quarter of the time that it takes (measured).
     """
 
     # A section's validator is built as a part of the experiment's, or when it is used alone.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+class StoredFields(BaseModel):
+    """Fields of a file that hpc-train wrote and that may be damaged. Keys of a later version are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, defer_build=True)
+
+
+#: A number of bytes, samples or tokens in such a file.
+StoredCount = Annotated[int, Field(ge=0, lt=1 << 62)]

@@ -73,7 +73,7 @@ _BEFORE_BRACE = re.compile(r"\s*([A-Za-z_]\w*) \{")
 _EQUALS = re.compile(r"([A-Za-z_][\w.]*)\s*=\s*(\S.*)")
 _LINE_BREAK = re.compile("\r\n|\r|\n")
 
-#: A part of PyYAML's message → what to write instead.
+#: A part of PyYAML's message → the remedy.
 _REMEDIES = (
     (r"'\t'", "indent with spaces, not tabs"),
     ("mapping values are not allowed", "put the text in quotes, or indent the key like its neighbors"),
@@ -360,7 +360,7 @@ def _ends_the_file(error: yaml.MarkedYAMLError, text: str) -> bool:
 
 
 def _line_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
-    """Return the remedy if the error shows how a line must be indented, or what it must have."""
+    """Return the remedy if the error shows how to indent a line, or what is missing in it."""
     lines, mark = _LINE_BREAK.split(text), error.problem_mark
     if mark is None or mark.line >= len(lines):
         return None

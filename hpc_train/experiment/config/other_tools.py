@@ -1,4 +1,4 @@
-"""Commands and options of other tools, and what to write here instead; ``corrections`` reads both tables."""
+"""Commands and options of other tools, with their equivalents; ``corrections`` reads both tables."""
 
 from __future__ import annotations
 

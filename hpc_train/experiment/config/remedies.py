@@ -1,4 +1,4 @@
-"""What to write in place of a wrong value, from the value and the schema's node of its key."""
+"""Remedies for wrong values, derived from the value and the schema's node of its key."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import re
 from typing import Any, cast
 
 from hpc_train.errors import shortened
-from hpc_train.experiment.config.durations import seconds_in
-from hpc_train.experiment.config.fields import OWN_PART_PATTERN
-from hpc_train.experiment.config.json_schema import Node
+from hpc_train.experiment.config.fields import OWN_PART_PATTERN, seconds_in
 from hpc_train.experiment.config.keys import (
     GRID,
     NOT_IDENTITY,
     PARAMETERS,
+    Node,
     as_mapping,
     child,
     members,
@@ -35,7 +34,7 @@ _ALSO_NEEDED: dict[KeyPath, str] = {("early_stopping",): "patience"}
 #: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
 _FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
 _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
-#: Key → what to do instead of writing a list, as other tools have one.
+#: Key → the remedy for a list, which other tools take.
 _LISTS: dict[KeyPath, str] = {
     ("data", "transform"): "take it out; data.image_size and data.augment transform the images",
     ("data", "normalize"): "write {mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}",
@@ -51,7 +50,7 @@ _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 #: An option of sbatch and its value.
 _OPTION = re.compile(r"--([a-z-]+)(?:[= ]([^\s-]\S*))?")
 _TRUTH = re.compile(r"(yes|on|y|true)\b|(?:no|off|n|false)\b")
-#: Text that is a path and not a name.
+#: Text that is a path, not a name.
 _PATH = re.compile(r"(/|\./|\.\./|~|[A-Za-z]:\\)")
 #: Keys whose value is a size in pixels.
 _SIZES = ("image_size", "eval_size")
@@ -65,7 +64,7 @@ _LARGE = 2**53
 
 
 def remedy(path: KeyPath, node: Node, value: object) -> str:
-    """Return what to write at ``path``, whose node does not accept ``value``."""
+    """Return the remedy for ``value`` at ``path``, whose node does not accept it."""
     types = {member.get("type") for member in members(node)}
     section = as_mapping(node)
     if isinstance(value, list) and path in _LISTS:
@@ -94,7 +93,7 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
 
 
 def _remedy_for_value(path: KeyPath, value: object, node: Node, types: set[object]) -> str:
-    """Return what to write in place of a value that is not text."""
+    """Return the remedy for a value that is not text."""
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
         return f"write {int(value)}"
     if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
@@ -124,7 +123,7 @@ def is_swept(path: KeyPath) -> bool:
 
 
 def _remedy_for_swept(path: KeyPath, values: list[Any], node: Node) -> str:
-    """Return what to write in place of a list of values, each of which is probably meant for a run."""
+    """Return the remedy for a list of values, each of which is probably meant for a run."""
     grid = {"grid": {dotted(path): values}}
     one = next((value for value in values if fits(node, value)), None)
     if one is None:
@@ -250,7 +249,7 @@ def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
 
 
 def _example(node: Node, types: set[object]) -> str:
-    """Return what to write where the message already says what the key takes."""
+    """Return an example; the message already describes the values that the key accepts."""
     if types == {"string"} and (choices := _choices(node)):
         return f"write {choices[0]}"
     if numbers := [member for member in members(node) if member.get("type") in _NUMBERS]:
@@ -352,9 +351,7 @@ def in_flow(value: Any) -> str:
 
 
 def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
-    """Return what to write for ``10min`` or ``64G`` where the key takes a number with a fixed unit; else
-    None.
-    """
+    """Return the remedy for ``10min`` or ``64G`` if the key takes a number with a fixed unit, else None."""
     number = next((each for each in members(node) if each.get("type") in {"integer", "number"}), None)
     if number is None:
         return None

@@ -1,4 +1,4 @@
-"""Names of keys and values in other tools, and what to write here instead.
+"""Names of keys and values in other tools, with the equivalent here.
 
 The tools are Lightning, Hugging Face, timm, torch, torchrun, Hydra, mmengine, detectron2 and Keras. ``keys``,
 ``translations`` and ``remedies`` read the tables to suggest replacements for unknown keys and values. Each
@@ -288,7 +288,7 @@ _ARGUMENTS: dict[KeyPath, str] = {
     ("optimization", "schedule"): "gamma power every_epochs every_steps milestones_epochs milestones_steps",
     ("optimization", "loss"): "gamma class_weights pos_weight delta cross_entropy dice",
 }
-#: Names in other tools without an equivalent key → what to do instead.
+#: Names in other tools without an equivalent key → the advice.
 _ADVICE = {
     "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches accumulate_gradients "
     "grad_accum_steps grad_accumulation_steps grad_accum accumulation_steps accumulation grad_accumulation "
@@ -360,7 +360,7 @@ _ADVICE = {
         "take it out; the loader handles this automatically, and data.workers is the number of its processes"
     ),
 }
-#: Section → names that mean nothing in it → what to do instead.
+#: Section → names without a meaning in it → the advice.
 _ADVICE_WITHIN: dict[KeyPath, dict[str, str]] = {
     ("data",): {
         "val val_path validation test test_path val_dir test_dir valid eval": (
@@ -424,12 +424,12 @@ def argument_for(section: KeyPath, name: str) -> str | None:
 
 
 def advice_for(path: KeyPath) -> str | None:
-    """Return what to do instead of writing ``path``, where no key is equivalent."""
+    """Return the advice for ``path`` if no key is equivalent."""
     return advice_within(path) or ADVICE.get(_plain(path[-1]))
 
 
 def advice_within(path: KeyPath) -> str | None:
-    """Return what to do instead of writing ``path``, which means nothing in its section."""
+    """Return the advice for ``path`` if it has no meaning in its section."""
     return ADVICE_WITHIN.get(path[:-1], {}).get(_plain(path[-1]))
 
 

@@ -43,7 +43,7 @@ from hpc_train.registry import suggestion
 _MAX_LENGTH = 160
 #: Keys of a mapping in another tool that has the value here.
 _MAIN = ("name", "type", "class_path", "_target_", "stage", "dtype")
-#: Values that turn off what another tool calls so.
+#: Values that turn a feature off.
 _OFF = {"false", "none", "no", "off"}
 
 
@@ -120,7 +120,7 @@ def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
 
 
 def _message(path: KeyPath) -> str:
-    """Return what is wrong: an argument is in the wrong place, another key unknown."""
+    """Return the message: an argument is in the wrong place, another key unknown."""
     meant = meant_path(path)
     if meant is None or meant[:-1] != (*path[:-1], "args"):
         return "unknown key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts import facts, image_facts, root_layout
@@ -111,6 +112,12 @@ TORCHVISION_IMAGES = {
 }
 
 
+def _image_files(**facts: Any) -> DataFacts:
+    """Return the facts of a data set of image files below ``data.root``."""
+    channels = _argument("channels", 3)
+    return DataFacts("images", needs_root=True, is_in_root=True, example="", channels=channels, **facts)
+
+
 #: The built-in data sets, one row each.
 DATA_SETS = {
     "digits": DataFacts(
@@ -136,58 +143,38 @@ DATA_SETS = {
         args=image_facts.SyntheticArgs,
         implementation="hpc_train.training.datasets.sources.synthetic:build",
     ),
-    "imagefolder": DataFacts(
-        "images",
-        "class",
-        needs_root=True,
+    "imagefolder": _image_files(
+        target="class",
         root="the folder that contains train/<class>/ and val/<class>/",
         layout=root_layout.image_folder,
-        is_in_root=True,
         is_packable=True,
-        example="",
-        channels=_argument("channels", 3),
         num_samples=lambda data: count_images(expanded(data.root) / "train") if data.root else None,
         args=image_facts.ImageFolderArgs,
         implementation="hpc_train.training.datasets.sources.imagefolder:build",
     ),
-    "image_list": DataFacts(
-        "images",
+    "image_list": _image_files(
         default_target="class",
-        needs_root=True,
         root="the folder of the lists and images",
-        is_in_root=True,
         listing=image_list_files,
         listed_names=listed_images,
         index="optional",
-        example="",
-        channels=_argument("channels", 3),
         num_samples=count_listed,
         args=ImageListArgs,
         implementation="hpc_train.training.datasets.sources.image_list:build",
     ),
-    "webdataset": DataFacts(
-        "images",
+    "webdataset": _image_files(
         default_target="class",
-        needs_root=True,
         root="the folder of the tar files",
-        is_in_root=True,
         listing=webdataset_files,
         index="required",
-        example="",
-        channels=_argument("channels", 3),
         num_samples=count_shards,
         args=WebdatasetArgs,
         implementation="hpc_train.training.datasets.sources.webdataset:build",
     ),
-    "segmentation_folder": DataFacts(
-        "images",
-        "mask",
-        needs_root=True,
+    "segmentation_folder": _image_files(
+        target="mask",
         root="the folder that contains train/images/ and train/masks/",
         layout=root_layout.segmentation_folder,
-        is_in_root=True,
-        example="",
-        channels=_argument("channels", 3),
         num_classes=_argument("num_classes", 0),
         num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
         args=image_facts.SegmentationFolderArgs,
@@ -220,16 +207,11 @@ DATA_SETS = {
         num_samples=lambda data: None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1]),
         implementation="hpc_train.training.datasets.sources.torchvision:build",
     ),
-    "coco": DataFacts(
-        "images",
-        "boxes",
-        needs_root=True,
+    "coco": _image_files(
+        target="boxes",
         root="the folder that contains train.json, val.json and the folders train and val of their images",
         layout=root_layout.coco,
-        is_in_root=True,
         index="optional",
-        example="",
-        channels=_argument("channels", 3),
         num_samples=count_annotated_images,
         args=image_facts.CocoArgs,
         implementation="hpc_train.training.datasets.sources.coco:build",

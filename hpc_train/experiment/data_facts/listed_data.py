@@ -20,9 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, InstanceOf, ValidationError
 
-from hpc_train.experiment.config.fields import PositiveInt, Section
+from hpc_train.experiment.config.fields import PositiveInt, Section, StoredCount, StoredFields
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S
 from hpc_train.experiment.data_facts.file_content import EvenSample, files_digest, resolved
@@ -224,7 +224,7 @@ def _indexed(data: DataConfig, files: Sequence[Path]) -> int | None:
         header = index_header(index_path(data, files))
     except OSError:
         return None
-    return None if header is None else int(header["splits"]["train"]["samples"])
+    return None if header is None else header[0].splits["train"].samples
 
 
 def listed_images(data: DataConfig) -> list[str]:
@@ -272,8 +272,34 @@ def index_path(data: DataConfig, files: Sequence[Path]) -> Path:
     return folder / f"{digest}.index"
 
 
-def index_header(path: Path) -> dict[str, Any] | None:
-    """Return the header of an index; ``start`` is the offset of its arrays. None if it is missing or damaged.
+class StoredArray(StoredFields):
+    """An array in an index: its place after the header, its NumPy dtype and its hash."""
+
+    offset: StoredCount
+    nbytes: StoredCount
+    dtype: str
+    shape: Annotated[list[StoredCount], Field(min_length=1, max_length=_MAX_DIMENSIONS)]
+    xxh3_128: str
+
+
+class StoredSplit(StoredFields):
+    """A split in an index."""
+
+    samples: StoredCount
+    arrays: dict[str, StoredArray]
+
+
+class IndexHeader(StoredFields):
+    """The header of an index."""
+
+    splits: dict[str, StoredSplit]
+    #: Names may have half characters, which are not valid text.
+    class_names: list[InstanceOf[str]]
+    facts: dict[str, Any]
+
+
+def index_header(path: Path) -> tuple[IndexHeader, int] | None:
+    """Return the header of an index and the offset of its arrays. None if it is missing or damaged.
 
     Raises OSError.
     """
@@ -291,49 +317,11 @@ def index_header(path: Path) -> dict[str, Any] | None:
     if header_digest(text) != digest:
         return None
     try:
-        header = json.loads(text)
+        header = IndexHeader.model_validate(json.loads(text))
     except (ValueError, RecursionError):
         return None
-    return header | {"start": len(start) + nbytes} if _is_header(header) else None
-
-
-def _is_header(header: Any) -> bool:
-    """Return True if a header has all keys with values of the right types, despite its valid hash."""
-    if not isinstance(header, dict):
-        return False
-    splits, names, facts = (header.get(key) for key in ("splits", "class_names", "facts"))
-    return (
-        isinstance(splits, dict)
-        and "train" in splits
-        and all(map(_is_split, splits.values()))
-        and isinstance(names, list)
-        and all(isinstance(name, str) for name in names)
-        and isinstance(facts, dict)
-        and isinstance(facts.get("remarks", []), list)
-    )
-
-
-def _is_split(split: Any) -> bool:
-    if not isinstance(split, dict) or not _are_sizes([split.get("samples")]):
-        return False
-    arrays = split.get("arrays")
-    return isinstance(arrays, dict) and all(map(_is_array, arrays.values()))
-
-
-def _is_array(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return False
-    shape = entry.get("shape")
-    return (
-        isinstance(shape, list)
-        and 0 < len(shape) <= _MAX_DIMENSIONS
-        and _are_sizes([entry.get("offset"), entry.get("nbytes"), *shape])
-        and all(isinstance(entry.get(key), str) for key in ("dtype", "xxh3_128"))
-    )
-
-
-def _are_sizes(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    is_valid = "train" in header.splits and isinstance(header.facts.get("remarks", []), list)
+    return (header, len(start) + nbytes) if is_valid else None
 
 
 def header_digest(text: bytes) -> bytes:

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from hpc_train.errors import BadFileError, listed
-from hpc_train.experiment.config.fields import PositiveInt, Section
+from hpc_train.experiment.config.fields import PositiveInt, Section, StoredCount, StoredFields
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import num_sequences
 from hpc_train.experiment.data_facts.file_content import files_digest
@@ -261,34 +261,45 @@ def _sampled(path: Path) -> bytes:
     return digest.digest()
 
 
+class _Entry(StoredFields):
+    """A shard, as the index lists it."""
+
+    file: Annotated[str, Field(pattern=r"^[^./][^/]*$")]
+    tokens: StoredCount
+    documents: StoredCount
+    xxh3_128: str
+
+
+class _Index(StoredFields):
+    """The content of ``index.json``."""
+
+    dtype: RawDtype
+    vocabulary_size: StoredCount
+    tokenizer: str
+    end_of_document: StoredCount
+    characters: str | None
+    fingerprint: str
+    parts: dict[str, list[_Entry]]
+
+
 def read_index(folder: Path) -> TokenShards:
     """Return the shards that ``prepare`` wrote. Raises DamagedShardError."""
     path = folder / INDEX
     try:
         with path.open("rb") as file:
             entries = json.loads(file.read(_MAX_INDEX_BYTES))
-        shards = {part: tuple(_shard(folder, entries, entry) for entry in entries["parts"][part])
-                  for part in entries["parts"]}  # fmt: skip
-        tokens = TokenShards(
-            shards,
-            {name: name for name in ITEM_BYTES}[entries["dtype"]],
-            _count(entries["vocabulary_size"]),
-            _text(entries["tokenizer"]),
-            _count(entries["end_of_document"]),
-            None if entries["characters"] is None else _text(entries["characters"]),
-            _text(entries["fingerprint"]),
-            folder,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        index = _Index.model_validate(entries)
+    except (ValueError, RecursionError) as error:
         raise DamagedShardError.of(path, "it has other fields than an index") from error
-    if tokens.fingerprint != index_digest(entries):
+    parts = {part: tuple(_shard(folder, index, entry) for entry in index.parts[part]) for part in index.parts}
+    if index.fingerprint != index_digest(entries):
         raise DamagedShardError.of(path, "its hash is not that of its fields")
-    if "train" not in tokens.parts or not set(tokens.parts) <= set(PARTS):
+    if "train" not in parts or not parts.keys() <= set(PARTS):
         raise DamagedShardError.of(path, "it has other splits than train and val")
-    size = tokens.vocabulary_size
-    if size > 1 << 8 * ITEM_BYTES[tokens.dtype] or len(tokens.characters or "") not in (0, size - 1):
+    size = index.vocabulary_size
+    if size > 1 << 8 * ITEM_BYTES[index.dtype] or len(index.characters or "") not in (0, size - 1):
         raise DamagedShardError.of(path, f"its vocabulary of {size} does not fit its dtype or characters")
-    return tokens
+    return TokenShards(parts, folder=folder, **index.model_dump(exclude={"parts"}))
 
 
 def index_digest(entries: Mapping[str, Any]) -> str:
@@ -297,24 +308,18 @@ def index_digest(entries: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _shard(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> Shard:
+def _shard(folder: Path, index: _Index, entry: _Entry) -> Shard:
     """Return a shard after a check of its header and size."""
-    name = _text(entry["file"])
-    if "/" in name or name.startswith("."):
-        raise ValueError("not a file of the folder")
-    path = folder / name
+    path = folder / entry.file
     if (why := why_not_read(path)) is not None:
         raise DamagedShardError.of(path, f"it {why}")
-    header = read_header(path)
-    wanted = {key: index[key] for key in ("dtype", "vocabulary_size", "tokenizer")} | {
-        key: entry[key] for key in ("tokens", "documents", "xxh3_128")
-    }
-    if header != wanted:
+    common = index.model_dump(include={"dtype", "vocabulary_size", "tokenizer"})
+    if read_header(path) != common | entry.model_dump(exclude={"file"}):
         raise DamagedShardError.of(path, "its header is not what the index says")
-    expected = size_of_shard(_count(entry["tokens"]), _count(entry["documents"]), _text(index["dtype"]))
+    expected = size_of_shard(entry.tokens, entry.documents, index.dtype)
     if (nbytes := path.stat().st_size) != expected:
         raise DamagedShardError.of(path, f"it has {nbytes} bytes, and its header says {expected}")
-    return Shard(path, entry["tokens"], HEADER_BYTES)
+    return Shard(path, entry.tokens, HEADER_BYTES)
 
 
 def size_of_shard(num_tokens: int, num_documents: int, dtype: str) -> int:
@@ -354,18 +359,6 @@ def read_header(path: Path) -> dict[str, Any]:
     if magic != MAGIC or not isinstance(fields, dict):
         raise DamagedShardError.of(path, "it does not begin like a shard")
     return fields
-
-
-def _count(number: object) -> int:
-    if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError("not a count")
-    return number
-
-
-def _text(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError("not a text")
-    return text
 
 
 def raw_files(root: Path) -> dict[str, list[Path]]:

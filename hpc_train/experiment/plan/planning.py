@@ -25,8 +25,7 @@ from hpc_train.experiment.topology.batch_arithmetic import (
     too_few_samples,
     too_long_warmup,
 )
-from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, find_degrees
-from hpc_train.experiment.topology.pipeline_schedules import bubble, stages_per_rank
+from hpc_train.experiment.topology.degrees import AXES, Degrees, Ranks, bubble, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.budget_rules import planned_runs, with_share
 from hpc_train.experiment.validate.loading import Loaded

@@ -26,8 +26,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import Device
 from hpc_train.experiment.plan.planning import PlannedRun
 from hpc_train.experiment.topology.batch_arithmetic import accumulation
-from hpc_train.experiment.topology.degrees import AXES, Degrees
-from hpc_train.experiment.topology.pipeline_schedules import problem_of_schedule, scheduled_candidates
+from hpc_train.experiment.topology.degrees import AXES, Degrees, problem_of_schedule, scheduled_candidates
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate.child_process import Child, ChildError, one_child
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.topology.degrees import Degrees, divisors, find_degrees
-from hpc_train.experiment.topology.pipeline_schedules import stages_per_rank
+from hpc_train.experiment.topology.degrees import Degrees, divisors, find_degrees, stages_per_rank
 from hpc_train.experiment.topology.strategy_traits import traits_of
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.base import rule

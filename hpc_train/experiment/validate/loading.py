@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.experiment.config.explanations import explain, failed_paths
-from hpc_train.experiment.config.json_schema import Node
 from hpc_train.experiment.config.keys import (
     PROGRAM,
     BadKeyError,
+    Node,
     argument_remedy,
     as_mapping,
     known_keys,

@@ -15,8 +15,7 @@ from hpc_train.experiment.config.problems import KeyPath, Problem, split_at_colo
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.value_synonyms import data_name, model_name, value_for
 from hpc_train.experiment.data_facts.by_name import data_facts, missing_root
-from hpc_train.experiment.topology.degrees import AXES
-from hpc_train.experiment.topology.pipeline_schedules import problem_of_stages
+from hpc_train.experiment.topology.degrees import AXES, problem_of_stages
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments, taking, traits_of
 from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.base import rule

@@ -22,8 +22,7 @@ from hpc_train.experiment.topology.batch_arithmetic import (
     undivided_batch,
     undivided_repeats,
 )
-from hpc_train.experiment.topology.degrees import find_degrees
-from hpc_train.experiment.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.experiment.topology.degrees import find_degrees, problem_of_schedule
 from hpc_train.experiment.validate import (  # noqa: F401 (they register their rules)
     compatibility,
     data_rules,

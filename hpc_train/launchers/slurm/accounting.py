@@ -9,7 +9,7 @@ from hpc_train.launchers.base import JobUsage
 from hpc_train.launchers.slurm import commands
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import job_ids
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 
 _FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "alloccpus", "end")
 _SIZE = re.compile(r"([\d.]+)([KMGTP]?)([nc]?)")

@@ -43,15 +43,16 @@ from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, ste
 from hpc_train.run import resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
+    exit_codes,
     newest_number,
     noted_signal,
     now,
     now_ms,
+    rank_ends,
     read_record,
     write_record,
 )
 from hpc_train.run.files import read_json, tail_text
-from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import retried, storage_error
 

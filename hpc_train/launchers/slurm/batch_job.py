@@ -21,7 +21,7 @@ from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
 from hpc_train.recovery.history import records
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.files import read_json, tail_text
-from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import run_facts
 
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"

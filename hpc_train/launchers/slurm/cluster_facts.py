@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpc_train.errors import NoSchedulerError, UsageError, shortened
-from hpc_train.experiment.config.durations import format_duration
-from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN
+from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN, format_duration
 from hpc_train.launchers.base import JobSection
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.accounting import seconds

@@ -19,7 +19,7 @@ from hpc_train.launchers.base import (
     StartRequest,
 )
 from hpc_train.launchers.slurm import queue_status, scancel, submission
-from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
+from hpc_train.launchers.slurm.commands import MAX_AGE_S
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 

@@ -17,9 +17,16 @@ from datetime import UTC, datetime
 from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
-from hpc_train.launchers.slurm import queue_cache
-from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, cluster_name, job_line, run
-from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
+from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm.commands import (
+    MAX_AGE_S,
+    Answer,
+    NoAnswerError,
+    RefusedError,
+    cluster_name,
+    job_line,
+    run,
+)
 
 #: In the queue, on no node.
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
@@ -136,7 +143,7 @@ def ask(
             return True
         return _here(requested, answer.get("cluster")) <= set(answer["jobs"]) | set(answer["untold"])
 
-    answer = queue_cache.shared(max_age_s, is_enough, lambda last: _ask(requested, last))
+    answer = commands.shared_answer(max_age_s, is_enough, lambda last: _ask(requested, last))
     if "error" in answer:
         raise NoSchedulerError(str(answer["error"]))
     return {key: state for key in requested | set(also) if (state := _state(key, answer)) is not None}

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
-from hpc_train.launchers.slurm.commands import cluster_name
+from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
 from hpc_train.launchers.slurm.queue import (
     ELSEWHERE,
@@ -24,7 +24,6 @@ from hpc_train.launchers.slurm.queue import (
     ask,
     waiting_words,
 )
-from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.launchers.slurm.submission import RELEASED
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery.diagnosis import (
@@ -49,8 +48,7 @@ from hpc_train.run.attempts import (
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
-from hpc_train.run.run_facts import run_facts
-from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, write_status
+from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
 
 #: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
 #: Slurm may be about to requeue the ended job. Assumed.

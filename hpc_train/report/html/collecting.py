@@ -20,16 +20,24 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.html import limits
-from hpc_train.report.metric_values import Metric, Point, decisive_metric, find_metric, is_better, sort_key
-from hpc_train.report.metrics_reader import Row, number, sampled_rows
+from hpc_train.report.metrics_reader import (
+    Metric,
+    Point,
+    Row,
+    decisive_metric,
+    find_metric,
+    is_better,
+    number,
+    sampled_rows,
+    sort_key,
+)
 from hpc_train.report.run_files import RunFiles, ranks_of
 from hpc_train.report.run_times import attempt_span, elapsed_s
-from hpc_train.report.time_use import attempt_cause, time_use
+from hpc_train.report.usage import attempt_cause, time_use
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.find import run_names
 from hpc_train.run.metric_rows import POSITION
-from hpc_train.run.run_facts import recorded_values
-from hpc_train.run.run_status import RunStatus
+from hpc_train.run.run_status import RunStatus, recorded_values
 
 #: Prefixes of metrics of single classes.
 CLASSES = ("iou_", "ema_iou_")
@@ -98,7 +106,7 @@ class RunData:
     #: Metrics whose newest value is NaN or infinite, and its step.
     non_finite_ends: dict[Metric, int]
     elapsed_s: float | None
-    #: Seconds by part, see ``time_use.PARTS``.
+    #: Seconds by part, see ``usage.PARTS``.
     time_use: dict[str, float]
     #: Not all rows of its metrics were read.
     is_sampled: bool

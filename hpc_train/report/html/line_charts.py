@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.errors import counted
 from hpc_train.report.html.collecting import CLASSES, DATA_WAIT, Collected, Curve, RunData
 from hpc_train.report.html.limits import ALL_POINTS, CHARTS, CURVE_POINTS, HIGHLIGHTED
-from hpc_train.report.metric_values import Metric
+from hpc_train.report.metrics_reader import Metric
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -17,8 +17,18 @@ from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.report.live.cells import rate_words
 from hpc_train.report.live.live_runs import LiveRun, stamp
-from hpc_train.report.metric_values import Metric, decisive_metric, find_metric, last_and_best
-from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, metric_value, number, spread_rows
+from hpc_train.report.metrics_reader import (
+    Metric,
+    MetricsReader,
+    Row,
+    decisive_metric,
+    find_metric,
+    in_words,
+    last_and_best,
+    metric_value,
+    number,
+    spread_rows,
+)
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import attempt_span, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number

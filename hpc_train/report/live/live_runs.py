@@ -19,14 +19,20 @@ from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
-from hpc_train.report.metric_values import decisive_metric
-from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, metric_value, number
+from hpc_train.report.metrics_reader import (
+    TAIL_BYTES,
+    MetricsReader,
+    Row,
+    decisive_metric,
+    last_metric,
+    metric_value,
+    number,
+)
 from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_facts import recorded_values, run_facts
-from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.run_status import GOING_ON, RunStatus, recorded_values, run_facts
 
 #: Number of training rows whose losses are drawn and whose rate is averaged.
 HISTORY = 60

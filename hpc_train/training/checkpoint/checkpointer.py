@@ -24,7 +24,7 @@ from hpc_train.rank import signals
 from hpc_train.run.checkpoints import all_set_aside, committed, damaged, set_aside, verify
 from hpc_train.training.checkpoint import matching
 from hpc_train.training.checkpoint.control_group import ControlGroup
-from hpc_train.training.checkpoint.layouts import Layout, agree
+from hpc_train.training.checkpoint.matching import Layout, agree
 from hpc_train.training.checkpoint.saved_tensors import SavedState, read_into
 from hpc_train.training.checkpoint.staging import Contents, Staging
 from hpc_train.training.checkpoint.state import (

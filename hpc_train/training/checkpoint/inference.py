@@ -35,9 +35,8 @@ from hpc_train.training.datasets.base import RawInput
 from hpc_train.training.datasets.batches import prepared_inputs
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.structures import Tensors
 from hpc_train.training.datasets.tokenization import decoder_of
-from hpc_train.training.datasets.types import DataInfo, TargetSpecs
+from hpc_train.training.datasets.types import DataInfo, TargetSpecs, Tensors
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.tasks.base import make_task, target_spec

@@ -24,7 +24,7 @@ from hpc_train.training.checkpoint.inference import LoadedModel
 from hpc_train.training.datasets.batches import try_samples
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.normalize import mean_and_std
-from hpc_train.training.datasets.structures import Tensors
+from hpc_train.training.datasets.types import Tensors
 
 #: Maximum bytes of weights in an ONNX file: its protobuf is limited to 2 GiB, and the graph needs the rest.
 _ONNX_MAX_BYTES = 2**31 - 2**24

@@ -36,10 +36,9 @@ from hpc_train.training.datasets.random_numbers import Keys
 from hpc_train.training.datasets.reading import Failure, Prepare, SlotReader
 from hpc_train.training.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.datasets.structures import Tensors, is_structured
 from hpc_train.training.datasets.targets import TargetCheck, refuse_moved_masks
 from hpc_train.training.datasets.transforms import OwnTransform
-from hpc_train.training.datasets.types import Batch, TargetSpecs
+from hpc_train.training.datasets.types import Batch, TargetSpecs, Tensors, is_structured
 from hpc_train.training.datasets.workers import BatchStream
 
 #: Maximum delay until a rank that waits for its data notices a stop request (assumed).

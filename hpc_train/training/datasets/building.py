@@ -10,8 +10,7 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.by_name import misplaced, missing_root
 from hpc_train.experiment.data_facts.image_facts import keys_of_image_files
 from hpc_train.registry import is_factory, load, split_name
-from hpc_train.training.datasets.arguments import call
-from hpc_train.training.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit
+from hpc_train.training.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit, call
 from hpc_train.training.datasets.images import ImageSplit
 from hpc_train.training.datasets.packed import PackedPixels
 from hpc_train.training.datasets.sources.infer import infer_info

@@ -25,8 +25,8 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.run.files import UnreadableFileError, read_regular
 from hpc_train.training.datasets.base import RawImage, RawInput, RawTarget, Split
-from hpc_train.training.datasets.structures import Tensors, collate
 from hpc_train.training.datasets.targets import as_target
+from hpc_train.training.datasets.types import Tensors, collate
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
 #: Files with 16 bits that Pillow opens in mode I, of 32 bits: PNG before Pillow 10.3, and PGM.

@@ -27,6 +27,8 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.listed_data import (
     INDEX_LENGTH,
     INDEX_MAGIC,
+    StoredArray,
+    StoredSplit,
     header_digest,
     index_header,
     index_path,
@@ -72,10 +74,10 @@ class Layout:
     splits: frozenset[str]
     arrays: frozenset[str]
 
-    def fits(self, splits: Mapping[str, Any]) -> bool:
+    def fits(self, splits: Mapping[str, StoredSplit]) -> bool:
         """Return True if the header of an index has these splits and arrays."""
         return splits.keys() == self.splits and all(
-            self.arrays <= split["arrays"].keys() for split in splits.values()
+            self.arrays <= split.arrays.keys() for split in splits.values()
         )
 
 
@@ -102,46 +104,43 @@ def open_index(data: DataConfig, files: Sequence[Path], layout: Layout) -> Index
     the disk fails.
     """
     path = index_path(data, files)
-    header = index_header(path)
-    if header is None or not layout.fits(header["splits"]):
+    header, start = index_header(path) or (None, 0)
+    if header is None or not layout.fits(header.splits):
         return None
     with open_regular(path) as file:
         try:
-            splits = {
-                name: _read_arrays(file, header["start"], split) for name, split in header["splits"].items()
-            }
+            splits = {name: _read_arrays(file, start, split) for name, split in header.splits.items()}
         except _DamagedError:
             return None
-    return Index(splits, tuple(header["class_names"]), header["facts"])
+    return Index(splits, tuple(header.class_names), header.facts)
 
 
 class _DamagedError(Exception):
     """An array differs from the one that was written."""
 
 
-def _read_arrays(file: BinaryIO, start: int, split: Mapping[str, Any]) -> dict[str, Array]:
+def _read_arrays(file: BinaryIO, start: int, split: StoredSplit) -> dict[str, Array]:
     """Return the arrays of a split. Raises _DamagedError unless types and numbers of rows are right."""
-    arrays = {key: _read_array(file, start, key, entry) for key, entry in split["arrays"].items()}
+    arrays = {key: _read_array(file, start, key, entry) for key, entry in split.arrays.items()}
     rows = {key: len(array) - (key in _ONE_MORE) for key, array in arrays.items() if key not in _ANY_NUMBER}
-    if "targets" not in rows or set(rows.values()) != {split["samples"]}:
+    if "targets" not in rows or set(rows.values()) != {split.samples}:
         raise _DamagedError
     return arrays
 
 
-def _read_array(file: BinaryIO, start: int, key: str, entry: Mapping[str, Any]) -> Array:
-    offset, nbytes, shape = entry["offset"], entry["nbytes"], entry["shape"]
-    is_typed = re.fullmatch(_TYPES.get(key, ""), entry["dtype"])
+def _read_array(file: BinaryIO, start: int, key: str, entry: StoredArray) -> Array:
+    is_typed = re.fullmatch(_TYPES.get(key, ""), entry.dtype)
     # Checked before reading: a wrong size would be allocated.
-    if not is_typed or start + offset + nbytes > os.fstat(file.fileno()).st_size:
+    if not is_typed or start + entry.offset + entry.nbytes > os.fstat(file.fileno()).st_size:
         raise _DamagedError
-    dtype = np.dtype(entry["dtype"])
-    if not dtype.itemsize or math.prod(shape) * dtype.itemsize != nbytes:
+    dtype = np.dtype(entry.dtype)
+    if not dtype.itemsize or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
         raise _DamagedError
-    file.seek(start + offset)
-    content = file.read(nbytes)
-    if xxhash.xxh3_128_hexdigest(content) != entry["xxh3_128"]:
+    file.seek(start + entry.offset)
+    content = file.read(entry.nbytes)
+    if xxhash.xxh3_128_hexdigest(content) != entry.xxh3_128:
         raise _DamagedError
-    return np.frombuffer(content, dtype).reshape(shape)
+    return np.frombuffer(content, dtype).reshape(entry.shape)
 
 
 def index_of(

@@ -27,9 +27,8 @@ from hpc_train.training.datasets.decoding import EncodedImage, reduction_for
 from hpc_train.training.datasets.images import resize, stack
 from hpc_train.training.datasets.random_numbers import Keys
 from hpc_train.training.datasets.sampler import Slot
-from hpc_train.training.datasets.structures import Tensors
 from hpc_train.training.datasets.targets import parts_moved_as
-from hpc_train.training.datasets.types import TargetSpec, TargetSpecs
+from hpc_train.training.datasets.types import TargetSpec, TargetSpecs, Tensors
 
 Sides = tuple[int, int]
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.image_facts import normalize_problem
-from hpc_train.training.datasets.structures import Tensors, is_structured, map_tensors
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.types import DataInfo, Tensors, is_structured, map_tensors
 
 
 class Normalize:

@@ -23,9 +23,9 @@ import os
 import struct
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.input_files import missing_pack, pack_files
+from hpc_train.run.file_shapes import JSON_KEY, Count, decoded, is_a
 from hpc_train.run.files import MAX_SMALL_BYTES, UnreadableFileError, open_descriptor
 
 #: The last character is the format's version.
@@ -68,9 +69,9 @@ class DamagedPackError(BadFileError):
 class Extent:
     """Offset and size of an array in the file, and its XXH3-128 hash in hexadecimal."""
 
-    offset: int
-    nbytes: int
-    digest: str
+    offset: Count
+    nbytes: Count
+    digest: str = field(metadata={JSON_KEY: "xxh3_128"})
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,15 @@ class PackedPart:
     """The header's description of one split."""
 
     #: ``train``, ``val`` or ``test``: the folder below the root.
-    folder: str
-    num_samples: int
+    folder: Literal["train", "val", "test"]
+    num_samples: Count = field(metadata={JSON_KEY: "samples"})
     #: Dimensions of a decoded image in storage order: (H, W, C), or (C, H, W) with ``is_channels_first``.
     #: None: unchanged image files.
-    pixels: tuple[int, int, int] | None
+    pixels: Annotated[list[Count], lambda sides: len(sides) == 3] | None
     is_channels_first: bool
     #: True if some samples are results of ``decoding.as_pixels`` and the others image files.
     has_decoded: bool
-    arrays: Mapping[str, Extent]
+    arrays: dict[str, Extent]
 
 
 class Pack:
@@ -102,11 +103,11 @@ class Pack:
         self.nbytes = os.fstat(self._descriptor).st_size
         #: The hash of the header, which covers everything.
         self.digest, header = self._header()
-        try:
-            self.class_names = tuple(_text(name) for name in header["classes"])
-            self.parts = {name: _part(entry) for name, entry in header["splits"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self.damaged("its header has other fields than a pack's") from error
+        names, splits = header.get("classes"), header.get("splits")
+        if names is None or not is_a(names, list[str]) or not isinstance(splits, dict):
+            raise self.damaged("its header has other fields than a pack's")
+        self.class_names: tuple[str, ...] = tuple(names)
+        self.parts = {name: self._part(entry) for name, entry in splits.items()}
         if "train" not in self.parts or not self.parts.keys() <= {"train", "val"}:
             raise self.damaged("its header has other splits than train and val")
 
@@ -142,6 +143,12 @@ class Pack:
         """Return the error to raise."""
         return DamagedPackError(f"data.cache: {self.path} is not a complete, undamaged pack: {why}; {REMEDY}")
 
+    def _part(self, entry: object) -> PackedPart:
+        part = decoded(PackedPart, entry)
+        if part is None or part.arrays.keys() != DTYPES.keys():
+            raise self.damaged("its header has other fields than a pack's")
+        return part
+
     def _header(self) -> tuple[bytes, Mapping[str, Any]]:
         if self.read(0, len(MAGIC)) != MAGIC:
             raise self.damaged("it does not begin like one of this version of hpc-train")
@@ -162,38 +169,6 @@ class Pack:
 def hash_of(content: bytes | Array) -> str:
     """Return the XXH3-128 hash of an array in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(content if isinstance(content, bytes) else content.data)
-
-
-def _part(entry: Any) -> PackedPart:
-    """Return the header's description of a split. Raises KeyError, TypeError or ValueError if invalid."""
-    if entry["folder"] not in ("train", "val", "test"):
-        raise ValueError("no folder of a split")
-    pixels = entry["pixels"]
-    if pixels is not None:
-        height, width, channels = (_count(side) for side in pixels)
-        pixels = height, width, channels
-    arrays = {
-        name: Extent(_count(extent["offset"]), _count(extent["nbytes"]), _text(extent["xxh3_128"]))
-        for name, extent in entry["arrays"].items()
-    }
-    is_channels_first = entry["is_channels_first"]
-    has_decoded = entry["has_decoded"]
-    if arrays.keys() != DTYPES.keys() or type(is_channels_first) is not bool or type(has_decoded) is not bool:
-        raise ValueError("other arrays or flags")
-    samples = _count(entry["samples"])
-    return PackedPart(entry["folder"], samples, pixels, is_channels_first, has_decoded, arrays)
-
-
-def _count(number: object) -> int:
-    if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError("not a count")
-    return number
-
-
-def _text(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError("not a text")
-    return text
 
 
 class PackedSplit:

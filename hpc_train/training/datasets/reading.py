@@ -32,9 +32,8 @@ from hpc_train.training.datasets.random_numbers import hash_words, restored_gene
 from hpc_train.training.datasets.sampler import Slot
 from hpc_train.training.datasets.skipping import stand_ins
 from hpc_train.training.datasets.sources.text import TextSplit
-from hpc_train.training.datasets.structures import Tensors, is_structured
 from hpc_train.training.datasets.targets import MisfitError, TargetCheck
-from hpc_train.training.datasets.types import Batch
+from hpc_train.training.datasets.types import Batch, Tensors, is_structured
 
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
 _TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)

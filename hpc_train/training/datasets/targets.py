@@ -19,8 +19,15 @@ from PIL import Image
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
-from hpc_train.training.datasets.structures import Tensors, collate, is_structured, map_tensors, tensors_of
-from hpc_train.training.datasets.types import TargetSpec, TargetSpecs
+from hpc_train.training.datasets.types import (
+    TargetSpec,
+    TargetSpecs,
+    Tensors,
+    collate,
+    is_structured,
+    map_tensors,
+    tensors_of,
+)
 
 _FIX_DATA = "fix the data set, or name a task that takes such targets"
 _FIX_VALUE = "fix the target, or the data set's num_classes"

@@ -38,9 +38,9 @@ _READ_BYTES = 1 << 22
 _log = logging.getLogger(__name__)
 
 
-def hash_of_file(path: Path, offset: int = 0) -> str:
-    """Return the XXH3-128 hash of a file from ``offset`` on, in hexadecimal."""
-    return _hash(path, offset, math.inf) or ""
+def hash_of_file(path: Path) -> str:
+    """Return the XXH3-128 hash of a file, in hexadecimal."""
+    return _hash(path, 0, math.inf) or ""
 
 
 def check_all(shards: TokenShards) -> None:

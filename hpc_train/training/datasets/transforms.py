@@ -19,13 +19,12 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import AugmentConfig, RandAugmentConfig, TransformConfig
 from hpc_train.registry import load
 from hpc_train.run.tracebacks import users_frame
-from hpc_train.training.datasets.arguments import call
+from hpc_train.training.datasets.base import call
 from hpc_train.training.datasets.decoding import EncodedImage, decoded
 from hpc_train.training.datasets.images import as_inputs
 from hpc_train.training.datasets.random_numbers import Keys, restored_generators, seed_generators
-from hpc_train.training.datasets.structures import Tensors, map_tensors
 from hpc_train.training.datasets.targets import as_target
-from hpc_train.training.datasets.types import TargetSpec, TargetSpecs
+from hpc_train.training.datasets.types import TargetSpec, TargetSpecs, Tensors, map_tensors
 
 _KEY = "data.transform"
 #: The highest magnitude of torchvision's RandAugment, which has 31.

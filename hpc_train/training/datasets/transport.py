@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import StorageError
 from hpc_train.training.datasets.reading import Failure
-from hpc_train.training.distributed import shared_memory
+from hpc_train.training.distributed import shared_flags
 from hpc_train.training.distributed.forking import RunningContext
 
 #: Maximum path length of a Unix socket in bytes (struct sockaddr_un, without the final NUL).
 _SOCKET_PATH_BYTES = 107
 #: The path that multiprocessing appends to the temporary folder.
 _SOCKET_NAME_BYTES = len("/pymp-12345678/listener-12345678")
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", shared_memory.FOLDER)
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", shared_flags.SHM)
 _log = logging.getLogger(__name__)
 
 
 def require_shared_memory() -> None:
     """Raise StorageError if loader processes can't start because there are no semaphores."""
-    if reason := shared_memory.refusal():
+    if reason := shared_flags.shm_refusal():
         raise StorageError(
             f"data.workers: {reason}; loader processes need it: have it mounted writable and larger "
             "(`--shm-size` of a container), or write data.workers: 0"
@@ -150,8 +150,8 @@ class LoaderQueue(_Queue):
                 "data.workers: a batch could not be sent as shared memory and goes through a pipe, which "
                 "takes longer: %s (%s: %s; TMPDIR: %s)",
                 " ".join(str(error).split()),
-                shared_memory.FOLDER,
-                shared_memory.sizes(),
+                shared_flags.SHM,
+                shared_flags.shm_sizes(),
                 os.environ.get("TMPDIR", "not set"),
             )
 

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from hpc_train.errors import ExitCode, UserError
 from hpc_train.experiment.data_facts.by_name import PREFETCHED_BATCHES
-from hpc_train.rank import parent_process, signals
+from hpc_train.rank import signals
+from hpc_train.run import processes
 from hpc_train.training.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.training.datasets.sampler import Slot
 from hpc_train.training.datasets.transport import (
@@ -34,7 +35,7 @@ from hpc_train.training.datasets.transport import (
     socket_folder,
     use_socket_folder,
 )
-from hpc_train.training.distributed import shared_memory
+from hpc_train.training.distributed import shared_flags
 from hpc_train.training.distributed.timed_call import within
 
 #: The death of a killed loader process is detected soon, but its connection may break slightly earlier.
@@ -264,8 +265,8 @@ def _lost(worker: Any) -> WorkerLostError:
         )
     if -code == signal.SIGBUS:
         return WorkerLostError(
-            f"{event}; memory that it mapped has no page behind it: {shared_memory.FOLDER} is full "
-            f"({shared_memory.sizes()}), or a file of the data became shorter"
+            f"{event}; memory that it mapped has no page behind it: {shared_flags.SHM} is full "
+            f"({shared_flags.shm_sizes()}), or a file of the data became shorter"
         )
     return WorkerLostError(f"{event}; see the rank's log")
 
@@ -328,6 +329,6 @@ def _prepare_worker(rank: int, sockets: str | None, worker: int) -> None:
     for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Torch's watchdog blocks together with a read: forever on a file system that hangs.
-    parent_process.die_with(rank)
+    processes.die_with(rank)
     torch.set_num_threads(1)
     use_socket_folder(sockets)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from hpc_train.rank import parent_process
+from hpc_train.run import processes
 
 #: Timeouts for the report of the first child, the second and so on. Assumed: a child that is not blocked
 #: needs milliseconds, but the machine may be busy.
@@ -119,7 +119,7 @@ class ForkedCall:
 
 
 def _run_call(function: Callable[[], Any], sender: Connection, parent: int) -> None:
-    parent_process.die_with(parent)
+    processes.die_with(parent)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # the model may print, and will again when it is used
         os.dup2(nowhere, stream)

@@ -4,17 +4,23 @@ Each rank writes its number and later reads all numbers, which takes microsecond
 over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm and is
 unlinked once all ranks have opened it. Each rank locks one byte of the file, and the kernel releases the lock
 when the rank ends, so that a dead rank is detected at once, also in other PID namespaces.
+
+Also whether /dev/shm can be used, and its size: torch's semaphores and shared tensors, and NCCL's buffers
+between the GPUs of a node, are files there. The node check and loader processes depend on it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
+import multiprocessing
 import os
 import tempfile
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.errors import PeerLostError
-from hpc_train.training.distributed import shared_memory
 
 #: Bits of a number. Higher bits count the exchanges, so that number and count are written atomically.
 NUM_BITS = 32
@@ -48,7 +53,7 @@ def open_shared_flags(
     size = _bytes_of_flags(world_size) + room
     with contextlib.suppress(OSError):
         if rank == 0:
-            file, path = tempfile.mkstemp(prefix="hpc-train-", dir=shared_memory.FOLDER)
+            file, path = tempfile.mkstemp(prefix="hpc-train-", dir=SHM)
             os.posix_fallocate(file, 0, size)  # a full /dev/shm would kill the rank at its first write
     try:
         paths = [path]
@@ -162,3 +167,37 @@ class SharedFlags:
             return True
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
         return False
+
+
+SHM = "/dev/shm"
+
+
+def shm_refusal() -> str | None:
+    """Return the reason why nothing can be created in /dev/shm; None if it can be used."""
+    try:
+        multiprocessing.get_context("fork").Lock()  # a POSIX semaphore: a file of 32 bytes
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            reason = f"{reason} ({shm_sizes()})"
+        elif not os.path.isdir(SHM):  # noqa: PTH112  (no path is computed)
+            reason = "the folder does not exist"
+        return f"{SHM} (shared memory) can't be used: {reason}"
+    return None
+
+
+def shm_sizes() -> str:
+    """Return the size of /dev/shm and its free part, as ``64 MiB, of which 3 MiB are free``."""
+    with suppress(OSError):
+        stats = os.statvfs(SHM)
+        total, free = (blocks * stats.f_frsize / 2**20 for blocks in (stats.f_blocks, stats.f_bavail))
+        return f"{total:.0f} MiB, of which {free:.0f} MiB are free"
+    return "missing"
+
+
+def shm_bytes() -> int | None:
+    """Return the size of /dev/shm; None if it is missing."""
+    with suppress(OSError):
+        stats = os.statvfs(SHM)
+        return stats.f_blocks * stats.f_frsize
+    return None

@@ -27,8 +27,8 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
+from hpc_train.run.attempts import tell_end, tell_error
 from hpc_train.run.processes import Process
-from hpc_train.run.rank_ends import tell_end, tell_error
 from hpc_train.training.distributed import nccl
 from hpc_train.training.distributed.timed_call import TimedCall, within
 from hpc_train.training.health.hang import Report, Verdict, judge, store_is_silent

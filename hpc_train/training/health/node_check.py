@@ -38,7 +38,7 @@ from hpc_train.paths import AttemptPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import sync_file
 from hpc_train.run.storage_errors import FULL, TRANSIENT, error_words, storage_error
-from hpc_train.training.distributed import affinity, shared_memory
+from hpc_train.training.distributed import affinity, shared_flags
 
 _SIZE = 256
 #: Few, because many short checks over many attempts detect an intermittent fault as well as a long one.
@@ -262,16 +262,16 @@ def _pattern(seed: int, device: torch.device) -> Tensor:
 
 def _check_shared_memory(experiment: Experiment, ranks: int) -> None:
     """Raise if loader processes can't start; warn if /dev/shm is too small for prefetched batches."""
-    if reason := shared_memory.refusal():
+    if reason := shared_flags.shm_refusal():
         raise HpcTrainError(
             f"{reason}; loader processes need it: write data.workers: 0 to train without them"
         )
-    needed, size = prefetched_bytes(experiment, ranks), shared_memory.total_bytes()
+    needed, size = prefetched_bytes(experiment, ranks), shared_flags.shm_bytes()
     if needed is not None and size is not None and needed > size:
         _log.warning(
             "%s has %.0f MiB, and the loader processes of this node read %.0f MiB ahead: batches that do not "
             "fit go through a pipe, which takes longer; have it mounted larger, or write fewer data.workers",
-            shared_memory.FOLDER,
+            shared_flags.SHM,
             size / 2**20,
             needed / 2**20,
         )

@@ -16,8 +16,7 @@ from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.registry import is_factory, load, split_name
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.arguments import parameter_names, takes, unknown_argument
-from hpc_train.training.models.base import ModelBuilder
+from hpc_train.training.models.base import ModelBuilder, parameter_names, takes, unknown_argument
 from hpc_train.training.models.weights import Converter, load_weights, unchanged
 
 Factory = Callable[..., nn.Module]

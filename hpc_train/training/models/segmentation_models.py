@@ -23,7 +23,7 @@ from hpc_train.experiment.validate.model_rules import OF_TIMM, OWNED, encoder_pr
 from hpc_train.experiment.validate.part_rules import unlisted
 from hpc_train.registry import importing
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.arguments import parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import parameter_names, unknown_argument, wrong_arguments
 from hpc_train.training.models.timm import hub_access, refuse_uncached_url
 from hpc_train.training.models.weights import hub_report, keep_report, load_weights
 

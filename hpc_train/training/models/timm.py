@@ -18,7 +18,7 @@ from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.arguments import parameter_names, wrong_arguments
+from hpc_train.training.models.base import parameter_names, wrong_arguments
 from hpc_train.training.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 
 #: Arguments of timm.create_model that name files to read, or have separate keys.

@@ -17,7 +17,7 @@ from hpc_train.experiment.data_facts.image_facts import is_detector, model_probl
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models import torchvision_detection as detection
-from hpc_train.training.models.arguments import parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import parameter_names, unknown_argument, wrong_arguments
 from hpc_train.training.models.weights import (
     StateDict,
     head_name,

@@ -17,7 +17,7 @@ from hpc_train.experiment.config.training_sections import ParallelConfig
 from hpc_train.experiment.topology.degrees import Degrees
 from hpc_train.experiment.topology.strategy_traits import problems_of_arguments
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.distributed.precision import Precision
+from hpc_train.training.distributed.device import Precision
 from hpc_train.training.distributed.shared_sum import SharedSum
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.arguments import UnknownArgumentError
+from hpc_train.training.models.base import UnknownArgumentError
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.splitting import most_stages

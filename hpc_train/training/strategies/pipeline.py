@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.topology.pipeline_schedules import (
+from hpc_train.experiment.topology.degrees import (
     problem_of_schedule,
     problem_of_stages,
     stages_per_rank,
@@ -36,8 +36,7 @@ from hpc_train.training.strategies.base import Forward, Piece, RankContext
 from hpc_train.training.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.training.strategies.data_parallel import move, refuse_complex
 from hpc_train.training.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
-from hpc_train.training.strategies.mesh import data_mesh, made_once, mesh_of, part_of
-from hpc_train.training.strategies.pieces import clip_over_ranks
+from hpc_train.training.strategies.pieces import clip_over_ranks, data_mesh, made_once, mesh_of, part_of
 from hpc_train.training.strategies.running_statistics import RunningStatistics
 from hpc_train.training.strategies.stages import (
     HeldStages,

@@ -25,8 +25,15 @@ from hpc_train.experiment.validate.layer_rules import dropped_attention, uneven_
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.strategies.base import Forward, Piece, RankContext
 from hpc_train.training.strategies.fully_sharded import FullySharded
-from hpc_train.training.strategies.mesh import data_mesh, mesh_of, part_of
-from hpc_train.training.strategies.pieces import dealt_out, dealt_pieces, local_part, piece_of
+from hpc_train.training.strategies.pieces import (
+    data_mesh,
+    dealt_out,
+    dealt_pieces,
+    local_part,
+    mesh_of,
+    part_of,
+    piece_of,
+)
 from hpc_train.training.strategies.tensor_layers import Shareable, numbers_shared, shareable_in
 
 _AXIS = "tensor"

@@ -19,7 +19,7 @@ from typing_extensions import override
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.ddp import DDPStrategy
-from hpc_train.training.strategies.mesh import new_mesh
+from hpc_train.training.strategies.pieces import new_mesh
 
 #: Bytes that one collective brings to a rank: enough to be fast, and little compared to a model (assumed).
 BUCKET_BYTES = 32 << 20

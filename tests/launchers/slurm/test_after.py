@@ -17,9 +17,8 @@ from hpc_train.launchers.slurm.after import after, main, refused
 from hpc_train.launchers.slurm.begin import begin
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import storage_errors
-from hpc_train.run.attempts import EventLog, write_record
+from hpc_train.run.attempts import EventLog, RankEnd, rank_ends, write_record
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import restarted, submitted_run
 from tests.run.runs import record_of

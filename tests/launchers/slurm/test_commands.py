@@ -150,9 +150,9 @@ def test_config_is_asked_once(programs: Programs) -> None:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_path: Path, code: int) -> None:
-    from hpc_train.launchers.slurm import queue_cache
+    from hpc_train.launchers.slurm import commands
 
-    queue_cache.shared(10, lambda answer: True, lambda last: {"jobs": {}})
+    commands.shared_answer(10, lambda answer: True, lambda last: {"jobs": {}})
     (file,) = (tmp_path / "cache").glob("slurm-*.json")
     assert json.loads(file.read_text())["jobs"] == {}
     programs.put("scontrol", f"exit {code}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import NoSchedulerError
-from hpc_train.launchers.slurm import commands, queue, queue_cache
+from hpc_train.launchers.slurm import commands, queue
 from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from tests.launchers.slurm.programs import Programs, put_programs_first
 
@@ -106,7 +106,7 @@ def test_a_signal_leaves_no_exit_code(programs: Programs, number: str, told: str
 
 def test_calls_within_10_s_share_one_squeue(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
-    monkeypatch.setattr(queue_cache.time, "time", lambda: now)  # however busy the machine is
+    monkeypatch.setattr(commands.time, "time", lambda: now)  # however busy the machine is
     for _ in range(1000):
         ask(["7", "12_3"])
     assert len(programs.calls("squeue")) == 1
@@ -127,10 +127,10 @@ def test_an_old_or_unwanted_answer_is_not_used(programs: Programs, monkeypatch: 
     ask(["7"])
     ask(["7"], max_age_s=0)
     assert len(programs.calls("squeue")) == 2
-    monkeypatch.setattr(queue_cache.time, "time", lambda: 4e9)
+    monkeypatch.setattr(commands.time, "time", lambda: 4e9)
     ask(["7"])
     assert len(programs.calls("squeue")) == 3
-    monkeypatch.setattr(queue_cache.time, "time", lambda: 3e9)  # the clock was set back
+    monkeypatch.setattr(commands.time, "time", lambda: 3e9)  # the clock was set back
     ask(["7"])
     assert len(programs.calls("squeue")) == 4
 
@@ -189,7 +189,7 @@ def test_asks_once_without_a_cache(
     for _ in range(3):
         ask(["7"])
     assert len(programs.calls("squeue")) == 1
-    queue_cache.forget()
+    commands.forget_answer()
     ask(["7"])
     assert len(programs.calls("squeue")) == 2
 
@@ -231,17 +231,17 @@ def test_only_an_invalid_job_id_makes_a_missing_job_forgotten(programs: Programs
 
 def test_a_forgotten_job_keeps_its_first_time(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_800_000_000.0
-    monkeypatch.setattr(queue_cache.time, "time", lambda: now)
+    monkeypatch.setattr(commands.time, "time", lambda: now)
     assert ask(["99"])["99"].missed_at == now
     now += 100
-    queue_cache.forget()  # after an order, such as a cancel of another job
+    commands.forget_answer()  # after an order, such as a cancel of another job
     assert ask(["99"])["99"].missed_at == now - 100
-    queue_cache.forget()
+    commands.forget_answer()
     rows = (programs.folder / "squeue").read_text()
     programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(NoSchedulerError):
         ask(["99"])
-    queue_cache.forget()
+    commands.forget_answer()
     (programs.folder / "squeue").write_text(rows)
     assert ask(["99"])["99"].missed_at == now - 100, "kept while Slurm did not answer"
     put_jobs(programs, _row("99", "PENDING"))

@@ -19,9 +19,8 @@ from hpc_train.report.html.collecting import DATA_WAIT, Curve, collect, curves_o
 from hpc_train.report.html.evaluation_files import newest_evaluation
 from hpc_train.report.html.line_charts import Scale, line_charts, short
 from hpc_train.report.html.page import _table, render
-from hpc_train.report.metric_values import Metric, Point
-from hpc_train.report.metrics_reader import sampled_rows
-from hpc_train.report.time_use import PARTS
+from hpc_train.report.metrics_reader import Metric, Point, sampled_rows
+from hpc_train.report.usage import PARTS
 from hpc_train.training.evaluation_outputs import png as sheet_png
 from hpc_train.training.tasks.drawing import DESCRIPTION
 from tests.report.made_experiments import made_experiments

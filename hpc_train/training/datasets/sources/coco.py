@@ -29,8 +29,7 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S
 from hpc_train.experiment.data_facts.image_facts import CocoArgs
 from hpc_train.experiment.data_facts.root_layout import VALIDATION, annotation_files
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.decoding import read_image
 from hpc_train.training.datasets.images import PixelRules, image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.image_facts import DigitsArgs
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest
-from hpc_train.training.datasets.base import DataSource, TensorSplit
+from hpc_train.training.datasets.base import DataSource, TensorSplit, parse_args, refuse_rest
 from hpc_train.training.datasets.types import DataInfo
 
 _MAX_VALUE = 16

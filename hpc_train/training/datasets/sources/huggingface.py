@@ -23,8 +23,7 @@ from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.listed_data import HuggingFaceArgs
 from hpc_train.run.files import read_text
-from hpc_train.training.datasets.arguments import parse_args, root_of
-from hpc_train.training.datasets.base import DataSource, RawTarget
+from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, root_of
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.sources.infer import mean_and_std
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks

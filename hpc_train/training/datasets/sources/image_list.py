@@ -19,8 +19,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource, RawTarget
+from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
 from hpc_train.training.datasets.sources.infer import mean_and_std

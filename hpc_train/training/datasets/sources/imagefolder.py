@@ -15,8 +15,7 @@ from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.image_facts import ImageFolderArgs
 from hpc_train.experiment.data_facts.root_layout import class_folders, validation_folder
 from hpc_train.training.datasets import packing
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.decoding import decode
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.packed import find_pack, open_split

@@ -12,9 +12,8 @@ import torch
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets.base import ArraySplit
 from hpc_train.training.datasets.images import as_inputs, inputs_and_target
-from hpc_train.training.datasets.structures import is_structured, map_tensors, tensors_of
 from hpc_train.training.datasets.targets import as_targets
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.types import DataInfo, is_structured, map_tensors, tensors_of
 
 #: Attributes in which torchvision's data sets and most others store all targets.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels")

@@ -14,8 +14,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.image_facts import MASK_MODES, SCALED_MASKS, SegmentationFolderArgs
 from hpc_train.experiment.data_facts.root_layout import validation_folder
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.images import (
     DEFAULT_RULES,
     UPRIGHT,

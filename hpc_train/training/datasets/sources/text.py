@@ -22,8 +22,7 @@ from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
 from hpc_train.experiment.data_facts.root_layout import unread_texts, why_not_read
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.types import DataInfo
 
 _NUM_BYTES = 256

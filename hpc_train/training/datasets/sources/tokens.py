@@ -38,8 +38,7 @@ from hpc_train.experiment.data_facts.token_shards import (
     tokenizer_file,
 )
 from hpc_train.training.datasets import token_writing
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest
-from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
 from hpc_train.training.datasets.token_check import check_before_use
 from hpc_train.training.datasets.tokenization import TOKENIZER, VOCABULARY
 from hpc_train.training.datasets.types import DataInfo

@@ -28,8 +28,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.validate.part_rules import unlisted
 from hpc_train.paths import expanded
-from hpc_train.training.datasets.arguments import call
-from hpc_train.training.datasets.base import AnySplit, DataSource, TensorSplit
+from hpc_train.training.datasets.base import AnySplit, DataSource, TensorSplit, call
 from hpc_train.training.datasets.images import PixelRules, as_tensor, image_content, open_lazily
 from hpc_train.training.datasets.sources.infer import all_targets, infer_info, mean_and_std
 from hpc_train.training.datasets.sources.segmentation_folder import read_mask

@@ -31,8 +31,7 @@ from hpc_train.experiment.data_facts.listed_data import (
     webdataset_files,
     without_index,
 )
-from hpc_train.training.datasets.arguments import parse_args, refuse_rest, root_of
-from hpc_train.training.datasets.base import DataSource, RawTarget
+from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.index_files import (
     Array,
     Index,
