@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections import Counter
@@ -95,6 +96,7 @@ def test_a_part_is_named_in_the_places_of_its_row_only(kind: str, example: str, 
     assert {name for name, text in sources.items() if re.search(named, text)} - {example} == set(places)
 
 
+@functools.cache
 def _importers() -> dict[str, set[str]]:
     """Return by module of the package the modules that import it."""
     trees = {

@@ -67,18 +67,18 @@ def test_gpus_are_given_out(cluster: Cluster, tmp_path: Path) -> None:
 _STAYS = "echo restart ${SLURM_RESTART_COUNT:-0}; while :; do sleep 0.1; done"
 
 
-def test_preemption_asks_ranks_to_leave(any_cluster: Cluster, tmp_path: Path) -> None:
+def test_preemption_asks_ranks_to_leave(cluster: Cluster, tmp_path: Path) -> None:
     """Ranks at once, the batch script only after the grace; if all leave, Slurm requeues from 24.05 on."""
     ranks = f"trap 'echo asked; exit 75' TERM; {_STAYS}"
     wrap = f"trap 'echo script asked' TERM; srun sh -c {shlex.quote(ranks)}; echo srun $?; exit 3"
-    leaves = sbatch(any_cluster, "--nodelist=n1", "--exclusive", "--requeue", wrap=wrap, folder=tmp_path)
+    leaves = sbatch(cluster, "--nodelist=n1", "--exclusive", "--requeue", wrap=wrap, folder=tmp_path)
     _wait_for_line(tmp_path / f"{leaves}.out", "restart 0")
-    with high_job(any_cluster, ["n1"]) as job:
+    with high_job(cluster, ["n1"]) as job:
         _wait_for_line(tmp_path / f"{leaves}.out", "asked", "srun 75")
-        wait_for_state(any_cluster, job, "RUNNING")
-        assert squeue(any_cluster)[job].nodes == "n1"
+        wait_for_state(cluster, job, "RUNNING")
+        assert squeue(cluster)[job].nodes == "n1"
     end = "FAILED" if slurm_version() < (24, 5) else "PENDING"
-    assert wait_for_state(any_cluster, leaves, "FAILED", "PENDING") == end
+    assert wait_for_state(cluster, leaves, "FAILED", "PENDING") == end
     assert "script asked" not in (tmp_path / f"{leaves}.out").read_text()
 
 
@@ -111,8 +111,7 @@ def test_unknown_accounts_are_refused(cluster: Cluster) -> None:
         sbatch(cluster, "--account=nobody", wrap="true")
 
 
-def test_a_killed_node_loses_its_own_steps_only_and_comes_back(any_cluster: Cluster, tmp_path: Path) -> None:
-    cluster = any_cluster
+def test_a_killed_node_loses_its_own_steps_only_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     wrap = "echo $SLURMD_NODENAME; srun sh -c 'echo rank on $SLURMD_NODENAME; sleep 600'"
     away = sbatch(cluster, "-N2", "--nodelist=n2,n3", "--requeue", wrap=wrap, folder=tmp_path)
     beside = sbatch(cluster, "--nodelist=n4", wrap="srun sh -c 'echo up; sleep 600'", folder=tmp_path)

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.attempts import EVENTS, AttemptRecord, exit_codes
+from hpc_train.run.attempts import EVENTS, exit_codes
 from hpc_train.run.checkpoints import Manifest, committed
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
@@ -23,6 +22,7 @@ from tests.slurm.experiments import (
     ENVIRONMENT,
     EXPERIMENT,
     LIMIT_S,
+    TWO_RANKS,
     account,
     job_of,
     records,
@@ -56,11 +56,6 @@ def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
             if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
-
-
-def seconds(record: AttemptRecord, first: str, second: str) -> float:
-    first_time, second_time = (datetime.fromisoformat(record.events[name]) for name in (first, second))
-    return (second_time - first_time).total_seconds()
 
 
 @pytest.mark.usefixtures("fresh_ranks")
@@ -112,31 +107,14 @@ def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """Signals wait while Python imports; none of the ranks is left waiting for another."""
-    paths = submit_one(tmp_path)
-    wait_for(lambda: len(ranks_of(paths)) == 4, "four ranks", LIMIT_S)
+    paths = submit_one(tmp_path, text=TWO_RANKS)
+    wait_for(lambda: len(ranks_of(paths)) == 2, "two ranks", LIMIT_S)
     hosts = records(paths)[0].hosts
     with high_job(cluster, hosts):
         record = wait_for_attempt_end(paths, 1)
         assert (record.cause, record.reason) == ("preemption", "preempted at step 0"), account(paths)
     wait_for_state(paths, "completed")
-    assert_equal_to_the_bit(quiet(quiet_runs), paths)
-
-
-def test_a_preemption_is_told_part_by_part(cluster: Cluster, tmp_path: Path) -> None:
-    with Hold(tmp_path, 12) as hold:
-        paths = submit_one(tmp_path, hold.override)
-        wait_for_step(paths, 12)
-        with high_job(cluster, records(paths)[0].hosts):
-            record = wait_for_attempt_end(paths, 1)
-    assert record.events.keys() == set(EVENTS), account(paths)
-    times = list(record.events.values())
-    assert times == sorted(times)
-    assert record.save_s is not None and 0 < record.save_s <= seconds(record, "signal", "saved") + 1
-    assert record.exit_codes == [75] * 4
-    (newest, *_) = committed(paths)
-    assert record.reason == f"preempted at step {newest.step}"
-    assert exit_codes(paths.attempt(1)) == {0: 75}, "a thousand ranks need not all say so"
-    wait_for_state(paths, "completed")
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
 
 
 @pytest.mark.fault(14, 15)

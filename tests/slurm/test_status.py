@@ -32,13 +32,6 @@ _SLEEPS = "sleep 600"
 _STUBBORN = "trap '' TERM; for second in $(seq 600); do sleep 1; done"
 
 
-@pytest.fixture(params=["cluster", "cluster_without_accounting"])
-def any_cluster(request: pytest.FixtureRequest) -> Cluster:
-    found = request.getfixturevalue(request.param)
-    assert isinstance(found, Cluster)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def _own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
@@ -127,8 +120,8 @@ def _show(run: dict[str, Any]) -> tuple[str, str | None]:
     return run["state"], run["reason"]
 
 
-def test_a_held_array_waits_is_throttled_and_starts(any_cluster: Cluster, runs: Path) -> None:
-    paths = _array(any_cluster, runs, _SLEEPS, 3, "--array=0-2%1", "--hold")
+def test_a_held_array_waits_is_throttled_and_starts(cluster: Cluster, runs: Path) -> None:
+    paths = _array(cluster, runs, _SLEEPS, 3, "--array=0-2%1", "--hold")
     number = _job(paths[0]).partition("_")[0]
     held = _fresh("small")
     assert [run["job"] for run in held] == [f"{number}_{task}" for task in range(3)]
@@ -136,7 +129,7 @@ def test_a_held_array_waits_is_throttled_and_starts(any_cluster: Cluster, runs: 
         ("pending", f"held; `scontrol release {number}_{task}` lets it start") for task in range(3)
     }
     commands.release(number)
-    _wait_for(any_cluster, paths[0], "RUNNING")
+    _wait_for(cluster, paths[0], "RUNNING")
     assert _fresh("small")[0]["reason"].startswith("starting on n")
     waiting = [("pending", "waits: JobArrayTaskLimit")] * 2
     _wait(lambda: [_show(run) for run in _fresh("small")[1:]] == waiting, "reason")
@@ -145,17 +138,17 @@ def test_a_held_array_waits_is_throttled_and_starts(any_cluster: Cluster, runs: 
 
 
 @pytest.mark.fault(35)
-def test_a_job_that_can_never_start_says_so(any_cluster: Cluster, runs: Path) -> None:
-    paths = _submitted(any_cluster, runs, _SLEEPS, "--partition=short", "--time=60")
+def test_a_job_that_can_never_start_says_so(cluster: Cluster, runs: Path) -> None:
+    paths = _submitted(cluster, runs, _SLEEPS, "--partition=short", "--time=60")
     words = "never starts: PartitionTimeLimit; cancel it, then resume it with another slurm.time_limit"
     # For a moment Slurm only says PartitionConfig.
     _wait(lambda: _show(_fresh(paths.folder)[0]) == ("pending", words), "reason")
 
 
 def test_a_job_that_fails_before_any_rank_ends_the_run_and_its_output_is_shown(
-    any_cluster: Cluster, runs: Path
+    cluster: Cluster, runs: Path
 ) -> None:
-    paths = _submitted(any_cluster, runs, "echo 'no such module: cuda/99'; exit 3")
+    paths = _submitted(cluster, runs, "echo 'no such module: cuda/99'; exit 3")
     _wait(lambda: _fresh(paths.folder)[0]["state"] == "failed", "verdict")
     reason = read_status(paths).reason
     assert reason is not None and reason.startswith(f"job {_job(paths)} ended before any rank started")
@@ -164,21 +157,21 @@ def test_a_job_that_fails_before_any_rank_ends_the_run_and_its_output_is_shown(
     assert (done.code, done.out) == (0, "no such module: cuda/99\n")
 
 
-def test_scancel_and_requeue_by_hand_are_seen(any_cluster: Cluster, runs: Path) -> None:
-    paths = _submitted(any_cluster, runs, _SLEEPS)
-    _wait_for(any_cluster, paths, "RUNNING")
+def test_scancel_and_requeue_by_hand_are_seen(cluster: Cluster, runs: Path) -> None:
+    paths = _submitted(cluster, runs, _SLEEPS)
+    _wait_for(cluster, paths, "RUNNING")
     begin(paths, _job(paths), step=4)
-    any_cluster.run("scontrol", "requeue", _job(paths))
-    _wait_for(any_cluster, paths, "PENDING")
+    cluster.run("scontrol", "requeue", _job(paths))
+    _wait_for(cluster, paths, "PENDING")
     assert _fresh(paths.folder)[0]["state"] == "requeued"
     words = "requeued by hand at step 4; starts "
     # For a moment Slurm says Priority, before it has put the start off.
     _wait(lambda: _fresh(paths.folder)[0]["reason"].startswith(words), "reason")
-    _start_soon(any_cluster, paths)
+    _start_soon(cluster, paths)
     assert "starting on n" in _fresh(paths.folder)[0]["reason"]
     begin(paths, _job(paths), restart=1, step=4)
     assert _show(_fresh(paths.folder)[0]) == ("running", None)
-    any_cluster.run("scancel", _job(paths))
+    cluster.run("scancel", _job(paths))
     _wait(lambda: _fresh(paths.folder)[0]["state"] != "running", "end")
     assert _show(_status(paths.folder)[0]) == ("cancelled", "scancel")
     record = read_record(paths.attempt(2))

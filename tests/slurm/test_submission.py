@@ -87,13 +87,6 @@ def place(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     yield from _place(tmp_path, cluster, monkeypatch)
 
 
-@pytest.fixture(params=["cluster", "cluster_without_accounting"])
-def any_place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
-    yield from _place(tmp_path, request.getfixturevalue(request.param), monkeypatch)
-
-
 @pytest.fixture
 def counted(tmp_path: Path) -> Path:
     """A folder with an sbatch that counts its submissions in ``calls`` and does as Slurm's own."""
@@ -134,15 +127,15 @@ def _assert_one_array(place: Place) -> str:
     return number
 
 
-def test_a_sweep_is_one_throttled_array_from_one_sbatch(any_place: Place, counted: Path) -> None:
-    code, said = any_place.run("submit", "exp.yaml", _SWEEP, program=counted)
+def test_a_sweep_is_one_throttled_array_from_one_sbatch(place: Place, counted: Path) -> None:
+    code, said = place.run("submit", "exp.yaml", _SWEEP, program=counted)
     assert code == 0, said
-    number = _assert_one_array(any_place)
+    number = _assert_one_array(place)
     assert _calls(counted) == 1
     assert f"job {number}: an array of 3 runs, 2 at a time" in said
     assert "hpc-train status tiny" in said
-    (record,) = any_place.records()
-    folder = any_place.folder / "runs/tiny/.slurm" / record["token"]
+    (record,) = place.records()
+    folder = place.folder / "runs/tiny/.slurm" / record["token"]
     private = [folder, *folder.glob("*.pkl")]
     assert not any(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH) for path in private)
 
@@ -260,21 +253,21 @@ def test_a_waiting_submit_says_for_whom(place: Place, tmp_path: Path) -> None:
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("trouble", ["without", "frozen"])
 def test_a_controller_that_goes_and_comes_back_makes_one_array(
-    any_place: Place, tmp_path: Path, trouble: str
+    place: Place, tmp_path: Path, trouble: str
 ) -> None:
     """Frozen, it hears sbatch and makes the job later, when nobody waits for its answer any more."""
     go = tmp_path / "go"
     halt = Halt("hpc_train.launchers.slurm.sbatch:sbatch", 1, "before", str(go))
-    submit = start(any_place.folder, "submit", "exp.yaml", _SWEEP, halt=halt)
+    submit = start(place.folder, "submit", "exp.yaml", _SWEEP, halt=halt)
     wait_for(Path(f"{go}.there").exists, "the submit before sbatch")
     assert submit.stderr is not None
-    with getattr(any_place.cluster, trouble)("slurmctld"):
+    with getattr(place.cluster, trouble)("slurmctld"):
         go.touch()
         said = submit.stderr.readline()
         assert "Slurm does not answer" in said and "tries again" in said
     said += submit.communicate(timeout=_LIMIT_S)[1]
     assert submit.returncode == 0, said
-    _assert_one_array(any_place)
+    _assert_one_array(place)
 
 
 @pytest.mark.fault(35)
