@@ -78,7 +78,7 @@ _READ_AT_START = (
 #: Of these, what ``_take_over`` or hpc-train itself sets as well.
 _SET_AFTERWARDS = {
     "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", "TMPDIR", "CUDA_VISIBLE_DEVICES",
+    "TRITON_CACHE_DIR", "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONFAULTHANDLER",
 }  # fmt: skip
 _LARGE_PAGE, _MADV_COLLAPSE = 2 << 20, 25
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -355,6 +355,18 @@ def fork_children() -> None:
 def for_jobs() -> dict[str, str]:
     """Return the variables with which a job is submitted whose ranks are to be forked."""
     return {} if FRESH in os.environ else _server().for_jobs()
+
+
+def task(script: str, *arguments: str) -> list[str]:
+    """Return the command of a program's rank that is forked, too, by ``python SCRIPT …``, with ``DOOR`` set.
+
+    The script sets what a Python reads as it starts, and unblocks the signals of a rank.
+    """
+    command = [sys.executable, script, *arguments]
+    if FRESH in os.environ:
+        return command
+    run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-I", "-S", __file__, "task", sys.executable, "-c", run, script, *arguments]
 
 
 def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, Any], list[int]]:

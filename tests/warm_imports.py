@@ -35,8 +35,7 @@ _NOT_IMPORTED = (
     "training.datasets.sources.segmentation_folder", "training.datasets.sources.torchvision",
     "loggers.tensorboard", "training.models.segmentation_models", "training.models.timm",
     "training.models.torchvision", "training.models.torchvision_detection",
-    "report.live.", "training.memory_prediction", "training.predicted_runs", "session.lightning",
-    "session.transformers",
+    "report.live.", "session", "training.memory_prediction", "training.predicted_runs",
 )  # fmt: skip
 
 

@@ -1,19 +1,15 @@
-"""A script that knows nothing of hpc-train on two nodes of a real Slurm survives what Slurm does to it."""
+"""Sweeps, torchrun and a program that ignores SIGTERM on a real Slurm; faults: test_program_examples.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.runs import found_runs, hpc_train, start, wait_for
+from tests.end_to_end.runs import found_runs, hpc_train, start
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
     ENVIRONMENT,
@@ -31,10 +27,8 @@ from tests.workloads import test_misbehaving
 from tests.workloads.programs import (
     SCRIPT,
     SESSION_SCRIPT,
-    SESSION_TEXT,
     TEXT,
     TORCHRUN_TEXT,
-    final_weights,
     result,
     weight_after,
     write_program,
@@ -42,7 +36,6 @@ from tests.workloads.programs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 400
 SLURM = "slurm: {partition: low, nodes: 2, ranks_per_node: 1, time_limit: 30min}\n"
 
 
@@ -54,40 +47,6 @@ def submit(folder: Path, *words: str, text: str = TEXT, script: Path = SCRIPT) -
     return found_runs(folder)
 
 
-def programs_of(paths: RunPaths, rank: int) -> list[int]:
-    """Return the processes of the rank's script, whichever node they are on."""
-    wanted = {f"HPC_TRAIN_RUN={paths.folder}".encode(), f"RANK={rank}".encode()}
-    found = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError):
-            is_script = b"train.py" in (folder / "cmdline").read_bytes().split(b"\0")
-            if is_script and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
-
-
-def test_preemption_a_kill_and_a_lost_node_lose_no_step(cluster: Cluster, tmp_path: Path) -> None:
-    (paths,) = submit(tmp_path, f"program.args.steps={STEPS}", "program.args.sleep=0.1")
-    wait_for_step(paths, 12)
-    with high_job(cluster, records(paths)[-1].hosts):
-        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
-    start_now(cluster, paths)
-    wait_for_step(paths, 40)
-    (victim,) = programs_of(paths, 1)
-    os.kill(victim, signal.SIGKILL)
-    ended = wait_for_attempt_end(paths, 2)
-    assert ended.cause == "crash" and "killed by SIGKILL" in str(ended.reason), account(paths)
-    start_now(cluster, paths)
-    wait_for_step(paths, 80)
-    cluster.kill_node(records(paths)[-1].hosts[-1], with_jobs=True)
-    start_now(cluster, paths)
-    wait_for(lambda: len(paths.attempt_folders()) > 3, "the next attempt\n" + account(paths), LIMIT_S)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
-    assert result(paths)["step"] == STEPS and result(paths)["starts"] == 4
-    assert result(paths)["weight"] == weight_after(STEPS)
-    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, STEPS + 1))
-
-
 def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> None:
     rates = [0.1, 0.2, 0.3]
     runs = submit(tmp_path, f"sweep={{grid: {{program.args.lr: {rates}}}}}", "slurm.nodes=1")
@@ -97,22 +56,6 @@ def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> N
         assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
         lr = json.loads(paths.resolved.read_text())["program"]["args"]["lr"]
         assert result(paths)["weight"] == weight_after(20, lr)
-
-
-def test_a_script_with_a_session_stops_on_both_nodes_at_one_step(cluster: Cluster, tmp_path: Path) -> None:
-    session: dict[str, Any] = {"text": SESSION_TEXT, "script": SESSION_SCRIPT}
-    (paths,) = submit(tmp_path / "slurm", "program.args.sleep=0.3", **session)
-    for number, step in enumerate((5, 15), start=1):
-        wait_for_step(paths, step)
-        with high_job(cluster, records(paths)[-1].hosts):
-            ended = wait_for_attempt_end(paths, number)
-        assert ended.cause == "preemption" and (ended.saved_step or 0) >= step, account(paths)
-        start_now(cluster, paths)
-        wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
-    assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
-    (quiet,) = submit(tmp_path / "quiet", "--local", "--devices", "2", **session)
-    assert final_weights(paths) == final_weights(quiet)
 
 
 def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Path) -> None:

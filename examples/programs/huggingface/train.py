@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--every", type=int, default=20)
+parser.add_argument("--save-every", type=int, default=20)
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds that each step takes longer")
 parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in out/")
 options = parser.parse_args()
@@ -36,7 +36,7 @@ trainer = Trainer(
         per_device_train_batch_size=8,
         learning_rate=1e-3,
         logging_steps=1,
-        save_steps=options.every,
+        save_steps=options.save_every,
         save_total_limit=2,
         report_to="none",
         disable_tqdm=True,

@@ -15,7 +15,7 @@ from hpc_train.session.lightning import SessionCallback, SessionEnvironment, lat
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--every", type=int, default=20)
+parser.add_argument("--save-every", type=int, default=20)
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds that each step takes longer")
 parser.add_argument("--resume", action="store_true", help="continue from out/last.ckpt")
 options = parser.parse_args()
@@ -51,14 +51,14 @@ seed_everything(0)
 torch.set_num_threads(1)
 digits = load_digits()
 images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-checkpoint = ModelCheckpoint("out", save_last=True, every_n_train_steps=options.every)
+checkpoint = ModelCheckpoint("out", save_last=True, every_n_train_steps=options.save_every)
 trainer = Trainer(
     accelerator="cpu",
     devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
     max_steps=options.steps,
     log_every_n_steps=1,
-    callbacks=[checkpoint, SessionCallback(every_n_steps=options.every)],
+    callbacks=[checkpoint, SessionCallback(every_n_steps=options.save_every)],
     plugins=[SessionEnvironment()],
     logger=False,
     enable_progress_bar=False,
