@@ -49,7 +49,7 @@ def main() -> None:
             arm: {"seconds": seconds(example, ranks, steps, [*changes, *more])}
             for arm, ranks, more in arms(eager_only=options.quick)
         }
-        title = f"An epoch of examples/{example}.yaml: {task}"
+        title = f"An epoch of examples/{example}.yaml: {task}, one thread per rank"
         report("epoch_times", options, conditions(), tables=[table(title, "", rows)])
 
 

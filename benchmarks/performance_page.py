@@ -52,6 +52,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "examples",
         "epoch_times",
         "first_files",
+        "first_pictures",
     ),
     "GPU": ("gpu", "gpu_parts", "gpu_throughput", "gpu_cluster"),
 }

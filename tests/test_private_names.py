@@ -21,6 +21,9 @@ import torch._functorch.config
 import torch._guards
 import torch._inductor.config
 import torch.distributed._tools.fake_collectives
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from submitit import SlurmExecutor
 from torch import nn
 from torch._C import _distributed_c10d
@@ -84,6 +87,10 @@ NAMES: list[tuple[Any, str, str]] = [
 ]
 #: Attributes that instances get in ``__init__``, and names that only source code holds.
 IN_SOURCE: list[tuple[Any, str, str]] = [
+    (_TrainingEpochLoop, "_batches_that_stepped _should_accumulate _is_training_done", "session/lightning"),
+    (_TrainingEpochLoop, "_should_check_val_fx _num_ready_batches_reached", "session/lightning"),
+    (_FitLoop, "_data_fetcher", "session/lightning"),
+    (Trainer, "_logger_connector", "session/lightning"),
     (_ITERATOR, "_workers _task_info _rcvd_idx _send_idx _tasks_outstanding", "training/datasets/workers"),
     (_ITERATOR, "_pin_memory_thread _worker_result_queue", "training/datasets/workers"),
     (

@@ -15,8 +15,10 @@ def executable(name: str) -> str:
     """Return the program of that name: ``python`` and what is installed beside it come first, as torchrun."""
     if name == "python":
         return sys.executable
+    if "/" in name:
+        return name
     beside = Path(sys.executable).with_name(name)
-    return str(beside) if "/" not in name and os.access(beside, os.X_OK) else name
+    return str(beside) if os.access(beside, os.X_OK) else name
 
 
 def command_of(program: ProgramConfig, values: Mapping[str, str], *, resumes: bool) -> list[str]:

@@ -634,6 +634,7 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path: Path) -> None:
     assert_losses_are_close(paths, alone, 1e-4)
 
 
+@on_gpu
 def test_a_session_restores_weights_and_generator_of_the_gpu(tmp_path: Path) -> None:
     model, generator = nn.Linear(2, 2).cuda(), torch.cuda.default_generators[0]
     staged(1, {"model": model}, 0)(tmp_path)

@@ -19,9 +19,18 @@ from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads.program import ProgramWorkload
-from hpc_train.workloads.program_command import command_of, rendered
+from hpc_train.workloads.program_command import command_of, executable, rendered
 from hpc_train.workloads.supervisor import has_stopped
 from tests.workloads.programs import TEXT, program_metrics, write_program
+
+
+def test_an_executable_with_a_path_is_taken_as_it_is() -> None:
+    assert [executable(name) for name in ("/bin/sh", "./run.sh", "no-such")] == [
+        "/bin/sh",
+        "./run.sh",
+        "no-such",
+    ]
+    assert executable("python") == sys.executable
 
 
 @pytest.mark.parametrize(("value", "style", "words"), [

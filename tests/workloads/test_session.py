@@ -68,9 +68,9 @@ def test_a_damaged_checkpoint_is_set_aside(alone: Path, capsys: pytest.CaptureFi
 
 def test_all_ranks_resume_at_the_checkpoint_that_rank_0_chose(alone: Path) -> None:
     save(1)
-    first, second = (Saving(None, 5, rank, 2, None, lambda: None) for rank in (0, 1))
+    first, second = (Saving(alone, 1, rank, 2, None, lambda: None) for rank in (0, 1))
     chosen = first.latest()
-    assert chosen is not None and (alone / "checkpoints" / ".resume-5").read_text() == chosen.name
+    assert chosen is not None and (alone / "checkpoints" / ".resume-1").read_text() == chosen.name
     assert second.latest() == chosen
 
 
