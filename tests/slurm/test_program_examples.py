@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,8 @@ OVERRIDES = (
 #: The script with an option to log to wandb. Slurm's signals end wandb's process, too, so that with a session
 #: its next call may raise before the save.
 LOGGED = "gpt"
+#: They import libraries that take 6 CPU seconds at each of 28 starts.
+LARGE = ("lightning", "huggingface")
 
 
 class Disturbed:
@@ -116,6 +119,11 @@ class Disturbed:
         for row in iter_rows(self.paths.metrics):
             first.setdefault(row["attempt"], row["step"])
         return [shown + 1 - first[attempt] for attempt, shown in enumerate(self.shown, start=2)]
+
+
+def parameter_of(name: str) -> Any:
+    """Return the parameter of a script; large ones are left to ``make test-full``."""
+    return pytest.param([name], marks=pytest.mark.soak) if name in LARGE else [name]
 
 
 def hold_all(runs: Sequence[Disturbed]) -> None:
@@ -186,7 +194,7 @@ def assert_one_run_of_wandb(run: Disturbed) -> None:
     assert read_run(files[-1])[1][-1]["_step"] == STEPS
 
 
-@pytest.mark.parametrize("names", [[name] for name in NAMES], ids="-".join)
+@pytest.mark.parametrize("names", [parameter_of(name) for name in NAMES], ids="-".join)
 def test_a_disturbed_example_ends_as_the_plain_script_alone(
     names: list[str], cluster: Cluster, tmp_path: Path
 ) -> None:
