@@ -116,23 +116,39 @@ def job_values(script: Script, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "gpus_per_node": 1}
 
 
+_RESUMES = "with these lines it saves when it is asked to stop, and resumes exactly:"
+#: Library that owns the loop → the lines of its adapter, after the imports and in the calls.
+_ADAPTERS = {
+    "Lightning": (
+        "from hpc_train.session.lightning import SessionCallback, SessionEnvironment, latest",
+        "Trainer(…, callbacks=[SessionCallback()], plugins=[SessionEnvironment()])",
+        "trainer.fit(…, ckpt_path=latest())",
+    ),
+    "Hugging Face": (
+        "from hpc_train import session",
+        "from hpc_train.session.transformers import SessionCallback",
+        "Trainer(…, callbacks=[SessionCallback()])",
+        "trainer.train(resume_from_checkpoint=session.latest())",
+    ),
+}
+
+
 def session_lines(path: Path, script: Script) -> list[str]:
     """Return the lines to add to the script, with their places, with which it saves and resumes exactly."""
+    if adapter := _ADAPTERS.get(script.library or ""):
+        return [f"{path}: {_RESUMES}", *(f"    {line}" for line in adapter)]
     if not script.step_line:
-        library = script.library
-        how = f"{library} owns the training loop" if library else "there is no optimizer.step() in a loop"
+        how = f"{script.library} owns the loop" if script.library else "no optimizer.step() in a loop"
         return [f"{path}: {how}; {_GUIDE} shows how it saves when it is asked to stop"]
     step = script.step_name
     return [
-        f"{path}: with these lines it saves when it is asked to stop, and resumes exactly:",
+        f"{path}: {_RESUMES}",
         f"  after line {script.import_line}:",
         "    from hpc_train import session",
-        f"  before line {script.loop_line}:",
-        "    if folder := session.latest():",
-        '        state = torch.load(folder / "state.pt")  # load the model and so on',
+        f"  before line {script.loop_line}, whose first step is then start + 1:",
+        "    start = session.load_state(model=model, optimizer=optimizer)",
         f"  after line {script.step_line}; {step}: the steps done in all epochs, from 1:",
-        f"    if session.should_stop({step}):",
-        f"        with session.checkpoint({step}) as folder:",
-        f'            torch.save({{"step": {step}, "model": model.state_dict()}}, folder / "state.pt")',
+        f"    session.log({step}, loss=loss.item())",
+        f"    if session.end_step({step}):",
         "        raise SystemExit" if script.is_nested else "        break",
     ]

@@ -191,6 +191,7 @@ def test_the_file_validates_and_has_what_the_script_says(
         assert match is not None and match.groupdict() == row
     lines = json.loads(done.out)["script"]
     assert (f"  after line {step_line};" in "\n".join(lines)) == (step_line > 0)
+    assert any("from hpc_train.session.lightning import" in line for line in lines) == (style == "lightning")
 
 
 def test_values_that_only_the_user_knows_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ OVERRIDES = (
 LOGGED = "gpt"
 #: They import libraries that take 6 CPU seconds at each of 28 starts.
 LARGE = ("lightning", "huggingface")
+#: Their own checkpoints contain no state of random number generators.
+INEXACT = ("lightning",)
 
 
 class Disturbed:
@@ -176,7 +178,8 @@ def reach_the_time_limit(cluster: Cluster, runs: Sequence[Disturbed]) -> None:
 
 def see_it_complete(run: Disturbed, reference: Path) -> None:
     assert wait_for_state(run.paths, "completed", "failed") == "completed", str(run)
-    assert same_weights(weights(run.paths.work), weights(reference)), str(run)
+    if run.has_session or run.name not in INEXACT:
+        assert same_weights(weights(run.paths.work), weights(reference)), str(run)
     assert [row["step"] for row in iter_rows(run.paths.metrics)] == list(range(1, STEPS + 1))
     time_limit, first, second, killed, node, cancelled = run.lost()
     assert 0 <= killed <= SAVE_EVERY and 0 <= node <= SAVE_EVERY, str(run)
