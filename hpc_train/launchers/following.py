@@ -156,8 +156,8 @@ class FollowingLauncher:
 def _restart_words(paths: RunPaths, first: int, newest: int) -> str | None:
     """Return the message that another attempt follows the crash of the newest one; None if none does.
 
-    ``first``: this command's first attempt. Without ``restart: in_place``, an attempt that saved no new
-    checkpoint is the last one: a mistake in the user's code must not be repeated.
+    ``first``: this command's first attempt. Without ``restart: in_place``, none follows an exception of a
+    rank, which may be a mistake in the user's code, nor an attempt that saved no new checkpoint.
     """
     ended = [record for record in records(paths) if first <= record.attempt <= newest]
     if not ended or ended[-1].attempt != newest or paths.cancelled.exists():
@@ -165,7 +165,8 @@ def _restart_words(paths: RunPaths, first: int, newest: int) -> str | None:
     limits = effective_recovery(paths, newest)
     if not budgets.may_stay(ended, limits):
         return None
-    if limits.restart != "in_place" and not budgets.has_progressed(ended[-1]):
+    has_raised = ended[-1].cause == "crash" and paths.attempt(newest).files_of_ranks(".error")
+    if limits.restart != "in_place" and (has_raised or not budgets.has_progressed(ended[-1])):
         return None
     decision = budgets.decide(ended, limits)
     return f"{decision.reason}; attempt {newest + 1} follows" if decision.comes_back else None

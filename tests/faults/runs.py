@@ -106,7 +106,8 @@ class LocalRun:
         }
         experiment = write_experiment(folder, text)
         where = ("--local", "--devices", "2")
-        self.process = self._start("submit", experiment, *overrides, self.hold.override, *where)
+        stays = "recovery.restart=requeue"  # each end is seen, and `resume` follows
+        self.process = self._start("submit", experiment, *overrides, stays, self.hold.override, *where)
         self.output = ""
         wait(lambda: bool(found_runs(folder)) or self.process.poll() is not None, "the run's folder")
         assert self.process.poll() is None, self.process.communicate()[1]
