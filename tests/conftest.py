@@ -130,6 +130,8 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _compiler: Path
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(_NAMES))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for what the test starts
+    # An import of Lightning or Accelerate sets it; with it no rank is forked.
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if _compiler is not None:
         monkeypatch.setenv("CXX", str(_compiler))
