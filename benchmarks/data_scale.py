@@ -151,8 +151,8 @@ def one_token_file(root: Path, share: int = 1) -> DataConfig:
     """Write one sparse file of tokens without a header, as nanoGPT does."""
     root.mkdir()
     with (root / "train.bin").open("wb") as file:
-        file.seek(2 * NUM_SHARDS * SHARD_TOKENS // share - 2)
-        file.write(b"\1\0")  # zeros at the end are taken for an interrupted write
+        file.seek(2 * NUM_SHARDS * SHARD_TOKENS // share - 4096)
+        file.write(b"\1\0" * 2048)  # zeros at the end are taken for an interrupted write
     return _tokens(root)
 
 
