@@ -221,7 +221,7 @@ def test_early_stopping_is_at_the_same_step_with_the_same_bits_after_a_resume(
         ended = status(run)
         assert (ended["state"], ended["step"], ended["total_steps"]) == ("completed", 30, 100)
         assert ended["reason"].startswith("stopped early: no better distance in 2 evaluations")
-        assert ended["best"] == {"metric": "distance", "value": 0.0, "step": 20}
+        assert ended["best"] == {"metric": "distance", "value": 0.0, "step": 20, "mode": "min"}
         assert Run(run).checkpoint(best=True).step == 20
         assert [row["step"] for row in iter_rows(run.metrics) if row["split"] == "train"] == [*range(1, 31)]
         assert len((run.csv / "train.csv").read_text().splitlines()) == 31
