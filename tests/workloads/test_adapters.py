@@ -30,7 +30,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Work in an empty folder without a launcher; return the rows that are logged."""
     logged: list[tuple[int, dict[str, float]]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_session", session._Session())
+    monkeypatch.setattr(session, "_session", session.SessionState())
     monkeypatch.setattr(session, "log", lambda step, **metrics: logged.append((step, metrics)))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     yield logged
@@ -104,7 +104,7 @@ def fit(tmp_path: Path, stop_at: int | None = None, workers: int = 0, **options:
 
     from hpc_train.session.lightning import SessionCallback, SessionEnvironment, latest
 
-    session._session = session._Session()
+    session._session = session.SessionState()
     module = Network(stop_at)
     data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -188,7 +188,7 @@ def train(tmp_path: Path, stop_at: int | None = None, **options: Any) -> Any:
             if state.global_step + 1 == stop_at:
                 signal.raise_signal(signal.SIGTERM)
 
-    session._session = session._Session()
+    session._session = session.SessionState()
     torch.manual_seed(0)
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.arange(256).reshape(32, 8) % 16]
     arguments = {
@@ -251,7 +251,7 @@ def accelerate_script(steps: int, stop_at: int | None = None) -> list[Any]:
     """Train as docs/programs.md shows; return the weights, or [] after a stop."""
     from accelerate import Accelerator
 
-    session._session = session._Session()
+    session._session = session.SessionState()
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = layers()

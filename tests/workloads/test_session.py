@@ -34,7 +34,7 @@ from tests.workloads.programs import (
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in an empty folder without a launcher."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_session", session._Session())
+    monkeypatch.setattr(session, "_session", session.SessionState())
     return tmp_path
 
 
@@ -126,7 +126,7 @@ def test_a_signal_to_all_processes_ends_no_data_loader(tmp_path: Path) -> None:
 def test_a_heartbeat_needs_no_earlier_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUN", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(session, "_session", session._Session())
+    monkeypatch.setattr(session, "_session", session.SessionState())
     (tmp_path / "attempts" / "1").mkdir(parents=True)
     session.heartbeat()
     session._session._messages.close()

@@ -32,7 +32,7 @@ STEPS = 12
 def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Begin a session, as a new process does; ``settings``: the launcher's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session._Session, "handle_signals", lambda self: None)
+    monkeypatch.setattr(session.SessionState, "handle_signals", lambda self: None)
 
     def new(rank: int = 0, ranks: int = 1, *, launched: bool = False, **settings: Any) -> None:
         for name, value in {"RANK": rank, "WORLD_SIZE": ranks}.items():
@@ -41,7 +41,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             monkeypatch.setenv("HPC_TRAIN_RUN", str(tmp_path))
             (tmp_path / "attempts" / "1").mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv("HPC_TRAIN_SESSION", json.dumps(settings))
-        monkeypatch.setattr(session, "_session", session._Session())
+        monkeypatch.setattr(session, "_session", session.SessionState())
 
     new()
     yield new
