@@ -28,7 +28,8 @@ _IMPLEMENTATIONS = {
 
 
 class Workload(Generic[J_contra]):
-    """What the runs of a job execute. Constructed without arguments; methods read files, but change none.
+    """The facts about the work that the runs of a job execute. Constructed without arguments; methods read
+    files, but change none.
 
     The methods here are those of a workload whose data, weights and steps are unknown.
     """

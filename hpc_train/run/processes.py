@@ -195,6 +195,7 @@ def _pid_namespace() -> str:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 #: For killed processes to end: one in a system call of a dead file server may not.
 _END_LIMIT_S = 10.0
 
@@ -268,3 +269,30 @@ def end_descendants() -> int:
         left = descendants(os.getpid())
     reap_orphans(0)
     return len(first)
+
+
+def awaited_commands(pid: int) -> list[int]:
+    """Return the process, or the commands for which it waits if it is a shell."""
+    children = children_by_parent()
+
+    def commands(process: int) -> list[int]:
+        if not _is_shell(process):
+            return [process]
+        return [command for child in children.get(process, ()) for command in commands(child)]
+
+    return commands(pid)
+
+
+def _is_shell(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip() in _SHELLS
+    return False
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Return True if the process has a handler of the signal."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False

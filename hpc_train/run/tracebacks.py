@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,11 @@ MAX_LINES = 14
 _MAX_FRAMES = 4
 _MAX_MESSAGE = 3
 _BEGIN = "Traceback (most recent call last):"
+_HEAD = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
+#: An error of a script itself, which Python prints without a traceback.
+_SYNTAX_ERROR = re.compile(r'^  File "[^"\n]+", line \d+\n(?: .*\n)*\w+Error: .*', re.MULTILINE)
+#: Before the lines of a rank: of torch's excepthook, or of torchrun.
+RANK_PREFIX = re.compile(r"^(?:\[\w+\]: ?)+", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line \d+')
 #: Python's replacement for the repeated frames of a recursion.
 _REPEATED = re.compile(r"^  \[Previous line repeated \d+ more times?\]$")
@@ -64,6 +70,22 @@ def shortened_traceback(text: str, log: Path | None = None) -> str:
     message = parts[-1].message
     cut = message[:_MAX_MESSAGE] + (["…"] if len(message) > _MAX_MESSAGE else [])
     return "\n".join([head, *shown, *cut, *see_log])
+
+
+def printed_error(log: str, folder: Path, is_follower: Callable[[str], bool]) -> str | None:
+    """Return the last traceback of a script in ``folder``, or its syntax error, in the end of a log.
+
+    ``log``: without ``RANK_PREFIX``. ``is_follower``: whether an error has its cause in another rank; its
+    traceback is returned only if there is no other one. torchrun and accelerate print tracebacks of their own
+    after those of their ranks.
+    """
+    own = f"/{folder.parent.name}/{folder.name}/"
+    if begins := [match.start() for match in _HEAD.finditer(log)]:
+        ends = [*begins[1:], len(log)]
+        tracebacks = [log[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        return max(tracebacks[::-1], key=lambda part: 2 * (own in part) - is_follower(part))
+    syntax_error = _SYNTAX_ERROR.search(log)
+    return None if syntax_error is None else syntax_error[0]
 
 
 def users_traceback(error: BaseException) -> str | None:

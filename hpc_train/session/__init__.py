@@ -1,4 +1,4 @@
-"""What a training script of your own imports to stop, save and resume exactly under ``hpc-train submit``.
+"""Functions with which your own training script stops, saves and resumes under ``hpc-train submit``.
 
     from hpc_train import session
 

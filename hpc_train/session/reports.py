@@ -1,4 +1,4 @@
-"""What adapters of training libraries tell ``session``: one row per step and split, and the progress."""
+"""Reports of the adapters to the session: one row per step and split, and the progress."""
 
 from __future__ import annotations
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -36,18 +35,19 @@ from hpc_train.run.processes import (
     ATTEMPT_VARIABLE,
     FOLDER_VARIABLE,
     adopt_orphans,
-    children_by_parent,
+    awaited_commands,
     descendants,
     die_with,
     end_descendants,
+    handles,
     reap_orphans,
 )
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
+from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
 from hpc_train.workloads.program_command import command_of
 from hpc_train.workloads.program_metrics import ProgramMetrics
 
 _POLL_S = 0.05
-_SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 #: From the stop signal to SIGKILL, for a program that ignores it, if nothing else ends it.
 _STOP_LIMIT_S = 60.0
 #: Set by the batch script: the seconds from SIGTERM to Slurm's SIGKILL.
@@ -63,11 +63,6 @@ _HEARTBEAT_S = 30.0
 _SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
-_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
-#: Of the script itself, which Python prints without a traceback.
-_SYNTAX_ERROR = re.compile(r'^  File "[^"\n]+", line \d+\n(?: .*\n)*\w+Error: .*', re.MULTILINE)
-#: Before the lines of a rank: of torch's excepthook, or of torchrun.
-_PREFIX = re.compile(r"^(?:\[\w+\]: ?)+", re.MULTILINE)
 #: Variables of the supervisor's own Python.
 _OWN_VARIABLES = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HPC_TRAIN_TOKEN", "HPC_TRAIN_THREADS_BY_SHARE")
 
@@ -293,8 +288,8 @@ class _Supervisor:
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
         """Send SIGTERM to the program; of a shell, to the commands that handle it, and not to ``tee``."""
-        commands = _commands(child.pid, children_by_parent())
-        handling = [pid for pid in commands if _catches(pid, signal.SIGTERM)]
+        commands = awaited_commands(child.pid)
+        handling = [pid for pid in commands if handles(pid, signal.SIGTERM)]
         self._catches_stop = bool(handling)
         for pid in handling or commands or [child.pid]:
             with suppress(ProcessLookupError):
@@ -369,25 +364,14 @@ class _Supervisor:
         return self._catches_stop
 
     def _error_text(self, code: int) -> str:
-        text = _PREFIX.sub("", tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES))
         if number := _signal_of(code):
             how = "was" if code < 0 else f"ended with exit code {code}:"
             return f"the program {how} killed by {number.name}"
-        if begins := [match.start() for match in _TRACEBACK.finditer(text)]:
-            ends = [*begins[1:], len(text)]
-            return self._telling([text[begin:end] for begin, end in zip(begins, ends, strict=True)])
-        if syntax_error := _SYNTAX_ERROR.search(text):
-            return syntax_error[0]
+        text = RANK_PREFIX.sub("", tail_text(self._attempt.log(self._facts.rank), _TAIL_BYTES))
+        if error := printed_error(text, self._paths.work, lost_a_peer):
+            return error
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
         return f"the program ended with exit code {code}: {last}"
-
-    def _telling(self, tracebacks: Sequence[str]) -> str:
-        """Return the last traceback of the script, if possible of a rank that has not only lost a peer.
-
-        torchrun and accelerate print tracebacks of their own after those of the ranks that they started.
-        """
-        work = f"/{self._paths.folder.name}/{self._paths.work.name}/"
-        return max(tracebacks[::-1], key=lambda text: 2 * (work in text) - lost_a_peer(text))
 
     # The other ranks, the run's files.
 
@@ -472,28 +456,6 @@ def _signal_of(code: int) -> signal.Signals | None:
     with suppress(ValueError):
         return signal.Signals(-code if code < 0 else code - 128)
     return None
-
-
-def _is_shell(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").strip() in _SHELLS
-    return False
-
-
-def _commands(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the process, or the commands that it waits for if it is a shell."""
-    if not _is_shell(pid):
-        return [pid]
-    return [command for child in children.get(pid, ()) for command in _commands(child, children)]
-
-
-def _catches(pid: int, number: signal.Signals) -> bool:
-    """Return True if the process has a handler of the signal."""
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 def _number(variable: str) -> float | None:

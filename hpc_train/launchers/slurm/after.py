@@ -118,8 +118,8 @@ def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, enviro
     return not gone
 
 
-def _seconds(time: str) -> float:
-    return datetime.fromisoformat(time).timestamp()
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
 
 
 def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:

@@ -75,7 +75,7 @@ def batch(tmp_path: Path) -> Batch:
 
 
 def local(seconds: float) -> str:
-    """Return the time in so many seconds as scontrol shows it."""
+    """Return the time ``seconds`` from now in the format of scontrol."""
     return (datetime.now() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
