@@ -43,9 +43,11 @@ _VALUES = st.one_of(
     st.just("val"),
 )
 _ROWS = st.fixed_dictionaries(
-    {"split": st.sampled_from(["train", "val", "test", 'a "val" b', None])},
+    {
+        "split": st.sampled_from(["train", "val", "test", 'a "val" b', None]),
+        "step": st.one_of(st.integers(), st.integers(0, 9), _VALUES),
+    },
     optional={
-        "step": _VALUES,
         "loss": _VALUES,
         "accuracy": _VALUES,
         "note": st.sampled_from(["\r", "é", "ab\\"]),
@@ -74,15 +76,16 @@ _OF_A_RUN = ("status.json", "metrics.jsonl", "attempt.json")
 
 
 def _all_rows(content: bytes) -> list[Row]:
-    """Return the rows of a file: every complete line is parsed."""
-    found = []
+    """Return the rows of a file: every complete line that is an object with a step and a split."""
+    rows = []
     for line in content.split(b"\n")[:-1]:
         try:
-            row = json.loads(line.decode("utf-8", "surrogatepass"))
+            row = json.loads(line.decode("utf-8", "replace"))
         except ValueError:
             continue
-        found += [row] if isinstance(row, dict) else []
-    return [row for row in found if row]
+        is_row = line.startswith(b"{") and isinstance(row.get("step"), int)
+        rows += [row] if is_row and isinstance(row.get("split"), str) else []
+    return rows
 
 
 def _text(found: Any) -> str:
