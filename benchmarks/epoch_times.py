@@ -1,22 +1,25 @@
 """Seconds of an epoch of each task, eager and compiled, on one and two ranks, by the real command.
 
-    python -m benchmarks.epoch_times [TASK …] [--data data] [--steps 40] [--quick]
+    python -m benchmarks.epoch_times [TASK …] [--data data] [--steps 40] [--device cpu|cuda] [--quick]
 
 Trains an example of each task for ``--steps`` steps and multiplies the median time of the second half's steps
 by the steps per epoch, so start, compilation and evaluation do not count. ``--data``: a folder with the data
-that the examples name below data/; without them a task is not measured. ``--quick`` compiles nothing. Writes
-benchmarks/results/epoch_times.json.
+that the examples name below data/; without them a task is not measured. ``--device cuda``: on one GPU, one
+rank. ``--quick`` compiles nothing. Writes benchmarks/results/epoch_times.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 from benchmarks.headlines import train
-from benchmarks.measuring import ROOT, conditions, parser, report, table
+from benchmarks.measuring import ROOT, cannot_run, conditions, parser, report, table
 
 #: Task → its example and the data below ``--data``, None: included.
 TASKS: dict[str, tuple[str, str | None]] = {
@@ -36,7 +39,14 @@ def main() -> None:
     made.add_argument("tasks", nargs="*", metavar="TASK", help="default: all")
     made.add_argument("--data", type=Path, default=ROOT / "data")
     made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    made.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
+    here, where = conditions(), "one thread per rank"
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            cannot_run("there is no CUDA device")
+        here, where = conditions(device=torch.cuda.get_device_name()), "one GPU"
     steps = QUICK_STEPS if options.quick else options.steps
     for task in options.tasks or (["classification"] if options.quick else TASKS):
         example, data = TASKS[task]
@@ -44,22 +54,22 @@ def main() -> None:
         if data and not root.exists():
             print(f"{task}: not measured: {root} does not exist", file=sys.stderr)
             continue
-        changes = [f"data.root={root}"] if data else []
+        changes = [f"device={options.device}", *([f"data.root={root}"] if data else [])]
         rows = {
             arm: {"seconds": seconds(example, ranks, steps, [*changes, *more])}
-            for arm, ranks, more in arms(eager_only=options.quick)
+            for arm, ranks, more in arms(options.device, eager_only=options.quick)
         }
-        title = f"An epoch of examples/{example}.yaml: {task}, one thread per rank"
-        report("epoch_times", options, conditions(), tables=[table(title, "", rows)])
+        title = f"An epoch of examples/{example}.yaml: {task}, {where}"
+        report("epoch_times", options, here, tables=[table(title, "", rows)], results=options.results)
 
 
-def arms(*, eager_only: bool) -> list[tuple[str, int, list[str]]]:
+def arms(device: str, *, eager_only: bool) -> list[tuple[str, int, list[str]]]:
     """Return each arm's name, ranks, and changes of the file."""
     modes = {"eager": "false"} if eager_only else {"eager": "false", "compiled": "true"}
     return [
         (f"{mode}, {ranks} rank{'s' * (ranks > 1)}", ranks, [f"compile={value}"])
         for mode, value in modes.items()
-        for ranks in (1, 2)
+        for ranks in ((1,) if device == "cuda" else (1, 2))
     ]
 
 

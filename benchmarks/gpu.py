@@ -5,11 +5,12 @@
 
 ``make gpu-day`` calls the first, ``make test-gpu`` the second. Parts: ``path``, ``probes``, ``cifar`` and
 ``memory`` (benchmarks.gpu_parts), ``tests`` (the most informative GPU tests), ``speed``
-(benchmarks.gpu_throughput), ``modes`` (those of torch.compile, benchmarks.compile_start) and ``all-tests``.
-Each has a limit of its own, keeps its results as soon as it has them, and is not repeated if the results
-files have it already with this device and these versions. As many tests run at a time as the device's memory
-allows, those marked ``alone`` one by one. Where packages come as wheels and nothing can be downloaded,
-``--wheels`` unpacks them into .bench/wheels.
+(benchmarks.gpu_throughput), ``modes`` (those of torch.compile, benchmarks.compile_start), ``epochs``
+(benchmarks.epoch_times) and ``all-tests``, the last two in the time that is left. Each has a limit of its
+own, keeps its results as soon as it has them, and is not repeated if the results files have it already with
+this device and these versions. As many tests run at a time as the device's memory allows, those marked
+``alone`` one by one. Where packages come as wheels and nothing can be downloaded, ``--wheels`` unpacks them
+into .bench/wheels.
 
 Writes benchmarks/results/gpu.json (the outcome of each test), gpu_parts.json, gpu_throughput.json, and
 docs/performance.md. Without a CUDA device it uses the stand-in of the tests with ``--quick``, writes into
@@ -38,7 +39,7 @@ from benchmarks.measuring import NOT_MEASURED, RESULTS, ROOT, conditions, table,
 from benchmarks.turns import send
 from tests import fake_cuda
 
-#: What a run of some parts costs at most, in seconds; together the 12 minutes. In order of importance.
+#: The most seconds of each part, in order of importance; all before ``epochs`` take 12 minutes together.
 LIMITS = {
     "path": 60,
     "probes": 45,
@@ -47,6 +48,7 @@ LIMITS = {
     "cifar": 90,
     "memory": 45,
     "modes": 85,
+    "epochs": 300,
     "all-tests": 3600,
 }
 _INFORMATIVE = (
@@ -239,6 +241,9 @@ def _run_part(
         words = ["benchmarks.gpu_throughput", *minutes, *models, "--results", str(results), *peers, *quick]
     elif part == "modes":
         words = ["benchmarks.compile_start", "--modes", "--device", "cuda", "--results", str(results), *quick]
+    elif part == "epochs":
+        words = ["benchmarks.epoch_times", "--device", "cuda", "--results", str(results), *quick]
+        words += ["--data", str(arguments.data.parent)]
     else:
         words = ["benchmarks.gpu_parts", part, "--results", str(results), *quick]
         words += ["--data", str(arguments.data)]

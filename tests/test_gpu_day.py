@@ -101,4 +101,5 @@ def test_wheels_are_unpacked_once(tmp_path: Path) -> None:
 
 
 def test_the_parts_take_twelve_minutes_together() -> None:
-    assert sum(limit_s for part, limit_s in gpu.LIMITS.items() if part != "all-tests") < 12 * 60
+    in_time_left = {"epochs", "all-tests"}
+    assert sum(limit_s for part, limit_s in gpu.LIMITS.items() if part not in in_time_left) < 12 * 60

@@ -11,6 +11,9 @@ import os
 import signal
 import threading
 import time
+
+# signal.getsignal also looks for an enum: 5 µs of each step.
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -76,7 +79,7 @@ class SessionState:
         even if it has replaced ours since the previous call.
         """
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            before = signal.getsignal(number)
+            before = getsignal(number)
             if number in self._handlers and before is self._handlers[number]:
                 continue
 
