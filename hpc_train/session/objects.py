@@ -266,6 +266,8 @@ class _Copied:
             )
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() == 0 or place not in self._names:
+            if name in self.tensors:  # as of {"a.b": …, "a": {"b": …}}
+                name = f"{name} {len(self.tensors)}"
             self._names[place] = name
             self.sources.append(tensor)
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -152,6 +152,7 @@ def test_tied_weights_are_written_once_and_temporary_tensors_are_not_mixed_up(tm
     np.arange(6).reshape(2, 3), np.float32(0.1), torch.bfloat16, torch.device("cpu"),
     torch.tensor([1 + 2j]), torch.zeros(0, 3),
     {"$": "dict"},
+    {"a.b": torch.tensor(1.0), "a": {"b": torch.tensor(2.0)}, 1: torch.ones(1), "1": torch.ones(2)},
 ])  # fmt: skip
 def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
     staged(1, {"extra": {"value": value}}, 0)(tmp_path)
