@@ -1,0 +1,458 @@
+"""``replay``: repeats steps of a run on this machine and shows their batches, losses and gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from hpc_train.cli.changes import runs_and_overrides
+from hpc_train.cli.code import is_new
+from hpc_train.cli.command_options import ReplayOptions
+from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.console import JSON_VERSION, columns, put, put_json, rounded, say
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.launchers.base import LaunchRequest
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.local import LocalLauncher
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import Manifest, committed
+from hpc_train.run.code.snapshot import linked
+from hpc_train.run.digests import same_bits
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import refuse_target, run_name
+from hpc_train.run.run_status import read_status
+from hpc_train.run.trust import check_run
+
+#: Sections that may change. All others determine which samples a step reads, or the model.
+_CHANGEABLE = (
+    "data",
+    "parallel",
+    "device",
+    "deterministic",
+    "precision",
+    "compile",
+    "activation_checkpointing",
+    "optimization",
+)
+#: Keys of them that determine which samples a step reads.
+_FIXED = ("optimization.global_batch_size", "optimization.micro_batch_size", "data.augment.repeats")
+#: Samples per micro-batch, and modules, that the text shows.
+_SHOWN_SAMPLES, _SHOWN_MODULES = 6, 8
+_NUMBERS = ("samples", "loss", "grad_norm")
+
+
+class MicroBatch(TypedDict):
+    """One micro-batch of a replayed step."""
+
+    number: int
+    #: Null if it is NaN or infinite.
+    loss: float | None
+    #: Indices in the training data, as in ``predict``.
+    samples: list[int]
+    #: Their files; empty if the data have none.
+    files: list[str]
+
+
+class NonFinite(TypedDict):
+    """The first number that is NaN or infinite."""
+
+    #: ``output`` of ``module``; ``before``: computed in the forward of ``module`` before the module
+    #: ``before``; ``inputs`` of the model; ``loss``; ``backward``: first in the gradients of ``module``.
+    where: str
+    micro_batch: int | None
+    #: The name of the module; empty: the whole model.
+    module: str | None
+    #: Its class.
+    type: str | None
+    before: str | None
+    has_finite_weights: bool | None
+
+
+class RecordedStep(TypedDict):
+    """The numbers of a step in the run's ``digests.bin``."""
+
+    #: Digest of the indices of the samples, hexadecimal.
+    samples: str
+    loss: float | None
+    #: Null also if the step did not compute it.
+    grad_norm: float | None
+    attempt: NotRequired[int]
+
+
+class ReplayedStep(RecordedStep):
+    """One step of a replay."""
+
+    step: int
+    #: Null if the run has no digest of the step.
+    recorded: RecordedStep | None
+    #: The numbers that are not bitwise identical to the recorded ones; null without those.
+    differs: list[str] | None
+    learning_rate: float
+    micro_batches: list[MicroBatch]
+    #: Gradient norm by module, before clipping; null if it is NaN or infinite.
+    grad_norms: dict[str, float | None]
+    non_finite: NonFinite | None
+
+
+class Replayed(TypedDict):
+    """One replay: as the run was, or with changed keys."""
+
+    #: ``--set``.
+    changes: list[str]
+    #: Steps before ``--step`` that were compared with the run's digests.
+    compared: int
+    #: The first of these that differs; null: none.
+    first_difference: int | None
+    steps: list[ReplayedStep]
+
+
+class Replay(TypedDict):
+    """The steps of a run that were repeated."""
+
+    version: int
+    #: The run's.
+    id: str
+    path: str
+    #: The step of the checkpoint from which the replays began; 0: from the start.
+    checkpoint: int
+    ranks: int
+    #: The number of ranks that saved the checkpoint; null if it is not recorded.
+    ranks_of_run: int | None
+    #: The replay as the run was; with ``--set`` also the changed one.
+    replays: list[Replayed]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The steps of a run to repeat."""
+
+    run: RunPaths
+    begin: int
+    first: int
+    last: int
+    ranks_of_run: int | None
+
+
+def replay(options: ReplayOptions) -> ExitCode:
+    """Repeat the steps and print them; exit code 1 if a step differs on as many ranks as the run had.
+
+    Writes nothing into the run's folder.
+    """
+    run_words, overrides = runs_and_overrides(options.runs_and_overrides)
+    paths = one_run("replay", run_words)
+    _refuse_fixed([*overrides, *options.changes])
+    _refuse_output(options.save_batch)
+    check_run(paths)
+    stretch = _stretch(paths, options.step, options.to or options.step)
+    snapshot = None if is_new(options.code) else linked(paths)
+    variants = [[]] if not options.changes else [[], options.changes]
+    experiments = [_prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
+    num_ranks = options.devices or _number_of_ranks(experiments[0], stretch)
+    _report_begin(stretch, num_ranks)
+    replays: list[Replayed] = []
+    for changes, experiment in zip(variants, experiments, strict=True):
+        output = options.save_batch if not changes else None
+        lines = _run(stretch, experiment, snapshot, num_ranks, output)
+        if lines is None:
+            return ExitCode.FAILED
+        replays.append(_replayed(changes, lines))
+    answer = Replay(
+        version=JSON_VERSION,
+        id=paths.folder.name,
+        path=str(paths.folder),
+        checkpoint=stretch.begin,
+        ranks=num_ranks,
+        ranks_of_run=stretch.ranks_of_run,
+        replays=replays,
+    )
+    if options.as_json:
+        put_json(answer)
+    else:
+        put(*_text(answer))
+    is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
+    return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
+
+
+def _refuse_fixed(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            raise UsageError(f"--set: {override} has no value; write KEY=VALUE")
+        if key.partition(".")[0] not in _CHANGEABLE or key in _FIXED:
+            raise UsageError(
+                f"{key}: can't be changed in a replay, since the step would have other samples or another "
+                f"model; other keys of {', '.join(_CHANGEABLE)} can"
+            )
+
+
+def _refuse_output(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.suffix != ".safetensors":
+        raise UsageError(f"--save-batch: {output} must end in .safetensors")
+    refuse_target(output)
+    if output.exists():
+        raise UsageError(f"--save-batch: {output} exists; give another name")
+
+
+def _stretch(paths: RunPaths, first: int, last: int) -> _Stretch:
+    """Return the steps, from the newest checkpoint before ``first``. Raises UsageError if there are none."""
+    if last < first:
+        raise UsageError(f"--to: {last} is before --step {first}; write {first} or a later step")
+    total = read_status(paths).total_steps
+    if total is not None and last > total:
+        key = "--step" if first > total else "--to"
+        raise UsageError(f"{key}: {max(first, last)} is past the last step of the run, {total}")
+    saved = next((checkpoint for checkpoint in committed(paths) if checkpoint.step < first), None)
+    ranks = (read_json(paths.run) or {}).get("ranks")
+    if saved is None:
+        return _Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
+    return _Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
+
+
+def _prepared(experiment: Experiment) -> Experiment:
+    """Return the experiment without the parts that act on the run instead of on its steps."""
+    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
+    return experiment.model_copy(update=without)
+
+
+def _number_of_ranks(experiment: Experiment, stretch: _Stretch) -> int:
+    """Return the run's number of ranks, or the number of devices if that is lower."""
+    num_gpus = 0 if experiment.device == "cpu" else count_gpus(os.environ)
+    return min(stretch.ranks_of_run or 1, num_gpus or os.cpu_count() or 1)
+
+
+def _report_begin(stretch: _Stretch, num_ranks: int) -> None:
+    start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
+    steps = counted(stretch.last - stretch.begin, "step")
+    say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
+    if stretch.ranks_of_run not in (num_ranks, None):
+        say(
+            f"replay: the run had {counted(stretch.ranks_of_run or 0, 'rank')}, so numbers are equal up to "
+            f"rounding, not bitwise; --devices {stretch.ranks_of_run} starts as many"
+        )
+
+
+def _run(
+    stretch: _Stretch, experiment: Experiment, snapshot: Path | None, num_ranks: int, output: Path | None
+) -> list[list[dict[str, Any]]] | None:
+    """Start the ranks and return the lines of each; None if they failed, which leaves their folder."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
+    run = ranks_folder(folder / stretch.run.folder.name, experiment, snapshot)
+    request = {"version": 1, "run": str(stretch.run.folder.absolute()), "save_batch": output is not None}
+    write_json(
+        run.replayed_steps,
+        request | {"begin": stretch.begin, "first": stretch.first, "last": stretch.last},
+    )
+    ended = LocalLauncher().launch(LaunchRequest(run, experiment, 1, num_ranks), lambda: None)
+    if ended != ExitCode.DONE:
+        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+        return None
+    if output is not None and run.replayed_batch(0).exists():
+        shutil.move(run.replayed_batch(0), output.absolute())
+    lines = [_lines(run.replay(rank)) for rank in range(num_ranks)]
+    shutil.rmtree(folder)
+    return lines
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise HpcTrainError(f"{file}: can't be read: {error}") from error
+
+
+def _replayed(changes: list[str], lines: list[list[dict[str, Any]]]) -> Replayed:
+    """Merge the lines of the ranks, one per step."""
+    earlier: list[list[str]] = []
+    first_difference: int | None = None
+    steps = []
+    for of_ranks in zip(*lines, strict=True):
+        head = of_ranks[0]
+        differs = _differences(head["digest"], head["recorded"])
+        if "micro_batches" in head:
+            steps.append(_step(of_ranks, differs))
+        elif differs is not None:
+            earlier.append(differs)
+            if differs and first_difference is None:
+                first_difference = head["step"]
+    return Replayed(changes=changes, compared=len(earlier), first_difference=first_difference, steps=steps)
+
+
+def _differences(digest: dict[str, Any], recorded: dict[str, Any] | None) -> list[str] | None:
+    if recorded is None:
+        return None
+    names = [] if digest["samples"] == recorded["samples"] else ["samples"]
+    return names + [name for name in ("loss", "grad_norm") if not same_bits(digest[name], recorded[name])]
+
+
+def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> ReplayedStep:
+    head = of_ranks[0]
+    squares: dict[str, float] = {}
+    for line in of_ranks:
+        for module, square in line["squares"].items():
+            squares[module] = squares.get(module, 0.0) + square
+    batches: dict[int, dict[str, Any]] = {}
+    for batch in (batch for line in of_ranks for batch in line["micro_batches"]):
+        # Ranks that share a copy of the model read the same micro-batches; one of them has the loss.
+        if batch["loss"] is not None or batch["number"] not in batches:
+            batches[batch["number"]] = batch
+    return ReplayedStep(
+        step=head["step"],
+        recorded=None if head["recorded"] is None else _numbers(head["recorded"]),
+        differs=differs,
+        learning_rate=head["learning_rate"],
+        micro_batches=[
+            MicroBatch(
+                number=number, loss=_finite(batch["loss"]), samples=batch["samples"], files=batch["files"]
+            )
+            for number, batch in sorted(batches.items())
+        ],
+        grad_norms={
+            module: _finite(math.sqrt(square) if square >= 0 else square)
+            for module, square in squares.items()
+        },
+        non_finite=_first([line["non_finite"] for line in of_ranks]),
+        **_numbers(head["digest"]),
+    )
+
+
+def _numbers(digest: dict[str, Any]) -> RecordedStep:
+    return RecordedStep(
+        samples=digest["samples"], loss=_finite(digest["loss"]), grad_norm=_finite(digest["grad_norm"])
+    )
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
+    """Return the place of the first micro-batch; one in the backward only if there is no other."""
+    found_places = [place for place in places if place is not None]
+    if not found_places:
+        return None
+    place = min(
+        found_places,
+        key=lambda place: (place["micro_batch"] is None, place["micro_batch"] or 0),
+    )
+    return NonFinite(
+        where=place["where"],
+        micro_batch=place["micro_batch"],
+        module=place["module"],
+        type=place.get("class"),
+        before=place.get("before"),
+        has_finite_weights=place.get("has_finite_weights"),
+    )
+
+
+def _differs(replayed: Replayed) -> bool:
+    return replayed["first_difference"] is not None or any(step["differs"] for step in replayed["steps"])
+
+
+def _text(answer: Replay) -> list[str]:
+    lines: list[str] = []
+    for replayed in answer["replays"]:
+        if replayed["changes"]:
+            lines += ["", f"with {' '.join(replayed['changes'])}:"]
+        lines += _earlier_text(replayed)
+        for step in replayed["steps"]:
+            lines += _step_text(step)
+    if len(answer["replays"]) == 2:
+        lines += ["", *_side_by_side(*answer["replays"])]
+    return lines
+
+
+def _earlier_text(replayed: Replayed) -> list[str]:
+    if replayed["first_difference"] is not None:
+        return [f"step {replayed['first_difference']} is the first that differs from the run's digests"]
+    if replayed["compared"]:
+        return [f"{counted(replayed['compared'], 'step')} before: bitwise identical to the run"]
+    return []
+
+
+def _step_text(step: ReplayedStep) -> list[str]:
+    norm = step["grad_norm"]
+    numbers = [f"loss {_shown(step['loss'])}"]
+    numbers += [] if norm is None and step["loss"] is not None else [f"gradient norm {_shown(norm)}"]
+    numbers.append(f"learning rate {rounded(step['learning_rate'])}")
+    lines = [f"step {step['step']}: {', '.join(numbers)}", f"  {_comparison(step)}"]
+    rows = [["micro-batch", "loss", "samples"]]
+    for batch in step["micro_batches"]:
+        names = batch["files"] or list(map(str, batch["samples"]))
+        more = f" … {len(names)} in all" if len(names) > _SHOWN_SAMPLES else ""
+        rows.append([str(batch["number"]), _shown(batch["loss"]), " ".join(names[:_SHOWN_SAMPLES]) + more])
+    lines += [f"  {line}" for line in columns(rows)]
+    norms = sorted(step["grad_norms"].items(), key=lambda item: -math.inf if item[1] is None else -item[1])
+    title = f"gradient norm, {counted(len(norms), 'module')}"
+    rows = [[title if len(norms) <= _SHOWN_MODULES else f"{title}, the largest", ""]]
+    rows += [[module or "(model)", _shown(value)] for module, value in norms[:_SHOWN_MODULES]]
+    lines += [f"  {line}" for line in columns(rows)]
+    if step["non_finite"] is not None:
+        lines.append(f"  {_non_finite_text(step['non_finite'])}")
+    return lines
+
+
+def _shown(number: float | None) -> str:
+    return "NaN or infinite" if number is None else rounded(number)
+
+
+def _comparison(step: ReplayedStep) -> str:
+    recorded, differs = step["recorded"], step["differs"]
+    if recorded is None or differs is None:
+        return "the run has no digest of this step (checkpoint.digests)"
+    if not differs:
+        return "bitwise identical to the run: samples, loss, gradient norm"
+    parts = []
+    for name in differs:
+        if name == "samples":
+            parts.append("other samples")
+        else:
+            now, then = (part["loss"] if name == "loss" else part["grad_norm"] for part in (step, recorded))
+            label = "loss" if name == "loss" else "gradient norm"
+            parts.append(f"{label} {_exact(then)} in the run, {_exact(now)} here{_distance(now, then)}")
+    return f"differs: {'; '.join(parts)}"
+
+
+def _exact(number: float | None) -> str:
+    return "NaN or infinite" if number is None else repr(number)
+
+
+def _distance(now: float | None, then: float | None) -> str:
+    if now is None or then is None or then == 0:
+        return ""
+    return f" (by {abs(now - then) / abs(then):.1e})"
+
+
+def _non_finite_text(place: NonFinite) -> str:
+    batch = "" if place["micro_batch"] is None else f" of micro-batch {place['micro_batch']}"
+    kind = f" ({place['type']})" if place["type"] else ""
+    module = f"{place['module'] or 'the model'}{kind}"
+    if place["where"] == "output":
+        weights = "" if place["has_finite_weights"] else ", whose weights are not finite"
+        return f"first NaN or infinity{batch}: the output of {module}{weights}"
+    if place["where"] == "before":
+        return f"first NaN or infinity{batch}: computed by {module} before it calls {place['before']}"
+    if place["where"] == "inputs":
+        return f"first NaN or infinity{batch}: the inputs of the model"
+    if place["where"] == "loss":
+        return f"first NaN or infinity{batch}: the loss, though the outputs of all modules are finite"
+    return f"first NaN or infinity: the gradients of {module}; forward and loss are finite"
+
+
+def _side_by_side(before: Replayed, after: Replayed) -> list[str]:
+    rows = [["step", "loss", "changed", "gradient norm", "changed"]]
+    for first, second in zip(before["steps"], after["steps"], strict=False):
+        pairs = [
+            _shown(part) for part in (first["loss"], second["loss"], first["grad_norm"], second["grad_norm"])
+        ]
+        rows.append([str(first["step"]), *pairs])
+    return columns(rows)
