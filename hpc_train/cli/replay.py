@@ -10,19 +10,28 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.command_options import ReplayOptions
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
-from hpc_train.console import JSON_VERSION, columns, put, put_json, rounded, say
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import RunPaths
+from hpc_train.report.replayed_steps import (
+    MicroBatch,
+    NonFinite,
+    RecordedStep,
+    Replay,
+    Replayed,
+    ReplayedStep,
+    replay_text,
+)
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.digests import same_bits
@@ -44,90 +53,7 @@ _CHANGEABLE = (
 )
 #: Keys of them that determine which samples a step reads.
 _FIXED = ("optimization.global_batch_size", "optimization.micro_batch_size", "data.augment.repeats")
-#: Samples per micro-batch, and modules, that the text shows.
-_SHOWN_SAMPLES, _SHOWN_MODULES = 6, 8
 _NUMBERS = ("samples", "loss", "grad_norm")
-
-
-class MicroBatch(TypedDict):
-    """One micro-batch of a replayed step."""
-
-    number: int
-    #: Null if it is NaN or infinite.
-    loss: float | None
-    #: Indices in the training data, as in ``predict``.
-    samples: list[int]
-    #: Their files; empty if the data have none.
-    files: list[str]
-
-
-class NonFinite(TypedDict):
-    """The first number that is NaN or infinite."""
-
-    #: ``output`` of ``module``; ``before``: computed in the forward of ``module`` before the module
-    #: ``before``; ``inputs`` of the model; ``loss``; ``backward``: first in the gradients of ``module``.
-    where: str
-    micro_batch: int | None
-    #: The name of the module; empty: the whole model.
-    module: str | None
-    #: Its class.
-    type: str | None
-    before: str | None
-    has_finite_weights: bool | None
-
-
-class RecordedStep(TypedDict):
-    """The numbers of a step in the run's ``digests.bin``."""
-
-    #: Digest of the indices of the samples, hexadecimal.
-    samples: str
-    loss: float | None
-    #: Null also if the step did not compute it.
-    grad_norm: float | None
-    attempt: NotRequired[int]
-
-
-class ReplayedStep(RecordedStep):
-    """One step of a replay."""
-
-    step: int
-    #: Null if the run has no digest of the step.
-    recorded: RecordedStep | None
-    #: The numbers that are not bitwise identical to the recorded ones; null without those.
-    differs: list[str] | None
-    learning_rate: float
-    micro_batches: list[MicroBatch]
-    #: Gradient norm by module, before clipping; null if it is NaN or infinite.
-    grad_norms: dict[str, float | None]
-    non_finite: NonFinite | None
-
-
-class Replayed(TypedDict):
-    """One replay: as the run was, or with changed keys."""
-
-    #: ``--set``.
-    changes: list[str]
-    #: Steps before ``--step`` that were compared with the run's digests.
-    compared: int
-    #: The first of these that differs; null: none.
-    first_difference: int | None
-    steps: list[ReplayedStep]
-
-
-class Replay(TypedDict):
-    """The steps of a run that were repeated."""
-
-    version: int
-    #: The run's.
-    id: str
-    path: str
-    #: The step of the checkpoint from which the replays began; 0: from the start.
-    checkpoint: int
-    ranks: int
-    #: The number of ranks that saved the checkpoint; null if it is not recorded.
-    ranks_of_run: int | None
-    #: The replay as the run was; with ``--set`` also the changed one.
-    replays: list[Replayed]
 
 
 @dataclass(frozen=True)
@@ -176,7 +102,7 @@ def replay(options: ReplayOptions) -> ExitCode:
     if options.as_json:
         put_json(answer)
     else:
-        put(*_text(answer))
+        put(*replay_text(answer))
     is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
     return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
 
@@ -291,7 +217,16 @@ def _differences(digest: dict[str, Any], recorded: dict[str, Any] | None) -> lis
     if recorded is None:
         return None
     names = [] if digest["samples"] == recorded["samples"] else ["samples"]
-    return names + [name for name in ("loss", "grad_norm") if not same_bits(digest[name], recorded[name])]
+    return names + [
+        name
+        for name in _compared(digest, recorded)
+        if name != "samples" and not same_bits(digest[name], recorded[name])
+    ]
+
+
+def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None) -> list[str]:
+    """Return the names of the numbers that both have."""
+    return [name for name in _NUMBERS if recorded and None not in (digest[name], recorded[name])]
 
 
 def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> ReplayedStep:
@@ -309,6 +244,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> Repl
         step=head["step"],
         recorded=None if head["recorded"] is None else _numbers(head["recorded"]),
         differs=differs,
+        compared=_compared(head["digest"], head["recorded"]),
         learning_rate=head["learning_rate"],
         micro_batches=[
             MicroBatch(
@@ -356,103 +292,3 @@ def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
 
 def _differs(replayed: Replayed) -> bool:
     return replayed["first_difference"] is not None or any(step["differs"] for step in replayed["steps"])
-
-
-def _text(answer: Replay) -> list[str]:
-    lines: list[str] = []
-    for replayed in answer["replays"]:
-        if replayed["changes"]:
-            lines += ["", f"with {' '.join(replayed['changes'])}:"]
-        lines += _earlier_text(replayed)
-        for step in replayed["steps"]:
-            lines += _step_text(step)
-    if len(answer["replays"]) == 2:
-        lines += ["", *_side_by_side(*answer["replays"])]
-    return lines
-
-
-def _earlier_text(replayed: Replayed) -> list[str]:
-    if replayed["first_difference"] is not None:
-        return [f"step {replayed['first_difference']} is the first that differs from the run's digests"]
-    if replayed["compared"]:
-        return [f"{counted(replayed['compared'], 'step')} before: bitwise identical to the run"]
-    return []
-
-
-def _step_text(step: ReplayedStep) -> list[str]:
-    norm = step["grad_norm"]
-    numbers = [f"loss {_shown(step['loss'])}"]
-    numbers += [] if norm is None and step["loss"] is not None else [f"gradient norm {_shown(norm)}"]
-    numbers.append(f"learning rate {rounded(step['learning_rate'])}")
-    lines = [f"step {step['step']}: {', '.join(numbers)}", f"  {_comparison(step)}"]
-    rows = [["micro-batch", "loss", "samples"]]
-    for batch in step["micro_batches"]:
-        names = batch["files"] or list(map(str, batch["samples"]))
-        more = f" … {len(names)} in all" if len(names) > _SHOWN_SAMPLES else ""
-        rows.append([str(batch["number"]), _shown(batch["loss"]), " ".join(names[:_SHOWN_SAMPLES]) + more])
-    lines += [f"  {line}" for line in columns(rows)]
-    norms = sorted(step["grad_norms"].items(), key=lambda item: -math.inf if item[1] is None else -item[1])
-    title = f"gradient norm, {counted(len(norms), 'module')}"
-    rows = [[title if len(norms) <= _SHOWN_MODULES else f"{title}, the largest", ""]]
-    rows += [[module or "(model)", _shown(value)] for module, value in norms[:_SHOWN_MODULES]]
-    lines += [f"  {line}" for line in columns(rows)]
-    if step["non_finite"] is not None:
-        lines.append(f"  {_non_finite_text(step['non_finite'])}")
-    return lines
-
-
-def _shown(number: float | None) -> str:
-    return "NaN or infinite" if number is None else rounded(number)
-
-
-def _comparison(step: ReplayedStep) -> str:
-    recorded, differs = step["recorded"], step["differs"]
-    if recorded is None or differs is None:
-        return "the run has no digest of this step (checkpoint.digests)"
-    if not differs:
-        return "bitwise identical to the run: samples, loss, gradient norm"
-    parts = []
-    for name in differs:
-        if name == "samples":
-            parts.append("other samples")
-        else:
-            now, then = (part["loss"] if name == "loss" else part["grad_norm"] for part in (step, recorded))
-            label = "loss" if name == "loss" else "gradient norm"
-            parts.append(f"{label} {_exact(then)} in the run, {_exact(now)} here{_distance(now, then)}")
-    return f"differs: {'; '.join(parts)}"
-
-
-def _exact(number: float | None) -> str:
-    return "NaN or infinite" if number is None else repr(number)
-
-
-def _distance(now: float | None, then: float | None) -> str:
-    if now is None or then is None or then == 0:
-        return ""
-    return f" (by {abs(now - then) / abs(then):.1e})"
-
-
-def _non_finite_text(place: NonFinite) -> str:
-    batch = "" if place["micro_batch"] is None else f" of micro-batch {place['micro_batch']}"
-    kind = f" ({place['type']})" if place["type"] else ""
-    module = f"{place['module'] or 'the model'}{kind}"
-    if place["where"] == "output":
-        weights = "" if place["has_finite_weights"] else ", whose weights are not finite"
-        return f"first NaN or infinity{batch}: the output of {module}{weights}"
-    if place["where"] == "before":
-        return f"first NaN or infinity{batch}: computed by {module} before it calls {place['before']}"
-    if place["where"] == "inputs":
-        return f"first NaN or infinity{batch}: the inputs of the model"
-    if place["where"] == "loss":
-        return f"first NaN or infinity{batch}: the loss, though the outputs of all modules are finite"
-    return f"first NaN or infinity: the gradients of {module}; forward and loss are finite"
-
-
-def _side_by_side(before: Replayed, after: Replayed) -> list[str]:
-    rows = [["step", "loss", "changed", "gradient norm", "changed"]]
-    for first, second in zip(before["steps"], after["steps"], strict=False):
-        pairs = [
-            _shown(part) for part in (first["loss"], second["loss"], first["grad_norm"], second["grad_norm"])
-        ]
-        rows.append([str(first["step"]), *pairs])
-    return columns(rows)

@@ -113,8 +113,8 @@ class Saves:
 class NoSaves(Saves):
     """Saves nothing: for a replay, which may not change the run."""
 
-    has_failed = False  # type: ignore[assignment]
-    is_busy = False  # type: ignore[assignment]
+    has_failed = False
+    is_busy = False
 
     def __init__(self) -> None:
         """Create no staging memory."""

@@ -57,8 +57,8 @@ class _Request:
     @classmethod
     def read(cls, paths: RunPaths) -> _Request:
         data = read_json(paths.replayed_steps) or {}
-        numbers = (int(data[key]) for key in ("begin", "first", "last"))
-        return cls(RunPaths(Path(data["run"])), *numbers, bool(data.get("save_batch")))
+        begin, first, last = (int(data[key]) for key in ("begin", "first", "last"))
+        return cls(RunPaths(Path(data["run"])), begin, first, last, bool(data.get("save_batch")))
 
 
 def replay(rank: Rank) -> ExitCode:
