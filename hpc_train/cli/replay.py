@@ -26,10 +26,10 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import (
     MicroBatch,
     NonFinite,
-    RecordedStep,
     Replay,
     Replayed,
     ReplayedStep,
+    StepNumbers,
     replay_text,
 )
 from hpc_train.run.checkpoints import Manifest, committed
@@ -231,6 +231,7 @@ def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None) -> list[s
 
 def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> ReplayedStep:
     head = of_ranks[0]
+    recorded = head["recorded"]
     squares: dict[str, float] = {}
     for line in of_ranks:
         for module, square in line["squares"].items():
@@ -242,7 +243,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> Repl
             batches[batch["number"]] = batch
     return ReplayedStep(
         step=head["step"],
-        recorded=None if head["recorded"] is None else _numbers(head["recorded"]),
+        recorded=None if recorded is None else {**_numbers(recorded), "attempt": recorded["attempt"]},
         differs=differs,
         compared=_compared(head["digest"], head["recorded"]),
         learning_rate=head["learning_rate"],
@@ -261,8 +262,8 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> Repl
     )
 
 
-def _numbers(digest: dict[str, Any]) -> RecordedStep:
-    return RecordedStep(
+def _numbers(digest: dict[str, Any]) -> StepNumbers:
+    return StepNumbers(
         samples=digest["samples"], loss=_finite(digest["loss"]), grad_norm=_finite(digest["grad_norm"])
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from hpc_train.console import columns
 from hpc_train.errors import counted
@@ -39,18 +39,24 @@ class NonFinite(TypedDict):
     has_finite_weights: bool | None
 
 
-class RecordedStep(TypedDict):
-    """The numbers of a step in the run's ``digests.bin``."""
+class StepNumbers(TypedDict):
+    """The numbers of a step by which a replay is compared."""
 
     #: Digest of the indices of the samples, hexadecimal.
     samples: str
     loss: float | None
     #: Null also if the step did not compute it.
     grad_norm: float | None
-    attempt: NotRequired[int]
 
 
-class ReplayedStep(RecordedStep):
+class RecordedStep(StepNumbers):
+    """The numbers of a step in the run's ``digests.bin``."""
+
+    #: The attempt that trained it.
+    attempt: int
+
+
+class ReplayedStep(StepNumbers):
     """One step of a replay."""
 
     step: int
