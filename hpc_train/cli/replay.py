@@ -52,8 +52,10 @@ _CHANGEABLE = (
     "optimization",
 )
 #: Keys of them that determine which samples a step reads.
-_FIXED = ("optimization.global_batch_size", "optimization.micro_batch_size", "data.augment.repeats")
-_NUMBERS = ("samples", "loss", "grad_norm")
+_FIXED = ("optimization.global_batch_size", "data.augment.repeats")
+#: The digest of a step's samples depends on this key; the samples themselves do not.
+_MICRO_BATCH = "optimization.micro_batch_size="
+_NUMBERS = ["samples", "loss", "grad_norm"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def replay(options: ReplayOptions) -> ExitCode:
         lines = _run(stretch, experiment, snapshot, num_ranks, output)
         if lines is None:
             return ExitCode.FAILED
-        replays.append(_replayed(changes, lines))
+        has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
+        replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
     answer = Replay(
         version=JSON_VERSION,
         id=paths.folder.name,
@@ -196,16 +199,17 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         raise HpcTrainError(f"{file}: can't be read: {error}") from error
 
 
-def _replayed(changes: list[str], lines: list[list[dict[str, Any]]]) -> Replayed:
-    """Merge the lines of the ranks, one per step."""
+def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequence[str]) -> Replayed:
+    """Merge the lines of the ranks, one per step; compare the numbers ``names``."""
     earlier: list[list[str]] = []
     first_difference: int | None = None
     steps = []
     for of_ranks in zip(*lines, strict=True):
         head = of_ranks[0]
-        differs = _differences(head["digest"], head["recorded"])
+        compared = _compared(head["digest"], head["recorded"], names)
+        differs = _differences(head["digest"], head["recorded"], compared)
         if "micro_batches" in head:
-            steps.append(_step(of_ranks, differs))
+            steps.append(_step(of_ranks, differs, compared))
         elif differs is not None:
             earlier.append(differs)
             if differs and first_difference is None:
@@ -213,23 +217,26 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]]) -> Replayed
     return Replayed(changes=changes, compared=len(earlier), first_difference=first_difference, steps=steps)
 
 
-def _differences(digest: dict[str, Any], recorded: dict[str, Any] | None) -> list[str] | None:
+def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None, names: Sequence[str]) -> list[str]:
+    """Return the names of the numbers that both have."""
+    return [name for name in names if recorded and None not in (digest[name], recorded[name])]
+
+
+def _differences(
+    digest: dict[str, Any], recorded: dict[str, Any] | None, compared: Sequence[str]
+) -> list[str] | None:
     if recorded is None:
         return None
-    names = [] if digest["samples"] == recorded["samples"] else ["samples"]
-    return names + [
+    return [
         name
-        for name in _compared(digest, recorded)
-        if name != "samples" and not same_bits(digest[name], recorded[name])
+        for name in compared
+        if not (
+            digest[name] == recorded[name] if name == "samples" else same_bits(digest[name], recorded[name])
+        )
     ]
 
 
-def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None) -> list[str]:
-    """Return the names of the numbers that both have."""
-    return [name for name in _NUMBERS if recorded and None not in (digest[name], recorded[name])]
-
-
-def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> ReplayedStep:
+def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compared: list[str]) -> ReplayedStep:
     head = of_ranks[0]
     recorded = head["recorded"]
     squares: dict[str, float] = {}
@@ -245,7 +252,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None) -> Repl
         step=head["step"],
         recorded=None if recorded is None else {**_numbers(recorded), "attempt": recorded["attempt"]},
         differs=differs,
-        compared=_compared(head["digest"], head["recorded"]),
+        compared=compared,
         learning_rate=head["learning_rate"],
         micro_batches=[
             MicroBatch(

@@ -107,7 +107,8 @@ def replay_text(answer: Replay) -> list[str]:
     for replayed in answer["replays"]:
         if replayed["changes"]:
             lines += ["", f"with {' '.join(replayed['changes'])}:"]
-        lines += _earlier_text(replayed)
+        else:
+            lines += _earlier_text(replayed)
         for step in replayed["steps"]:
             lines += _step_text(step)
     if len(answer["replays"]) == 2:
@@ -160,8 +161,8 @@ def _comparison(step: ReplayedStep) -> str:
     if recorded is None or differs is None:
         return "the run has no digest of this step (checkpoint.digests)"
     if not differs:
-        has_norm = "grad_norm" in step["compared"]
-        return f"bitwise identical to the run: samples, loss{', gradient norm' * has_norm}"
+        names = ", ".join(step["compared"]).replace("grad_norm", "gradient norm")
+        return f"bitwise identical to the run: {names}"
     parts = []
     for name in differs:
         if name == "samples":
