@@ -22,6 +22,7 @@ from hpc_train.cli.report import Page
 from hpc_train.cli.run_row import Runs
 from hpc_train.cli.sync import Synchronization
 from hpc_train.cli.validate import Preparation, Validation
+from hpc_train.report.replayed_steps import Replay
 
 #: Command with its options → the type of what it prints.
 SHAPES: dict[str, Any] = {
@@ -43,6 +44,7 @@ SHAPES: dict[str, Any] = {
     "rm": Removal,
     "export": Export,
     "predict": Predictions,
+    "replay": Replay,
     "logs": Log,
     "report": Page,
     "init": FirstFileJson,

@@ -103,9 +103,16 @@ FINITE_REMEDY = "lower the learning rate, clip gradients, or, under fp16, use bf
 
 
 class NonFiniteError(HpcTrainError):
-    """A loss, a gradient or a weight became NaN or infinite; training again would repeat it."""
+    """A loss, a gradient or a weight became NaN or infinite; training again would repeat it.
+
+    ``step``: the step to replay; None if a replay would not show the cause.
+    """
 
     exit_code = ExitCode.NO_RETRY
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class BadNodeError(HpcTrainError):

@@ -249,6 +249,10 @@ class RunPaths:
     status = _Entry("status.json")
     #: One JSON object per row of metrics.
     metrics = _Entry("metrics.jsonl")
+    #: A record per step, by which runs and replays are compared.
+    digests = _Entry("digests.bin")
+    #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
+    replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.
     evaluated_checkpoint = _Entry("evaluation.json")
 
@@ -259,6 +263,14 @@ class RunPaths:
     def prediction_files(self) -> list[Path]:
         """Return the files of all ranks, in no order."""
         return list(self.folder.glob("predictions-*.jsonl"))
+
+    def replay(self, rank: int) -> Path:
+        """A rank's results for ``replay``, one JSON object per step."""
+        return self.folder / f"replay-{rank}.jsonl"
+
+    def replayed_batch(self, rank: int) -> Path:
+        """A rank's micro-batches for ``replay --save-batch``."""
+        return self.folder / f"batch-{rank}.safetensors"
 
     #: The folder in which a program works.
     work = _Entry("work")

@@ -342,6 +342,32 @@ class PredictOptions(RanksOptions):
     force: bool = flag("Replace FILE if it exists.")
 
 
+@command("replay")
+class ReplayOptions(_Code, _Json):
+    """Repeat steps of a run and show their batches, losses and gradients.
+
+    From the newest checkpoint before them, on this machine. The run is not changed.
+    """
+
+    runs_and_overrides: list[str] = argument(
+        ...,
+        "One run, and keys of data, parallel, device, … to override.",
+        "RUN|KEY=VALUE",
+        autocompletion=completion.runs_and_overrides,
+    )
+    step: int = option(..., "The first step to show, as in the metrics.", min=1)
+    to: int | None = option(None, "The last step to show. Default: the first.", min=1)
+    changes: list[str] = option(
+        list, "Replay again with this key changed, and compare.", "--set", metavar="KEY=VALUE"
+    )
+    save_batch: Path | None = option(
+        None, "Write the micro-batches of the first step to FILE.safetensors.", metavar="FILE"
+    )
+    devices: int | None = option(
+        None, "Ranks on this machine. Default: as many as the run had, if there are enough devices.", min=1
+    )
+
+
 @command("verify", module="checkpoint_commands")
 class VerifyOptions(_OnRuns):
     """Check by hashes which checkpoints would load."""

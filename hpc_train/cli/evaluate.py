@@ -74,11 +74,11 @@ def run_ranks(
     place. ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
     run_words, overrides = runs_and_overrides(options.runs_and_overrides)
-    paths = _one_run(command, run_words)
+    paths = one_run(command, run_words)
     wants_best = options.wants_best
     _refuse_fixed(overrides)
     check_run(paths)
-    experiment = _experiment(paths, overrides)
+    experiment = newest_experiment(paths, overrides)
     check(experiment)
     snapshot = None if is_new(options.code) else linked(paths)
     step = find_step(paths, best=wants_best, step=options.step)
@@ -86,14 +86,16 @@ def run_ranks(
         say(f"{run_name(paths)}: {words}")
     folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
-    run_of_ranks = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
+    run_of_ranks = ranks_folder(folder / paths.folder.name, experiment, snapshot)
+    write_json(run_of_ranks.evaluated_checkpoint, request)
     ended = LocalLauncher().launch(LaunchRequest(run_of_ranks, experiment, 1, options.devices), lambda: None)
     if ended != ExitCode.DONE:
         say(f"{command}: failed; the logs of its ranks are in {run_of_ranks.attempt(1).folder}")
     return ended, run_of_ranks
 
 
-def _one_run(command: str, names: Sequence[str]) -> RunPaths:
+def one_run(command: str, names: Sequence[str]) -> RunPaths:
+    """Return the run that the words name. Raises UsageError unless it is exactly one."""
     if not names:
         raise UsageError(f"{command}: names no run; give a run id or a run's folder")
     runs = find_readable(names)
@@ -112,7 +114,7 @@ def _refuse_fixed(overrides: Sequence[str]) -> None:
             )
 
 
-def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
+def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     """Return the newest attempt's experiment with the overrides and the size that ``auto`` found."""
     changes = [*noted_changes(paths, newest_number(paths)), *overrides]
     experiment = as_training(frozen_experiment.load_changed(paths, changes).experiment)
@@ -127,11 +129,11 @@ def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     return experiment.with_micro_batch_size(size)
 
 
-def _ranks_folder(folder: Path, experiment: Job, request: dict[str, Any], snapshot: Path | None) -> RunPaths:
+def ranks_folder(folder: Path, experiment: Job, snapshot: Path | None) -> RunPaths:
+    """Create a run folder for ranks that do not train, with the code of ``snapshot``, if there is one."""
     run = RunPaths(folder)
     run.folder.mkdir(mode=0o700)
     frozen_experiment.write(run, experiment)
-    write_json(run.evaluated_checkpoint, request)
     if snapshot is not None:
         link(run, snapshot)
     return run

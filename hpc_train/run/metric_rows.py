@@ -6,18 +6,17 @@ in constant memory, forward or from the end; only rank 0 writes them.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpc_train.run.files import UnreadableFileError, open_descriptor, open_regular, replacing, sync_file
-from hpc_train.run.storage_errors import named_errors, replaced_file, retried
+from typing_extensions import override
+
+from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.growing_file import GrowingFile
 
 #: One row of ``metrics.jsonl``.
 Row = dict[str, Any]
@@ -122,38 +121,23 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, pending
 
 
-_COPIED_BYTES = 1 << 20
-
-
-class MetricsFile:
+class MetricsFile(GrowingFile):
     """The rows up to the step from which this attempt continues, followed by this attempt's rows.
 
-    Only the rows since the last ``sync`` are in memory: a resume copies the kept lines unchanged, and lines
-    that an fsync failed to write are written again. Methods raise StorageError or TransientStorageError.
+    A resume copies the kept lines unchanged.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path = path
         #: Split → the step of its newest row, if not before the resumed step.
         self._newest: dict[str, int] = {}
         #: True if the file had rows after ``resumed_step``.
         self.has_withdrawn = False
-        # Training appends while the saving thread syncs.
-        self._lock = threading.Lock()
-        self._unsynced: list[bytes] = []
-        with named_errors(path):
-            retried(lambda: self._drop_rows_past(resumed_step), path)
-            facts = path.stat()
-        self._inode, self._end = facts.st_ino, facts.st_size
-        self._descriptor: int | None = None
+        self._resumed_step = resumed_step
+        super().__init__(path)
 
-    def _drop_rows_past(self, resumed_step: int) -> None:
-        with (
-            replacing(self._path, sync=True) as new,
-            suppress(FileNotFoundError),
-            open_regular(self._path) as file,
-        ):
-            _copy_rows(file, self._kept_bytes(file, resumed_step), new)
+    @override
+    def copy_kept(self, old: BinaryIO, new: BinaryIO) -> None:
+        _copy_rows(old, self._kept_bytes(old, self._resumed_step), new)
 
     def _kept_bytes(self, file: BinaryIO, resumed_step: int) -> int:
         """Return the end offset of the rows up to ``resumed_step``, and record the rows of that step."""
@@ -177,35 +161,7 @@ class MetricsFile:
         assert row["step"] > self._newest.get(row["split"], -1), f"{key} has its row already"
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         self._newest[row["split"]] = row["step"]
-        with self._lock, named_errors(self._path):
-            retried(lambda: self._write(line), self._path)
-            self._unsynced.append(line)
-
-    def _write(self, line: bytes) -> None:
-        """Write a line after the last one, over any partial line from a failed try."""
-        if self._descriptor is None:
-            self._open()
-        assert self._descriptor is not None
-        try:
-            done = 0
-            while done < len(line):
-                done += os.pwrite(self._descriptor, line[done:], self._end + done)
-        except OSError:
-            self._close()  # a stale handle stays stale
-            raise
-        self._end += len(line)
-
-    def _open(self) -> None:
-        self._descriptor = open_descriptor(self._path, os.O_WRONLY)
-        if os.fstat(self._descriptor).st_ino != self._inode:
-            self._close()
-            raise OSError(errno.EEXIST, "another attempt has replaced the file", str(self._path))
-
-    def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            with suppress(OSError):
-                os.close(descriptor)
+        self.write(line)
 
     def reopened(self, resumed_step: int) -> MetricsFile:
         """Return the same file, already closed, without the rows after ``resumed_step``."""
@@ -214,53 +170,6 @@ class MetricsFile:
     def has(self, split: str, step: int) -> bool:
         """Return True if the file has this row; only for the resumed step and the newest step."""
         return self._newest.get(split) == step
-
-    def sync(self) -> None:
-        """Sync all rows to the disk, before a checkpoint that relies on them. Any thread.
-
-        Raises OSError, to which the save adds a path, or StorageError.
-        """
-        work = [self._sync]
-
-        def once() -> None:
-            work.pop()() if work else self._write_again()
-
-        try:
-            retried(once, self._path)
-        except UnreadableFileError as error:
-            raise replaced_file(error) from error
-
-    def _sync(self) -> None:
-        with self._lock:
-            count = len(self._unsynced)
-            if self._descriptor is None:
-                self._open()
-            assert self._descriptor is not None
-            descriptor = os.dup(self._descriptor)  # training may close the original meanwhile
-        try:
-            sync_file(descriptor)
-        finally:
-            os.close(descriptor)
-        with self._lock:
-            del self._unsynced[:count]
-
-    def _write_again(self) -> None:
-        """Replace the file: after a failed fsync, the next fsync of the same file reports success."""
-        with self._lock:
-            self._close()
-            self._open()  # raises if another attempt owns the file
-            unsynced = b"".join(self._unsynced)
-            with replacing(self._path, sync=True) as new:
-                with open_regular(self._path) as old:
-                    _copy(old, self._end - len(unsynced), new)
-                new.write(unsynced)
-            self._close()
-            self._unsynced.clear()
-            self._inode = self._path.stat().st_ino
-
-    def close(self) -> None:
-        """Close the file without syncing it; a later ``append`` opens it again."""
-        self._close()
 
 
 def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
@@ -272,9 +181,3 @@ def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
         size -= len(line)
         if looks_like_row(line):
             new.write(line if line.endswith(b"\n") else line + b"\n")
-
-
-def _copy(old: BinaryIO, size: int, new: BinaryIO) -> None:
-    while size > 0 and (block := old.read(min(size, _COPIED_BYTES))):
-        size -= len(block)
-        new.write(block)

@@ -1,13 +1,12 @@
-"""Builds a ``Trainer`` from the file and runs it; rebuilds everything but ``_Run`` after a rollback."""
+"""Builds a ``Trainer`` from the file and runs it; rebuilds all but ``TrainingRun`` after a rollback."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,25 +15,22 @@ from torch import Tensor
 from hpc_train.errors import ExitCode, printable
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
-from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import start_loggers
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.run.bad_samples import all_known
-from hpc_train.run.checkpoints import committed
-from hpc_train.run.files import write_json
-from hpc_train.run.metric_rows import MetricsFile, evaluation_rows
+from hpc_train.run.checkpoints import committed, newest_attempt
+from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.training import batch_size_search
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.compiling import watched
 from hpc_train.training.data_staging import staged, verified
-from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import TrainingBatches, training_batches
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.datasets.skipping import too_many
 from hpc_train.training.datasets.types import Batch
+from hpc_train.training.digests import StepDigests, digests_mode
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
 from hpc_train.training.evaluation_outputs import (
@@ -46,7 +42,7 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import BadSampleCount, Cadence, Saves, Trainer
+from hpc_train.training.loop import BadSampleCount, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -54,41 +50,18 @@ from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
+from hpc_train.training.step import StepObserver
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
+from hpc_train.training.training_run import Stretch, TrainingRun, begin_record, report_start
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Run:
-    """The objects that one rank keeps across rollbacks."""
-
-    rank: Rank
-    source: DataSource
-    batches: BatchArithmetic
-    #: None if the first bad sample ends the run.
-    bad_samples: BadSamples | None
-    #: On rank 0 only, once training begins.
-    metrics_writer: MetricsWriter | None = None
-    #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
-    skipped: frozenset[int] = frozenset()
-    #: On rank 0 only, if the model's FLOPs can be counted.
-    flops: FlopRates | None = None
-
-
 def train(rank: Rank) -> ExitCode:
     """Train to the end or until a stop request; roll back if the file allows it."""
-    rank = batch_size_search.resolved(rank)
-    rank = replace(rank, experiment=with_preprocessing(rank.experiment))
-    source = verified(rank, build_source(staged(rank)))
-    if rank.is_first:
-        for notice in data_notices(source, rank.experiment.data):
-            _log.warning("%s", printable(notice))
-    refuse_no_evaluations(rank.experiment, source)
-    batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
-    run = _Run(rank, source, batches, make_bad_samples(rank))
+    run = _prepared(rank)
     try:
         is_done = None
         while is_done is None:
@@ -101,26 +74,50 @@ def train(rank: Rank) -> ExitCode:
     finally:
         if run.metrics_writer is not None:
             run.metrics_writer.close()
+        if run.digests is not None:
+            run.digests.close()
     rank.note_signal()  # again: it may have reached another rank first
     return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
 
 
-def _train_once(run: _Run) -> bool | None:
+def train_again(rank: Rank, stretch: Stretch) -> bool | None:
+    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged."""
+    run = _prepared(rank)
+    run.stretch, run.skipped = stretch, stretch.skipped
+    return _train_once(run)
+
+
+def _prepared(rank: Rank) -> TrainingRun:
+    """Find the micro-batch size, then build the data."""
+    rank = batch_size_search.resolved(rank)
+    rank = replace(rank, experiment=with_preprocessing(rank.experiment))
+    source = verified(rank, build_source(staged(rank)))
+    if rank.is_first:
+        for notice in data_notices(source, rank.experiment.data):
+            _log.warning("%s", printable(notice))
+    refuse_no_evaluations(rank.experiment, source)
+    batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
+    return TrainingRun(rank, source, batches, make_bad_samples(rank))
+
+
+def _train_once(run: TrainingRun) -> bool | None:
     """Build everything and continue training from the newest checkpoint.
 
     Returns True if done, False after a stop request, None for a rollback; then ``run.skipped`` is updated.
     """
     rank = run.rank
-    train_state = build(_to_build(rank), run.source.info, run.batches, context(rank))
-    checkpointer = _checkpointer(rank, train_state)
+    train_state = build(_to_build(run), run.source.info, run.batches, context(rank))
+    checkpointer = _checkpointer(run, train_state)
     rank.progress.at("loading")
-    start = resumed(rank, checkpointer, train_state, run.source)
+    begin = None if run.stretch is None else run.stretch.begin
+    start = resumed(rank, checkpointer, train_state, run.source, begin)
     skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
-    check_rollbacks(skipped, rank.experiment.optimization)
+    check_rollbacks(skipped, rank.experiment.optimization, run.rolled_back_at)
     start = replace(start, position=Position(start.position.step, skipped))
     rank.note("loaded")
-    _begin_record(run, start.position.step)
-    _say_start(run, train_state, start.position)
+    if run.stretch is None:
+        begin_record(run, start.position.step)
+    report_start(run, train_state, start.position)
     with ExitStack() as stack:
         trainer = _trainer(run, train_state, checkpointer, start, stack)
         try:
@@ -133,16 +130,18 @@ def _train_once(run: _Run) -> bool | None:
     return is_done
 
 
-def _to_build(rank: Rank) -> Experiment:
+def _to_build(run: TrainingRun) -> Experiment:
     """Return the experiment to build; without ``model.init_from`` once a checkpoint replaces those weights.
 
     Collective: rank 0 decides, since ranks may see different files on a network disk.
     """
+    rank = run.rank
     if rank.experiment.model.init_from is None:
         return rank.experiment
-    if Agreement(rank.group, rank.flag).rank_0_says(bool(committed(rank.paths))):
+    has_weights = bool(committed(run.paths)) if run.stretch is None else run.stretch.begin > 0
+    if Agreement(rank.group, rank.flag).rank_0_says(has_weights):
         return with_source(rank.experiment, None)
-    return pinned(rank.paths, rank.experiment)
+    return pinned(run.paths, rank.experiment)
 
 
 def _free_memory() -> None:
@@ -152,18 +151,19 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _go_back(run: _Run, start: Position, back: RollbackError) -> None:
+def _go_back(run: TrainingRun, start: Position, back: RollbackError) -> None:
     """Record which data the run skips from now on. The same on every rank."""
     window = next(Position(back.step, start.skipped).windows())
-    run.skipped = run.skipped | {window}
+    run.skipped, run.rolled_back_at = run.skipped | {window}, back.step + 1
     if run.rank.is_first:
         _log.warning("%s; going back to the newest checkpoint, leaving data window %d out", back, window)
 
 
-def _checkpointer(rank: Rank, train_state: TrainState) -> Checkpointer:
+def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
+    rank = run.rank
     return Checkpointer(
-        rank.paths,
-        rank.attempt,
+        run.paths,
+        rank.attempt if run.stretch is None else newest_attempt(run.paths),
         train_state.strategy,
         rank.facts.rank,
         rank.facts.world_size,
@@ -173,18 +173,20 @@ def _checkpointer(rank: Rank, train_state: TrainState) -> Checkpointer:
 
 
 def _trainer(
-    run: _Run, train_state: TrainState, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
+    run: TrainingRun, train_state: TrainState, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
 ) -> Trainer:
     rank, config = run.rank, run.rank.experiment
     task = make_task(config, run.source.info)
     training = _training_batches(run, start.position, task)
     stack.callback(training.close)
-    agreement, meters = Agreement(rank.group, rank.flag), _meters(run)
+    agreement = Agreement(rank.group, rank.flag)
+    observer = _observer(run, train_state)
+    meters = _meters(run, observer)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
-    forward = _forward(run, train_state, task, progress)
+    forward = _forward(run, train_state, task, progress, observer)
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
@@ -197,14 +199,14 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(
-            config.evaluation, config.checkpoint, run.batches.total_steps, run.batches.steps_per_epoch
-        ),
+        cadence=Cadence.of(config.evaluation, config.checkpoint, run.last_step, run.batches.steps_per_epoch),
         guard=guard,
         max_norm=config.optimization.clip_grad_norm,
-        evaluator=_evaluator(run, train_state, forward, agreement),
+        evaluator=None if run.stretch else _evaluator(run, train_state, forward, agreement),
         selection=selection,
-        saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
+        saves=NoSaves()
+        if run.stretch
+        else _saves(run, train_state, checkpointer, meters, guard, selection, start),
         meters=meters,
         agreement=agreement,
         progress=rank.progress,
@@ -214,10 +216,24 @@ def _trainer(
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
+        observer=observer,
     )
 
 
-def _forward(run: _Run, train_state: TrainState, task: Task, progress: StepProgress) -> TrainingForward:
+def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
+    """Return the observer of a replay, or that of the file's digests. Collective."""
+    rank = run.rank
+    if run.stretch is not None:
+        return run.stretch.observe(run, train_state)
+    mode = digests_mode(rank.experiment, rank.device)
+    if mode == "off":
+        return StepObserver()
+    return StepDigests(run.digests, rank.attempt, owns_loss=train_state.strategy.owns_loss)
+
+
+def _forward(
+    run: TrainingRun, train_state: TrainState, task: Task, progress: StepProgress, observer: StepObserver
+) -> TrainingForward:
     rank = run.rank
     to_input = make_to_input(rank.experiment, run.source.info, rank.device, rank.precision)
     return TrainingForward.of(
@@ -229,11 +245,12 @@ def _forward(run: _Run, train_state: TrainState, task: Task, progress: StepProgr
         to_input,
         on_begin=progress.begin_forward,
         on_end=progress.end_forward,
+        on_loss=observer.loss_computed,
     )
 
 
 def _evaluator(
-    run: _Run, train_state: TrainState, forward: TrainingForward, agreement: Agreement
+    run: TrainingRun, train_state: TrainState, forward: TrainingForward, agreement: Agreement
 ) -> Evaluator | None:
     """Return the evaluator with the outputs that the file requests; None without validation data."""
     rank, source, task = run.rank, run.source, forward.task
@@ -256,13 +273,13 @@ def _evaluator(
     return Evaluator(train_state, forward, validation, agreement, rank.progress, enabled, folder)
 
 
-def _training_batches(run: _Run, position: Position, task: Task) -> TrainingBatches:
+def _training_batches(run: TrainingRun, position: Position, task: Task) -> TrainingBatches:
     rank = run.rank
     return training_batches(
         run.source,
         rank.experiment,
         position,
-        run.batches.total_steps,
+        run.last_step,
         rank.degrees.data_rank(rank.facts.rank),
         rank.degrees.data_ranks,
         rank.device,
@@ -271,7 +288,7 @@ def _training_batches(run: _Run, position: Position, task: Task) -> TrainingBatc
     )
 
 
-def _meters(run: _Run) -> Meters:
+def _meters(run: TrainingRun, observer: StepObserver) -> Meters:
     config = run.rank.experiment
     return Meters(
         run.rank.attempt,
@@ -285,11 +302,12 @@ def _meters(run: _Run) -> Meters:
             rates=run.flops.row if run.flops else None,
         ),
         run.rank.device,
+        observer if isinstance(observer, StepDigests) else None,
     )
 
 
 def _count_flops(
-    run: _Run, train_state: TrainState, task: Task, step: int, stack: ExitStack
+    run: TrainingRun, train_state: TrainState, task: Task, step: int, stack: ExitStack
 ) -> Callable[[Batch], None]:
     """Return a callback that starts counting the first micro-batch's FLOPs, once per attempt, on rank 0 only.
 
@@ -307,7 +325,7 @@ def _count_flops(
     return count.start
 
 
-def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> StepProfiler | None:
+def _profiler(run: TrainingRun, meters: Meters, stack: ExitStack) -> StepProfiler | None:
     """Return the profiler on rank 0 if the file has ``profile``; closing ``stack`` writes the profile."""
     rank, config = run.rank, run.rank.experiment.profile
     if config is None or not rank.is_first:
@@ -334,7 +352,7 @@ def _run_ahead(rank: Rank) -> RunAhead | None:
 
 
 def _saves(
-    run: _Run,
+    run: TrainingRun,
     train_state: TrainState,
     checkpointer: Checkpointer,
     meters: Meters,
@@ -358,7 +376,7 @@ def _saves(
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
 
 
-def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
+def _bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:
     bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
     if bad is None:
         return BadSampleCount(lambda: 0, lambda total: None)
@@ -378,54 +396,10 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     return BadSampleCount(lambda: bad.count, check)
 
 
-def _status_writer(run: _Run, position: Position, meters: Meters) -> StatusWriter:
+def _status_writer(run: TrainingRun, position: Position, meters: Meters) -> StatusWriter:
     rank, batches = run.rank, run.batches
     writer = StatusWriter(
         rank.paths, rank.attempt, batches.total_steps, batches.steps_per_epoch, meters.stragglers
     )
     writer.write("running", position.step)
     return writer
-
-
-def _begin_record(run: _Run, step: int) -> None:
-    """Start, or after a rollback continue, rank 0's record of the training."""
-    if run.rank.is_first:
-        EvaluationFiles(run.rank.paths).withdraw(step)
-    if run.metrics_writer is not None:
-        run.metrics_writer.go_back(step)
-    elif run.rank.is_first:
-        run.metrics_writer = MetricsWriter(
-            MetricsFile(run.rank.paths.metrics, step),
-            start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
-            sys.stdout,
-            run.rank.paths.evaluation_images,
-        )
-        run.metrics_writer.begin(step)
-
-
-def _layout(run: _Run) -> StepLayout:
-    optimization, rank = run.rank.experiment.optimization, run.rank
-    size = optimization.global_batch_size // run.batches.micro_batches
-    ranks, data_ranks = rank.facts.world_size, rank.degrees.data_ranks
-    return StepLayout(optimization.global_batch_size, size, ranks, data_ranks, rank.precision.name)
-
-
-def _say_start(run: _Run, train_state: TrainState, position: Position) -> None:
-    rank = run.rank
-    if not rank.is_first:
-        return
-    if train_state.pretrained is not None and position.step == 0:
-        with suppress(OSError):  # it is in the log, too
-            notice = printable(train_state.pretrained.line())
-            write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
-    _log.info(
-        "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
-        rank.experiment.model.name,
-        train_state.num_parameters,
-        rank.facts.world_size,
-        rank.device,
-        rank.experiment.parallel.strategy,
-        _layout(run),
-        position.step,
-        run.batches.total_steps,
-    )

@@ -102,6 +102,8 @@ class TrainingForward:
     on_end: Callable[[], None] = lambda: None
     mixing: Mixing | None = None
     training_sums: TrainingSums = field(default_factory=TrainingSums)
+    #: ``StepObserver.loss_computed``.
+    on_loss: Callable[[Batch, Tensor], None] = lambda batch, loss: None
 
     @classmethod
     def of(
@@ -114,6 +116,7 @@ class TrainingForward:
         to_device: Callable[[Batch], Batch],
         on_begin: Callable[[Batch], None] = lambda batch: None,
         on_end: Callable[[], None] = lambda: None,
+        on_loss: Callable[[Batch, Tensor], None] = lambda batch, loss: None,
     ) -> TrainingForward:
         """Return the forward for the file, with autocast if the strategy needs it."""
 
@@ -132,6 +135,7 @@ class TrainingForward:
             on_end,
             Mixing.of(experiment, task),
             TrainingSums.of(task, device),
+            on_loss,
         )
 
     def to_input(self, batch: Batch) -> Batch:
@@ -174,6 +178,7 @@ class TrainingForward:
             loss = mean_loss(self.task, outputs, moved)  # also checks the outputs
             self.training_sums.add(outputs, moved)
             self.on_end()
+            self.on_loss(batch, loss)
             return _weighted(loss, batch)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
@@ -188,6 +193,7 @@ class TrainingForward:
             moved = self._only_targets(batch)
             loss = mean_loss(self.task, outputs, moved)
             self.training_sums.add(outputs, moved)
+            self.on_loss(batch, loss)
             return _weighted(loss, batch)
 
     def _only_targets(self, batch: Batch) -> Batch:

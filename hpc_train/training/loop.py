@@ -28,7 +28,7 @@ from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.training.profiling import StepProfiler
-from hpc_train.training.step import train_step
+from hpc_train.training.step import StepObserver, train_step
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.tasks.base import optional_metrics
 from hpc_train.training.train_state import TrainState
@@ -75,6 +75,7 @@ class Saves:
         """Begin to save ``step``; an earlier save is finished first. Collective, at a step's boundary."""
         self.finish()
         self._rows_are_written.clear()
+        self._meters.exchange_digests()
         self._checkpointer.begin(self._state, step, self._extra(step), before_commit=self._sync_rows)
 
     def wait_staged(self) -> None:
@@ -107,6 +108,34 @@ class Saves:
         """Sync the rows of metrics. Runs in the writer's thread."""
         self._rows_are_written.wait()
         self._meters.sync()
+
+
+class NoSaves(Saves):
+    """Saves nothing: for a replay, which may not change the run."""
+
+    has_failed = False
+    is_busy = False
+
+    def __init__(self) -> None:
+        """Create no staging memory."""
+
+    def reserve(self) -> None:
+        """Do nothing; so do the other methods."""
+
+    def begin(self, step: int) -> None:
+        """Do nothing."""
+
+    def wait_staged(self) -> None:
+        """Do nothing."""
+
+    def collect(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 #: How long a rank waits for its data before ranks check again whether to stop (assumed).
@@ -186,6 +215,7 @@ class Trainer:
     #: On rank 0 only, like ``profiler``.
     status: StatusWriter | None = None
     profiler: StepProfiler | None = None
+    observer: StepObserver = field(default_factory=StepObserver)
     _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
@@ -244,8 +274,8 @@ class Trainer:
         has_row, sums = self.meters.train_row_is_due(step + 1), self.forward.training_sums
         sums.begin(is_due=has_row)
         # Wait for a save that is still copying the weights before they change.
-        before_update = self.saves.wait_staged
-        done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, before_update)
+        hooks = self.saves.wait_staged, self.observer
+        done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
         if not done.is_allowed and self.guard.policy == "skip":
             with self._saves_finished():
                 self.guard.after_skip(step + 1)
@@ -288,6 +318,8 @@ class Trainer:
     def _raise_if_failed(self, step: int, is_allowed: bool, agreed: Consensus) -> None:
         """Raise the same error on every rank if training can't simply continue."""
         if agreed.is_non_finite:
+            self.meters.exchange_digests()
+            self.meters.drain(wait=True)
             raise seen_error(self.step)
         if agreed.has_failed:
             self.saves.finish()

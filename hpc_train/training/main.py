@@ -21,6 +21,7 @@ from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.distributed import log_stream
 from hpc_train.training.rank import joined
 from hpc_train.training.rank_exit import report
+from hpc_train.training.replay import replay
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
@@ -32,6 +33,8 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
         facts = RankFacts.from_environment(os.environ)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)
         with joined(paths, attempt, facts, flag) as rank:
+            if paths.replayed_steps.is_file():
+                return replay(rank)
             is_evaluation = paths.evaluated_checkpoint.is_file()
             return evaluate_checkpoint(rank) if is_evaluation else train(rank)
     except BaseException as error:

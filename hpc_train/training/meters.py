@@ -26,6 +26,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.digests import StepDigests
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class Meters:
         metrics_writer: MetricsWriter | None,
         times: StepTimes | None = None,
         device: torch.device | None = None,
+        digests: StepDigests | None = None,
     ) -> None:
+        self.digests = digests
         self.times = times or StepTimes(global_batch_size)
         self.forward_time = ForwardTime(device or torch.device("cpu"))
         self.stragglers = Stragglers()
@@ -133,8 +136,15 @@ class Meters:
         """Return True if the evaluation at ``step`` has its row. On rank 0 only."""
         return self._metrics_writer is not None and self._metrics_writer.metrics.has("val", step)
 
+    def exchange_digests(self) -> None:
+        """Exchange the digests of the steps so far, if the file has digests. Collective."""
+        if self.digests is not None:
+            self.digests.exchange()
+
     def drain(self, *, wait: bool) -> None:
-        """Write the rows whose numbers have arrived, or wait for all of them."""
+        """Write the rows and digests whose numbers have arrived, or wait for all of them."""
+        if self.digests is not None:
+            self.digests.drain(wait=wait)
         while self._pending and (wait or self._pending[0].is_ready()):
             assert self._metrics_writer is not None
             row, of_ranks = self._pending.popleft().finished()
@@ -144,9 +154,11 @@ class Meters:
                 self.stragglers.add(of_ranks[:middle], of_ranks[middle:], step_s)
 
     def sync(self) -> None:
-        """Sync all written rows to the disk, since a checkpoint relies on them. Any thread."""
+        """Sync written rows and digests to the disk, since a checkpoint relies on them. Any thread."""
         if self._metrics_writer is not None:
             self._metrics_writer.metrics.sync()
+        if self.digests is not None:
+            self.digests.sync()
 
     def _head(self, split: str, step: int) -> Row:
         return row_head(self._attempt, split, step, self._steps_per_epoch)

@@ -114,7 +114,8 @@ class Guard:
         if self.skips > self._most:
             raise NonFiniteError(
                 f"a loss or gradient is NaN or infinite at step {step}, {counted(self.skips, 'time')} "
-                f"so far; optimization.max_non_finite allows {self._most}: {FINITE_REMEDY}"
+                f"so far; optimization.max_non_finite allows {self._most}: {FINITE_REMEDY}",
+                step=step,
             )
 
     def clip(self, clip_gradients: Callable[[float], Tensor], max_norm: float | None) -> Tensor | None:
@@ -138,7 +139,8 @@ class NoGuard(Guard):
 def seen_error(step: int) -> NonFiniteError:
     """Return the error that all ranks raise under ``stop`` once a rank has had such a loss."""
     return NonFiniteError(
-        f"the train loss is NaN or infinite on a rank, at step {step} or just before; {FINITE_REMEDY}"
+        f"the train loss is NaN or infinite on a rank, at step {step} or just before; {FINITE_REMEDY}",
+        step=step,
     )
 
 
@@ -149,10 +151,11 @@ def check_evaluation(step: int, metrics: dict[str, float]) -> None:
         raise NonFiniteError(f"the val loss is {loss} at step {step}; {FINITE_REMEDY}")
 
 
-def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> None:
-    """Raise NonFiniteError if more windows are skipped than the file allows."""
+def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig, step: int | None = None) -> None:
+    """Raise NonFiniteError if more windows are skipped than the file allows. ``step``: of the last one."""
     if len(skipped) > config.max_non_finite:
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite {counted(len(skipped), 'time')}; "
-            f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {FINITE_REMEDY}"
+            f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {FINITE_REMEDY}",
+            step=step,
         )

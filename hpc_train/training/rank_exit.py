@@ -71,6 +71,9 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     is_plain = isinstance(cause, UserError | BadNodeError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
+    if isinstance(cause, NonFiniteError) and cause.step is not None:
+        command = f"hpc-train replay {paths.folder.name} --step {cause.step}"
+        text += f"; its batch and the first module with NaN: {command}"
     if not isinstance(cause, StorageError | EnvironmentRefusesError):  # these contain them already
         text = text.rstrip("\n") + error_clauses(error)
     _say(f"{where}{text}" if cause.__cause__ is error else text)

@@ -55,13 +55,22 @@ class Resumed:
     skips: int = 0
 
 
-def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, source: DataSource) -> Resumed:
-    """Restore the newest complete checkpoint; return step 0 if there is none.
+def resumed(
+    rank: Rank,
+    checkpointer: Checkpointer,
+    train_state: TrainState,
+    source: DataSource,
+    step: int | None = None,
+) -> Resumed:
+    """Restore the newest complete checkpoint, or that of ``step``; return step 0 if there is none.
 
     Raises StorageError if all are damaged, OtherVersionsError if versions differ under
     ``environment.strict``, BadFileError if the data have changed or the checkpoint has no position.
     """
-    loaded = checkpointer.load_newest(train_state.state)
+    if step is None:
+        loaded = checkpointer.load_newest(train_state.state)
+    else:
+        loaded = checkpointer.load(step, train_state.state) if step else None
     then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
     now = take_over(then, step, rank.device, checkpointer.ranks, rank.warn)
     if loaded is None:

@@ -27,6 +27,23 @@ class StepResult:
     is_allowed: bool
 
 
+class StepObserver:
+    """Receives the results of a rank's steps as they are computed; every method does nothing here.
+
+    Tensors are on the device, and an observer of training must not wait for them. The methods are called on
+    all ranks, so they may be collective.
+    """
+
+    def loss_computed(self, batch: Batch, loss: Tensor) -> None:
+        """Called with the mean loss of a micro-batch, shape (), on ranks that own the loss."""
+
+    def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        """Called after the last backward, before the gradients are clipped."""
+
+    def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
+        """Called at the end of each step, once the weights have changed."""
+
+
 def train_step(
     state: TrainState,
     step: int,
@@ -35,6 +52,7 @@ def train_step(
     guard: Guard,
     max_norm: float | None,
     before_update: Callable[[], None] = lambda: None,
+    observer: StepObserver = StepObserver(),  # noqa: B008  (has no state)
 ) -> StepResult:
     """Train step ``step``, counted from 0, on this rank's micro-batches. Collective.
 
@@ -48,6 +66,7 @@ def train_step(
     loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
     before_update()
     optimization.unscale_gradients()
+    observer.gradients_ready(step, batches, forward)
     grad_norm = guard.clip(strategy.clip_gradients, max_norm)
     is_allowed = guard.allows(loss, grad_norm)
     optimization.step(is_allowed=is_allowed)
@@ -56,4 +75,6 @@ def train_step(
         strategy.weights_changed()
         if ema is not None:
             ema.update()
-    return StepResult(learning_rate, loss, grad_norm, is_allowed)
+    result = StepResult(learning_rate, loss, grad_norm, is_allowed)
+    observer.step_done(step, batches, result)
+    return result

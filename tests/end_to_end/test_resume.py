@@ -9,6 +9,7 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
+from hpc_train.run.digests import read_digests
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     OWN_TASK,
@@ -62,6 +63,9 @@ def test_a_run_killed_five_times_is_bitwise_identical(
     killed = submit_with_kills(tmp_path / "killed", steps, *overrides)
     assert status(killed)["attempt"] == 6
     assert_equal_to_the_bit(quiet, killed)
+    digests, expected = (list(read_digests(run.digests)) for run in (killed, quiet))
+    assert [digest.step for digest in digests] == list(range(1, 61))
+    assert [one.differences(other) for one, other in zip(digests, expected, strict=True)] == [[]] * 60
 
 
 @pytest.mark.fault(16)

@@ -40,6 +40,9 @@ class StagingCheckpointer:
     def finish(self) -> None:
         self.calls.append("finish")
 
+    def exchange_digests(self) -> None:
+        self.calls.append("exchange digests")
+
     def drain(self, *, wait: bool) -> None:
         self.calls.append(f"drain {wait}")
 

@@ -54,6 +54,10 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
     """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
     evaluated. Default: off."""
+    digests: Literal["off", "steps"] | None = None
+    """``steps``: record the samples, the loss and the gradients' norm of each step in ``digests.bin``, 40
+    bytes per step, with which ``hpc-train replay`` compares. Default: ``steps`` if ``deterministic``, else
+    ``off``."""
 
 
 class BestConfig(Section):

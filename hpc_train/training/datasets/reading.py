@@ -145,7 +145,8 @@ class SlotReader(Dataset[Read | Failure]):
             valid[slot.num_valid :] = False
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
-        batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid, sides)
+        samples = slot.indices.numpy().tobytes()
+        batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid, sides, samples=samples)
         return Read(batch, tuple(bad.values()))
 
     def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors, Tensor | None]:

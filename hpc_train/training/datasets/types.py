@@ -154,7 +154,9 @@ class Batch:
     (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
     padding. ``sides`` (B, 2) int64, for images in the evaluation: height and width before they were resized.
     ``loss_factor``, shape (), float64, only if the task has a ``weight``: M times the micro-batch's share of
-    the step's weight. The loss that a strategy receives has been multiplied by it.
+    the step's weight. The loss that a strategy receives has been multiplied by it. ``samples``: the indices
+    that were read, as int64 in the machine's byte order; they remain on the host, and after ``repeated``,
+    ``first`` or ``taken`` they are still those of the loader's batch.
     """
 
     step: int
@@ -165,6 +167,12 @@ class Batch:
     valid: Tensor
     sides: Tensor | None = None
     loss_factor: Tensor | None = None
+    samples: bytes = b""
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices of the samples in their split."""
+        return torch.frombuffer(bytearray(self.samples), dtype=torch.int64).tolist() if self.samples else []
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""

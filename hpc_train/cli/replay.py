@@ -1,0 +1,302 @@
+"""``replay``: repeats steps of a run on this machine and shows their batches, losses and gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cli.changes import runs_and_overrides
+from hpc_train.cli.code import is_new
+from hpc_train.cli.command_options import ReplayOptions
+from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
+from hpc_train.launchers.base import LaunchRequest
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.local import LocalLauncher
+from hpc_train.paths import RunPaths
+from hpc_train.report.replayed_steps import (
+    MicroBatch,
+    NonFinite,
+    Replay,
+    Replayed,
+    ReplayedStep,
+    StepNumbers,
+    replay_text,
+)
+from hpc_train.run.checkpoints import Manifest, committed
+from hpc_train.run.code.snapshot import linked
+from hpc_train.run.digests import same_bits
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import refuse_target, run_name
+from hpc_train.run.run_status import read_status
+from hpc_train.run.trust import check_run
+
+#: Sections that may change. All others determine which samples a step reads, or the model.
+_CHANGEABLE = (
+    "data",
+    "parallel",
+    "device",
+    "deterministic",
+    "precision",
+    "compile",
+    "activation_checkpointing",
+    "optimization",
+)
+#: Keys of them that determine which samples a step reads.
+_FIXED = ("optimization.global_batch_size", "data.augment.repeats")
+#: The digest of a step's samples depends on this key; the samples themselves do not.
+_MICRO_BATCH = "optimization.micro_batch_size="
+_NUMBERS = ["samples", "loss", "grad_norm"]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The steps of a run to repeat."""
+
+    run: RunPaths
+    begin: int
+    first: int
+    last: int
+    ranks_of_run: int | None
+
+
+def replay(options: ReplayOptions) -> ExitCode:
+    """Repeat the steps and print them; exit code 1 if a step differs on as many ranks as the run had.
+
+    Writes nothing into the run's folder.
+    """
+    run_words, overrides = runs_and_overrides(options.runs_and_overrides)
+    paths = one_run("replay", run_words)
+    _refuse_fixed([*overrides, *options.changes])
+    _refuse_output(options.save_batch)
+    check_run(paths)
+    stretch = _stretch(paths, options.step, options.to or options.step)
+    snapshot = None if is_new(options.code) else linked(paths)
+    variants = [[]] if not options.changes else [[], options.changes]
+    experiments = [_prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
+    num_ranks = options.devices or _number_of_ranks(experiments[0], stretch)
+    _report_begin(stretch, num_ranks)
+    replays: list[Replayed] = []
+    for changes, experiment in zip(variants, experiments, strict=True):
+        output = options.save_batch if not changes else None
+        lines = _run(stretch, experiment, snapshot, num_ranks, output)
+        if lines is None:
+            return ExitCode.FAILED
+        has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
+        replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
+    answer = Replay(
+        version=JSON_VERSION,
+        id=paths.folder.name,
+        path=str(paths.folder),
+        checkpoint=stretch.begin,
+        ranks=num_ranks,
+        ranks_of_run=stretch.ranks_of_run,
+        replays=replays,
+    )
+    if options.as_json:
+        put_json(answer)
+    else:
+        put(*replay_text(answer))
+    is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
+    return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
+
+
+def _refuse_fixed(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            raise UsageError(f"--set: {override} has no value; write KEY=VALUE")
+        if key.partition(".")[0] not in _CHANGEABLE or key in _FIXED:
+            raise UsageError(
+                f"{key}: can't be changed in a replay, since the step would have other samples or another "
+                f"model; other keys of {', '.join(_CHANGEABLE)} can"
+            )
+
+
+def _refuse_output(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.suffix != ".safetensors":
+        raise UsageError(f"--save-batch: {output} must end in .safetensors")
+    refuse_target(output)
+    if output.exists():
+        raise UsageError(f"--save-batch: {output} exists; give another name")
+
+
+def _stretch(paths: RunPaths, first: int, last: int) -> _Stretch:
+    """Return the steps, from the newest checkpoint before ``first``. Raises UsageError if there are none."""
+    if last < first:
+        raise UsageError(f"--to: {last} is before --step {first}; write {first} or a later step")
+    total = read_status(paths).total_steps
+    if total is not None and last > total:
+        key = "--step" if first > total else "--to"
+        raise UsageError(f"{key}: {max(first, last)} is past the last step of the run, {total}")
+    saved = next((checkpoint for checkpoint in committed(paths) if checkpoint.step < first), None)
+    ranks = (read_json(paths.run) or {}).get("ranks")
+    if saved is None:
+        return _Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
+    return _Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
+
+
+def _prepared(experiment: Experiment) -> Experiment:
+    """Return the experiment without the parts that act on the run instead of on its steps."""
+    without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
+    return experiment.model_copy(update=without)
+
+
+def _number_of_ranks(experiment: Experiment, stretch: _Stretch) -> int:
+    """Return the run's number of ranks, or the number of devices if that is lower."""
+    num_gpus = 0 if experiment.device == "cpu" else count_gpus(os.environ)
+    return min(stretch.ranks_of_run or 1, num_gpus or os.cpu_count() or 1)
+
+
+def _report_begin(stretch: _Stretch, num_ranks: int) -> None:
+    start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
+    steps = counted(stretch.last - stretch.begin, "step")
+    say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
+    if stretch.ranks_of_run not in (num_ranks, None):
+        say(
+            f"replay: the run had {counted(stretch.ranks_of_run or 0, 'rank')}, so numbers are equal up to "
+            f"rounding, not bitwise; --devices {stretch.ranks_of_run} starts as many"
+        )
+
+
+def _run(
+    stretch: _Stretch, experiment: Experiment, snapshot: Path | None, num_ranks: int, output: Path | None
+) -> list[list[dict[str, Any]]] | None:
+    """Start the ranks and return the lines of each; None if they failed, which leaves their folder."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
+    run = ranks_folder(folder / stretch.run.folder.name, experiment, snapshot)
+    request = {"version": 1, "run": str(stretch.run.folder.absolute()), "save_batch": output is not None}
+    write_json(
+        run.replayed_steps,
+        request | {"begin": stretch.begin, "first": stretch.first, "last": stretch.last},
+    )
+    ended = LocalLauncher().launch(LaunchRequest(run, experiment, 1, num_ranks), lambda: None)
+    if ended != ExitCode.DONE:
+        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+        return None
+    if output is not None and run.replayed_batch(0).exists():
+        shutil.move(run.replayed_batch(0), output.absolute())
+    lines = [_lines(run.replay(rank)) for rank in range(num_ranks)]
+    shutil.rmtree(folder)
+    return lines
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise HpcTrainError(f"{file}: can't be read: {error}") from error
+
+
+def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequence[str]) -> Replayed:
+    """Merge the lines of the ranks, one per step; compare the numbers ``names``."""
+    earlier: list[list[str]] = []
+    first_difference: int | None = None
+    steps = []
+    for of_ranks in zip(*lines, strict=True):
+        head = of_ranks[0]
+        compared = _compared(head["digest"], head["recorded"], names)
+        differs = _differences(head["digest"], head["recorded"], compared)
+        if "micro_batches" in head:
+            steps.append(_step(of_ranks, differs, compared))
+        elif differs is not None:
+            earlier.append(differs)
+            if differs and first_difference is None:
+                first_difference = head["step"]
+    return Replayed(changes=changes, compared=len(earlier), first_difference=first_difference, steps=steps)
+
+
+def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None, names: Sequence[str]) -> list[str]:
+    """Return the names of the numbers that both have."""
+    return [name for name in names if recorded and None not in (digest[name], recorded[name])]
+
+
+def _differences(
+    digest: dict[str, Any], recorded: dict[str, Any] | None, compared: Sequence[str]
+) -> list[str] | None:
+    if recorded is None:
+        return None
+    return [
+        name
+        for name in compared
+        if not (
+            digest[name] == recorded[name] if name == "samples" else same_bits(digest[name], recorded[name])
+        )
+    ]
+
+
+def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compared: list[str]) -> ReplayedStep:
+    head = of_ranks[0]
+    recorded = head["recorded"]
+    squares: dict[str, float] = {}
+    for line in of_ranks:
+        for module, square in line["squares"].items():
+            squares[module] = squares.get(module, 0.0) + square
+    batches: dict[int, dict[str, Any]] = {}
+    for batch in (batch for line in of_ranks for batch in line["micro_batches"]):
+        # Ranks that share a copy of the model read the same micro-batches; one of them has the loss.
+        if batch["loss"] is not None or batch["number"] not in batches:
+            batches[batch["number"]] = batch
+    return ReplayedStep(
+        step=head["step"],
+        recorded=None if recorded is None else {**_numbers(recorded), "attempt": recorded["attempt"]},
+        differs=differs,
+        compared=compared,
+        learning_rate=head["learning_rate"],
+        micro_batches=[
+            MicroBatch(
+                number=number, loss=_finite(batch["loss"]), samples=batch["samples"], files=batch["files"]
+            )
+            for number, batch in sorted(batches.items())
+        ],
+        grad_norms={
+            module: _finite(math.sqrt(square) if square >= 0 else square)
+            for module, square in squares.items()
+        },
+        non_finite=_first([line["non_finite"] for line in of_ranks]),
+        **_numbers(head["digest"]),
+    )
+
+
+def _numbers(digest: dict[str, Any]) -> StepNumbers:
+    return StepNumbers(
+        samples=digest["samples"], loss=_finite(digest["loss"]), grad_norm=_finite(digest["grad_norm"])
+    )
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
+    """Return the place of the first micro-batch; one in the backward only if there is no other."""
+    found_places = [place for place in places if place is not None]
+    if not found_places:
+        return None
+    place = min(
+        found_places,
+        key=lambda place: (place["micro_batch"] is None, place["micro_batch"] or 0),
+    )
+    return NonFinite(
+        where=place["where"],
+        micro_batch=place["micro_batch"],
+        module=place["module"],
+        type=place.get("class"),
+        before=place.get("before"),
+        has_finite_weights=place.get("has_finite_weights"),
+    )
+
+
+def _differs(replayed: Replayed) -> bool:
+    return replayed["first_difference"] is not None or any(step["differs"] for step in replayed["steps"])

@@ -1,0 +1,340 @@
+"""``hpc-train replay`` on the ranks: repeats steps of a run from one of its checkpoints and reports on them.
+
+The ranks belong to a separate run folder, which contains ``replay.json``; the replayed run is only read. The
+steps are those of training (``build.train_again``), watched by an observer. Rank r writes a line per step to
+``replay-<r>.jsonl``: its micro-batches and its part of the gradients; rank 0 also the digests.
+
+At the first step with NaN or infinity the replay repeats the forward and backward of that step, with hooks on
+all modules and without compilation, finds the module that computed it, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hpc_train.errors import BadFileError, ExitCode, NonFiniteError
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import committed, read_object
+from hpc_train.run.digests import StepDigest, read_digests
+from hpc_train.run.files import read_json
+from hpc_train.training.build import train_again
+from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.datasets.images import sample_path
+from hpc_train.training.datasets.types import Batch, Tensors
+from hpc_train.training.digests import StepDigests
+from hpc_train.training.rank import Rank
+from hpc_train.training.step import StepObserver, StepResult
+from hpc_train.training.strategies.base import Forward
+from hpc_train.training.strategies.pieces import local_part
+from hpc_train.training.train_state import TrainState
+from hpc_train.training.training_run import Stretch, TrainingRun
+
+
+class _ReplayOverError(Exception):
+    """Ends the replay on all ranks after a step with NaN or infinity."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The content of ``replay.json``: the steps ``first`` to ``last`` are reported, those before compared."""
+
+    run: RunPaths
+    begin: int
+    first: int
+    last: int
+    save_batch: bool
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> _Request:
+        data = read_json(paths.replayed_steps) or {}
+        begin, first, last = (int(data[key]) for key in ("begin", "first", "last"))
+        return cls(RunPaths(Path(data["run"])), begin, first, last, bool(data.get("save_batch")))
+
+
+def replay(rank: Rank) -> ExitCode:
+    """Repeat the steps that ``replay.json`` names; write the ranks' results. Collective.
+
+    Raises BadFileError if the checkpoint is of another model, StorageError if it is damaged.
+    """
+    request = _Request.read(rank.paths)
+    with rank.paths.replay(rank.facts.rank).open("w") as file:
+
+        def observe(run: TrainingRun, state: TrainState) -> StepObserver:
+            return _Observer(run, state, request, file)
+
+        skipped = _skipped(request.run)
+        stretch = Stretch(request.run, request.begin, request.last, skipped, observe)
+        is_done: bool | None = True
+        with suppress(_ReplayOverError, NonFiniteError):  # the observer has reported the step
+            is_done = train_again(rank, stretch)
+    return ExitCode.TRY_AGAIN if is_done is False else ExitCode.DONE
+
+
+def _skipped(run: RunPaths) -> frozenset[int]:
+    """Return the data windows that the run has skipped up to its newest checkpoint.
+
+    A checkpoint before a rollback does not contain the window that the rollback skipped.
+    """
+    for checkpoint in committed(run)[:1]:
+        with suppress(BadFileError, KeyError, TypeError):
+            return frozenset(read_object(checkpoint.state)["extra"]["position"]["skipped"])
+    return frozenset()
+
+
+class _Newest:
+    """Keeps the digest of the newest step, in place of a file."""
+
+    digest: StepDigest | None = None
+
+    def append(self, digests: list[StepDigest]) -> None:
+        """Keep the last one."""
+        self.digest = digests[-1]
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+
+class _Observer(StepObserver):
+    """Writes one rank's results of each step; waits for the device."""
+
+    def __init__(self, run: TrainingRun, state: TrainState, request: _Request, file: TextIO) -> None:
+        rank, ranks = run.rank, run.rank.facts
+        self._run = run
+        self._state = state
+        self._request = request
+        self._file = file
+        self._ranks = ControlGroup(ranks.rank, ranks.world_size, rank.group.control)
+        self._computed = _Newest()
+        self._digests = StepDigests(
+            self._computed if rank.is_first else None, 0, owns_loss=state.strategy.owns_loss, every_steps=1
+        )
+        steps = request.begin + 1, request.last
+        digests = read_digests(request.run.digests, *steps) if rank.is_first else ()
+        self._recorded = {digest.step: digest for digest in digests}
+        #: Micro-batch number → its mean loss.
+        self._losses: dict[int, Tensor] = {}
+        #: Module → the sum of its squared gradients in this rank's part.
+        self._squares: dict[str, float] = {}
+        self._non_finite: dict[str, Any] | None = None
+        self._has_ended = False
+        self._search: _Search | None = None
+
+    @override
+    def loss_computed(self, batch: Batch, loss: Tensor) -> None:
+        if batch.weight > 0:
+            self._losses[batch.number] = loss.detach().clone()
+        if self._search is not None:
+            self._search.end_batch(batch.number)
+
+    @override
+    def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        self._squares = _squares(self._state)
+        self._has_ended = self._ranks.total([int(self._is_non_finite())])[0] > 0
+        if self._has_ended:
+            losses = dict(self._losses)
+            self._non_finite = self._find(batches, forward)
+            self._losses = losses
+
+    def _is_non_finite(self) -> bool:
+        numbers = [float(loss) for loss in self._losses.values()]
+        if not self._run.rank.precision.needs_scaler:  # its scale makes gradients infinite on purpose
+            numbers += self._squares.values()
+        return not torch.tensor([0.0, *numbers], dtype=torch.float64).isfinite().all()
+
+    def _find(self, batches: Sequence[Batch], forward: Forward) -> dict[str, Any] | None:
+        """Repeat forward and backward and return where this rank computed NaN first. Collective."""
+        parameters = self._state.strategy.optimized().values()
+        gradients = [None if value.grad is None else value.grad.clone() for value in parameters]
+        with _Search(self._state.model) as self._search, torch.compiler.set_stance("force_eager"):
+            self._state.strategy.accumulate(batches, forward)
+        place = self._search.first()
+        self._search = None
+        for value, gradient in zip(self._state.strategy.optimized().values(), gradients, strict=True):
+            value.grad = gradient
+        if place is not None:
+            return place
+        bad_losses = [number for number, loss in self._losses.items() if not loss.isfinite()]
+        if bad_losses:
+            return {"where": "loss", "micro_batch": min(bad_losses), "module": None}
+        bad = [module for module, square in self._squares.items() if not square < float("inf")]
+        return {"where": "backward", "micro_batch": None, "module": bad[-1]} if bad else None
+
+    @override
+    def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
+        self._digests.step_done(step, batches, result)
+        self._digests.drain(wait=True)
+        number = step + 1
+        line: dict[str, Any] = {"step": number}
+        if self._run.rank.is_first:
+            line |= {
+                "digest": _as_json(self._computed.digest),
+                "recorded": _as_json(self._recorded.get(number)),
+            }
+        if number >= self._request.first or self._has_ended:
+            line |= {
+                "learning_rate": result.learning_rate,
+                "micro_batches": [self._micro_batch(batch) for batch in batches if batch.weight > 0],
+                "squares": self._squares,
+                "non_finite": self._non_finite,
+            }
+        print(json.dumps(line), file=self._file, flush=True)
+        if self._request.save_batch and (number == self._request.first or self._has_ended):
+            self._save(batches)
+        self._losses = {}
+        if self._has_ended:
+            raise _ReplayOverError
+
+    def _micro_batch(self, batch: Batch) -> dict[str, Any]:
+        loss = self._losses.get(batch.number)
+        files = [sample_path(self._run.source.train, index) for index in batch.indices]
+        return {
+            "number": batch.number,
+            "loss": None if loss is None else float(loss),
+            "samples": batch.indices,
+            "files": [str(file) for file in files if file is not None],
+        }
+
+    def _save(self, batches: Sequence[Batch]) -> None:
+        """Write the micro-batches of all ranks into rank 0's file."""
+        paths, rank = self._run.rank.paths, self._run.rank.facts.rank
+        tensors: dict[str, Tensor] = {}
+        for batch in batches if self._state.strategy.owns_loss else ():
+            if batch.weight > 0:
+                name = f"micro_batch.{batch.number}"
+                tensors[f"{name}.samples"] = torch.tensor(batch.indices, dtype=torch.int64)
+                for part, value in (("inputs", batch.inputs), ("targets", batch.targets)):
+                    tensors |= dict(_named(f"{name}.{part}", value))
+        save_file(tensors, paths.replayed_batch(rank))
+        self._ranks.total([1])  # all have written
+        if self._run.rank.is_first:
+            for other in range(1, self._run.rank.facts.world_size):
+                tensors |= load_file(paths.replayed_batch(other))
+            save_file(tensors, paths.replayed_batch(0))
+
+
+def _as_json(digest: StepDigest | None) -> dict[str, Any] | None:
+    if digest is None:
+        return None
+    numbers = {"loss": digest.loss, "grad_norm": digest.grad_norm, "attempt": digest.attempt}
+    return {"samples": f"{digest.samples:016x}"} | numbers
+
+
+def _named(name: str, value: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a structure by name, such as ``inputs.image`` or ``targets.0``."""
+    if isinstance(value, Tensor):
+        yield name, value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _named(f"{name}.{key}", part)
+    else:
+        for place, part in enumerate(value or ()):
+            yield from _named(f"{name}.{place}", part)
+
+
+@torch.no_grad()
+def _squares(state: TrainState) -> dict[str, float]:
+    """Return module → the sum of its squared gradients in the parts that this rank alone counts."""
+    tensors: dict[str, list[Tensor]] = {}
+    for name, parameter in state.strategy.optimized().items():
+        if parameter.grad is None:
+            continue
+        module = name.rpartition(".")[0]
+        pieces = state.strategy.pieces(parameter.grad, parameter)
+        local = [piece.local for piece in pieces if piece.is_writer and piece.local.numel()]
+        tensors.setdefault(module, []).extend(local)
+    return {
+        module: float(sum(part.double().square().sum() for part in parts))
+        for module, parts in tensors.items()
+    }
+
+
+class _Search:
+    """Records, while it is entered, whether each module's inputs and outputs are finite, in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._handles: list[Any] = []
+        #: Module, whether it is its output, and the flag, of the micro-batch that runs.
+        self._events: list[tuple[str, bool, Tensor]] = []
+        self._place: dict[str, Any] | None = None
+
+    def __enter__(self) -> _Search:
+        for name, module in self._modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                module.register_forward_hook(self._after(name)),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.end_batch(None)
+
+    def _before(self, name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._note(name, (args, kwargs), is_output=False)
+
+        return note
+
+    def _after(self, name: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            self._note(name, output, is_output=True)
+
+        return note
+
+    @torch.no_grad()
+    def _note(self, name: str, value: Any, *, is_output: bool) -> None:
+        flags = [~local_part(tensor).isfinite().all() for tensor in _floating(value)]
+        if flags:
+            self._events.append((name, is_output, torch.stack(flags).any()))
+
+    def end_batch(self, number: int | None) -> None:
+        """Look through the events of a micro-batch; None: of a stage whose micro-batch is not known."""
+        events, self._events = self._events, []
+        if self._place is not None or not events:
+            return
+        flags = torch.stack([flag for _, _, flag in events]).tolist()
+        for (name, is_output, _), is_bad in zip(events, flags, strict=True):
+            if is_bad:
+                self._place = {"micro_batch": number} | self._described(name, is_output=is_output)
+                return
+
+    def _described(self, name: str, *, is_output: bool) -> dict[str, Any]:
+        if not is_output and not name:
+            return {"where": "inputs", "module": None}
+        if not is_output:  # computed by the code of the module that contains it, before it
+            parent = name.rpartition(".")[0]
+            return {"where": "before", "module": parent, "class": self._class(parent), "before": name}
+        parameters = self._modules[name].parameters()
+        finite = all(bool(local_part(value.detach()).isfinite().all()) for value in parameters)
+        return {"where": "output", "module": name, "class": self._class(name), "has_finite_weights": finite}
+
+    def _class(self, name: str) -> str:
+        return type(self._modules[name]).__name__
+
+    def first(self) -> dict[str, Any] | None:
+        """Return the place of the first number that is not finite."""
+        return self._place
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _floating(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _floating(part)

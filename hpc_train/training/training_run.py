@@ -1,0 +1,122 @@
+"""The objects that one rank keeps across rollbacks, and the record of a training that it begins."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpc_train.errors import printable
+from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
+from hpc_train.loggers.metrics_writer import MetricsWriter
+from hpc_train.loggers.threads import start_loggers
+from hpc_train.paths import RunPaths
+from hpc_train.run.digests import DigestsFile
+from hpc_train.run.files import write_json
+from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.training.datasets.base import DataSource
+from hpc_train.training.datasets.sampler import Position
+from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.digests import digests_file
+from hpc_train.training.evaluation_outputs import EvaluationFiles
+from hpc_train.training.flops import FlopRates
+from hpc_train.training.rank import Rank
+from hpc_train.training.step import StepObserver
+from hpc_train.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps of another run that ranks replay, from its checkpoint ``begin`` (0: the start) to ``end``.
+
+    ``skipped``: the data windows that the run skipped. ``observe`` returns the observer of the steps.
+    """
+
+    run: RunPaths
+    begin: int
+    end: int
+    skipped: frozenset[int]
+    observe: Callable[[TrainingRun, TrainState], StepObserver]
+
+
+@dataclass
+class TrainingRun:
+    """The objects that one rank keeps across rollbacks."""
+
+    rank: Rank
+    source: DataSource
+    batches: BatchArithmetic
+    #: None if the first bad sample ends the run.
+    bad_samples: BadSamples | None
+    #: None: train this run.
+    stretch: Stretch | None = None
+    #: On rank 0 only, once training begins.
+    metrics_writer: MetricsWriter | None = None
+    digests: DigestsFile | None = None
+    #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
+    skipped: frozenset[int] = frozenset()
+    #: On rank 0 only, if the model's FLOPs can be counted.
+    flops: FlopRates | None = None
+    #: The step of the last rollback.
+    rolled_back_at: int | None = None
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run whose steps are trained."""
+        return self.rank.paths if self.stretch is None else self.stretch.run
+
+    @property
+    def last_step(self) -> int:
+        """The step after which training ends."""
+        return self.batches.total_steps if self.stretch is None else self.stretch.end
+
+
+def begin_record(run: TrainingRun, step: int) -> None:
+    """Start, or after a rollback continue, rank 0's record of the training."""
+    if run.rank.is_first:
+        EvaluationFiles(run.rank.paths).withdraw(step)
+    if run.metrics_writer is not None:
+        run.metrics_writer.go_back(step)
+    elif run.rank.is_first:
+        run.metrics_writer = MetricsWriter(
+            MetricsFile(run.rank.paths.metrics, step),
+            start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
+            sys.stdout,
+            run.rank.paths.evaluation_images,
+        )
+        run.metrics_writer.begin(step)
+    if run.rank.is_first:
+        run.digests = digests_file(run.rank.experiment, run.rank.device, run.rank.paths, step)
+
+
+def _layout(run: TrainingRun) -> StepLayout:
+    optimization, rank = run.rank.experiment.optimization, run.rank
+    size = optimization.global_batch_size // run.batches.micro_batches
+    ranks, data_ranks = rank.facts.world_size, rank.degrees.data_ranks
+    return StepLayout(optimization.global_batch_size, size, ranks, data_ranks, rank.precision.name)
+
+
+def report_start(run: TrainingRun, train_state: TrainState, position: Position) -> None:
+    """Log the model, the ranks and the steps, on rank 0."""
+    rank = run.rank
+    if not rank.is_first:
+        return
+    if train_state.pretrained is not None and position.step == 0:
+        with suppress(OSError):  # it is in the log, too
+            notice = printable(train_state.pretrained.line())
+            write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
+    _log.info(
+        "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
+        rank.experiment.model.name,
+        train_state.num_parameters,
+        rank.facts.world_size,
+        rank.device,
+        rank.experiment.parallel.strategy,
+        _layout(run),
+        position.step,
+        run.batches.total_steps,
+    )

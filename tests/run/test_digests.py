@@ -1,0 +1,103 @@
+"""``digests.bin``: fixed records, in the order of their steps, of which a damaged one is never used."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError
+from hpc_train.run import digests as module
+from hpc_train.run.digests import RECORD_BYTES, DigestsFile, StepDigest, read_digests
+
+HEADER_BYTES = 16
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "digests.bin"
+
+
+def digest(step: int, attempt: int = 1) -> StepDigest:
+    return StepDigest(
+        step, (step * 0x9E3779B97F4A7C15) % 2**64, 1 / step, None if step % 3 else step / 7, attempt
+    )
+
+
+def write(path: Path, steps: range, resumed_step: int = 0, attempt: int = 1) -> None:
+    file = DigestsFile(path, resumed_step)
+    for begin in range(0, len(steps), 4):  # as training writes them: several at a time
+        file.append([digest(step, attempt) for step in steps[begin : begin + 4]])
+    file.sync()
+    file.close()
+
+
+def test_digests_are_read_as_written(path: Path) -> None:
+    assert list(read_digests(path)) == []
+    write(path, range(1, 100))
+    assert path.stat().st_size == HEADER_BYTES + 99 * RECORD_BYTES
+    assert list(read_digests(path)) == [digest(step) for step in range(1, 100)]
+    for first, last in ((1, 1), (50, 53), (99, 200), (100, 200), (0, 2)):
+        steps = [step for step in range(1, 100) if first <= step <= last]
+        assert [each.step for each in read_digests(path, first, last)] == steps
+
+
+def test_a_resume_withdraws_later_digests(path: Path) -> None:
+    write(path, range(1, 12))
+    write(path, range(8, 10), resumed_step=7, attempt=2)
+    attempts = [(each.step, each.attempt) for each in read_digests(path)]
+    assert attempts == [*((step, 1) for step in range(1, 8)), (8, 2), (9, 2)]
+
+
+def test_a_file_may_begin_late(path: Path) -> None:
+    """A run that an earlier version began has digests from its resume on."""
+    write(path, range(41, 50), resumed_step=40)
+    assert [each.step for each in read_digests(path, 40, 43)] == [41, 42, 43]
+
+
+@pytest.mark.parametrize("place", ["tail", "middle", "header"])
+def test_damage_is_cut_or_omitted(place: str, path: Path) -> None:
+    write(path, range(1, 12))
+    content = bytearray(path.read_bytes())
+    if place == "tail":
+        path.write_bytes(content[:-7])
+        steps = list(range(1, 11))
+    elif place == "middle":
+        content[HEADER_BYTES + 4 * RECORD_BYTES + 17] ^= 1
+        path.write_bytes(content)
+        steps = [1, 2, 3, 4, *range(6, 12)]
+    else:
+        path.write_bytes(b"other" + content[5:])
+        steps = []
+    assert [each.step for each in read_digests(path)] == steps
+    write(path, range(12, 14), resumed_step=11)
+    assert [each.step for each in read_digests(path)] == [*steps, 12, 13]
+    assert (path.stat().st_size - HEADER_BYTES) % RECORD_BYTES == 0
+
+
+def test_a_later_version_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VERSION", 2)
+    write(path, range(1, 3))
+    monkeypatch.setattr(module, "VERSION", 1)
+    with pytest.raises(BadFileError, match="has version 2 and this hpc-train reads 1"):
+        list(read_digests(path))
+
+
+def test_the_size_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_STEP", 5)
+    write(path, range(1, 12))
+    assert path.stat().st_size == HEADER_BYTES + 5 * RECORD_BYTES
+
+
+def test_numbers_are_compared_by_their_bits(path: Path) -> None:
+    one = StepDigest(1, 5, 0.1, 0.2)
+    assert one.differences(StepDigest(1, 5, 0.1, 0.2, attempt=9)) == []
+    assert one.differences(StepDigest(1, 6, math.nextafter(0.1, 1), math.nextafter(0.2, 1))) == [
+        "samples",
+        "loss",
+        "grad_norm",
+    ]
+    assert one.differences(StepDigest(1, 5, 0.1, None)) == [], "the other has none to compare"
+    assert StepDigest(1, 5, 0.0, None).differences(StepDigest(1, 5, -0.0, None)) == ["loss"]
+    assert StepDigest(1, 5, math.nan, None).differences(StepDigest(1, 5, -math.nan, None)) == []
