@@ -29,8 +29,9 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import ProblemLine
+from hpc_train.experiment.plan.stages import load_stages
 from hpc_train.experiment.validate import logging_rules, model_facts
-from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.own_parts import missing_parts
 from hpc_train.experiment.validate.rules import check_start
 from hpc_train.experiment.validate.task_rules import remarks
@@ -78,6 +79,14 @@ FILES = {
     "program": PROGRAM,
     "digits": DIGITS,
     "text": TEXT,
+    "staged": DIGITS
+    + """\
+stages:
+  - optimization: {epochs: 1}
+  - model: {init_from: stage}
+  - evaluate: true
+  - export: weights.safetensors
+""",
     "boxes": DETECTION.replace("text, root: some.txt", "coco, root: coco"),
     "masks": MASKS,
     "gpt": TEXT.replace("{name: gpt}", "{name: gpt, args: {tie_embeddings: false}}"),
@@ -210,7 +219,7 @@ def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator
     overrides = [change for change in others if not change.startswith(words)]
     Path("exp.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     try:
-        loaded = load(Path("exp.yaml"), overrides)
+        loaded = load_stages(Path("exp.yaml"), overrides)[0]
     except BadFileError as error:
         yield from error.problems
         return
