@@ -64,7 +64,7 @@ def test_a_killed_stage_leaves_the_exported_file_bitwise_identical(tmp_path: Pat
     done = command(whole, "submit", staged_file(whole), "--local")
     assert done.code == 0 and states(whole) == ["completed"] * 4, done.err
     tuned, evaluated = stages_below(whole)[1:3]
-    assert json.loads(tuned.run.read_text())["init_from"].endswith("/checkpoints/step-21")
+    assert json.loads(tuned.run.read_text())["init_from"].endswith("/checkpoints/step-00000021")
     (row,) = rows(evaluated, "val")
     assert row == {key: value for key, value in rows(tuned, "val")[-1].items() if key in row}
 

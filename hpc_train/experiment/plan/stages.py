@@ -183,7 +183,8 @@ def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
     """Yield what is wrong with the list of stages, before any of them is read."""
     example = "write a list of files and sections, like [pretrain.yaml, tune.yaml, {export: w.safetensors}]"
     if not isinstance(entries, list) or not entries:
-        yield Problem((STAGES,), f"needs a list of stages, not {shown(entries)}", example, code="stages.list")
+        message = "is empty" if entries == [] else f"needs a list of stages, not {shown(entries)}"
+        yield Problem((STAGES,), message, example, code="stages.list")
         return
     for index, entry in enumerate(entries):
         place: KeyPath = (STAGES, index)
@@ -217,7 +218,7 @@ def _section_problems(place: KeyPath, entry: Mapping[str, Any]) -> Iterator[Prob
         message = f"needs the path of the file to write, not {shown(target)}"
         yield Problem((*place, EXPORT), message, f"write {EXPORT}: weights.safetensors", code="stages.export")
     elif isinstance(target, str) and not Path(target).expanduser().absolute().parent.is_dir():
-        folder = Path(target).expanduser().absolute().parent
+        folder = Path(target).parent
         remedy = "make the folder first, or write another path"
         yield Problem((*place, EXPORT), f"there is no folder {folder}", remedy, code="stages.export")
     if EVALUATE in entry and entry[EVALUATE] is not True:

@@ -280,7 +280,7 @@ def weights_of_a_stage_need_one(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(
             ("model", "init_from"),
             "there is no training stage before this one whose weights it could load",
-            "name this file in `stages` of another file, after that stage; or write a run, or a file of weights",
+            "name this file in `stages` of another file, after that one, or write a run or a file of weights",
         )
 
 
