@@ -62,8 +62,8 @@ class ModelConfig(Section):
     init_from: str | None = None
     """Start from the weights of another run (an id, ``name/id``, a folder or a name: its best checkpoint, or
     without ``checkpoint.best`` its newest), of a file of weights (.safetensors, .pth, .pt, .ckpt, .bin), or
-    of the training stage before this one (``stage``; see ``stages``). A head of another size and what is missing stay random; both are reported. Default: random weights, or
-    ``pretrained``."""
+    of the training stage before this one (``stage``; see ``stages``). A head of another size and what is
+    missing stay random; both are reported. Default: random weights, or ``pretrained``."""
     freeze: list[NamePattern] = []
     """Parameters that are not trained: patterns of their names, like ``"layer1.*"``. What a pattern with a
     leading ``!`` matches is trained (``["*", "!head.*"]``). A BatchNorm layer whose parameters are all frozen

@@ -2,7 +2,7 @@
 
 A stage is a text, the path of a file, or a section of keys that replace those of the rest of the file. A
 section with ``export`` or ``evaluate`` is a program that reads the training stage before it. Which run a
-stage follows is part of its id: another first stage gives other runs of all later ones.
+training stage it reads is part of its id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import KeyPath, Marks, Problem, Source, shown
 from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.plan.sweep import run_id
+from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import STAGES, Loaded, Stage, load_document, read
 from hpc_train.experiment.validate.other_files import instead_of_missing
@@ -84,6 +86,8 @@ class StagedFile:
                 if (first := ids.setdefault(after, index + 1)) != index + 1:
                     message, remedy = f"is the same run as stage {first}", "take one of the two out"
                     problems[self._problem(index, message, remedy, "stages.same-run")] = None
+            if not problems:
+                problems = dict.fromkeys(self._misfits())
         if problems:
             raise BadFileError(list(problems))
         return [self._loaded[index] for index in range(len(self._entries))]
@@ -113,6 +117,25 @@ class StagedFile:
         stage = Stage(index + 1, len(self._entries), after, weights)
         self._loaded[index] = replace(loaded, stage=stage, overrides=self._overrides)
         return self._loaded[index]
+
+    def _misfits(self) -> Iterator[str]:
+        """Yield a line per stage whose model can't load the weights of the training stage before it."""
+        before: Loaded | None = None
+        for _, loaded in sorted(self._loaded.items()):
+            if not isinstance(loaded.experiment, Experiment):
+                continue
+            if (
+                before is not None
+                and loaded.stage
+                and loaded.experiment.model.init_from == loaded.stage.weights
+            ):
+                assert isinstance(before.experiment, Experiment) and before.stage
+                other = before.experiment.model
+                if (misfit := _misfit(loaded.experiment.model, other)) is not None:
+                    message = f"those of stage {before.stage.number}, {other.name}, do not fit: {misfit}"
+                    remedy = "write the model.name and model.args of that stage"
+                    yield loaded.problem("model.init_from", message, remedy, "stages.misfit")
+            before = loaded
 
     def _load_program(self, index: int, program: str, section: dict[str, Any], weights: str | None) -> Loaded:
         """Return the program that exports or evaluates the training stage before it."""
@@ -163,6 +186,34 @@ class StagedFile:
 def name_of(loaded: Loaded) -> str:
     """Return ``name/id`` of the run of a stage."""
     return f"{loaded.experiment.name}/{run_id(loaded.experiment)}"
+
+
+def _misfit(model: ModelConfig, former: ModelConfig) -> str | None:
+    """Return why the weights of ``former`` don't fit ``model``; None if they may, or if this is unknown.
+
+    The ranks check it again. Embeddings are excluded: some models convert those of another image size.
+    """
+    (tensors, head), (former_tensors, _) = (
+        model_facts.tensors(m.name, dict(m.args)) for m in (model, former)
+    )
+    if not tensors or not former_tensors:
+        return None
+    for name, shape in tensors.items():
+        other = former_tensors.get(name, shape)
+        if other != shape and name not in head and "embed" not in name:
+            return f"{name} is {_size(shape)} here and {_size(other)} there"
+    ends = {name[start:] for name in former_tensors for start in _starts(name)}
+    if any(name[start:] in ends and "." in name[start:] for name in tensors for start in _starts(name)):
+        return None
+    return "no tensor has the same name"
+
+
+def _starts(name: str) -> list[int]:
+    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _merged(rest: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
