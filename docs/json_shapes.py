@@ -16,7 +16,7 @@ from hpc_train.cli.doctor import Diagnosis
 from hpc_train.cli.evaluate import Evaluation
 from hpc_train.cli.init import FirstFileJson, Recipes
 from hpc_train.cli.logs import Log
-from hpc_train.cli.plan import PlanJson
+from hpc_train.cli.plan import PlanJson, StagesJson
 from hpc_train.cli.predict import Predictions
 from hpc_train.cli.report import Page
 from hpc_train.cli.run_row import Runs
@@ -31,6 +31,7 @@ SHAPES: dict[str, Any] = {
     "resume": Runs,
     "cancel": Runs,
     "plan": PlanJson,
+    "plan (of stages)": StagesJson,
     "validate": Validation,
     "doctor": Diagnosis,
     "compare": Comparison,

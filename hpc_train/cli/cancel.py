@@ -11,6 +11,7 @@ from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
+from hpc_train.run import stages
 from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
@@ -28,10 +29,13 @@ def cancel(options: CancelOptions) -> ExitCode:
 
 
 def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], list[NoSchedulerError]]:
-    """Cancel the runs and print their status; return the outcomes, and the errors of schedulers that did
-    not answer.
+    """Cancel the runs, and the stages that wait for them, and print their status.
+
+    Return the outcomes, and the errors of schedulers that did not answer.
     """
     codes, errors = [ExitCode.DONE], []
+    following = [run for paths in runs_to_cancel for run in stages.later(paths)]
+    runs_to_cancel = list(dict.fromkeys([*runs_to_cancel, *following]))
     for paths in runs_to_cancel:
         check_run(paths)  # its files name the jobs and processes to end
     names = run_names(runs_to_cancel)

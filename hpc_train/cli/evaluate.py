@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
+from hpc_train.cli.command_line import exit_code_of
 from hpc_train.cli.command_options import EvaluateOptions, RanksOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
@@ -137,3 +140,22 @@ def ranks_folder(folder: Path, experiment: Job, snapshot: Path | None) -> RunPat
     if snapshot is not None:
         link(run, snapshot)
     return run
+
+
+def write_row(run: str, file: str) -> ExitCode:
+    """Evaluate the best checkpoint of a run, else its newest; append the row to ``file``.
+
+    Called by a stage of a file, in its working folder.
+    """
+    code, run_of_ranks = run_ranks("evaluate", EvaluateOptions(runs_and_overrides=[run]), {})
+    if code == ExitCode.DONE:
+        (row,) = evaluation_rows(run_of_ranks.metrics)
+        shutil.rmtree(run_of_ranks.folder.parent)
+        with Path(file).open("a", encoding="utf-8") as rows:
+            rows.write(f"{json.dumps(row)}\n")
+        put(f"step {row['step']}  {in_words(row)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: write_row(*sys.argv[1:])))

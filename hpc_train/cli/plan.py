@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.cli import plan_cost, queue_forecast
 from hpc_train.cli.command_options import PlanOptions
@@ -18,11 +18,12 @@ from hpc_train.cli.preflight import (
     with_found_sizes,
 )
 from hpc_train.cli.searching import next_trials
-from hpc_train.console import columns, put, put_json, say
+from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.prediction import PARTS, StepPrediction, predict
+from hpc_train.experiment.plan.stages import described, load_stages
 from hpc_train.experiment.plan.sweep import describe
 from hpc_train.experiment.topology.degrees import in_words
 from hpc_train.experiment.topology.strategy_traits import traits_of
@@ -113,6 +114,14 @@ class PlanJson(TypedDict):
     jobs: list[queue_forecast.JobForecastJson] | None
 
 
+class StagesJson(TypedDict):
+    """The stages of a file with ``stages``."""
+
+    version: int
+    #: In the order in which they run.
+    stages: list[PlanJson]
+
+
 @dataclass(frozen=True)
 class FullPlan:
     """Everything that ``plan`` shows."""
@@ -136,13 +145,28 @@ class FullPlan:
 @one_child()
 def plan(options: PlanOptions) -> ExitCode:
     """Show the runs that would be started."""
-    full = make_full_plan(options)
+    stages = load_stages(options.file, options.overrides)
+    plans = [make_full_plan(options, loaded) for loaded in stages]
+    if options.as_json and len(plans) > 1:
+        put_json(
+            StagesJson(version=JSON_VERSION, stages=[cast("PlanJson", full.to_json()) for full in plans])
+        )
+    codes = []
+    for full in plans:
+        if full.loaded.stage is not None:
+            say(f"{described(full.loaded)}:")
+        codes.append(_show_full(full, options, is_json=options.as_json and len(plans) == 1))
+    return max(codes)
+
+
+def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCode:
+    """Print the plan of one experiment; return BAD_FILE if the queue would refuse it."""
     lines = full.problems or full.queue.refused or missing_packs(full.loaded)
     for line in lines:
         say(line)
-    if options.as_json:
+    if is_json:
         put_json(full.to_json())
-    else:
+    elif not options.as_json:
         scripts = full.scripts if options.script else ()
         show(full.plan, as_json=False, scripts=scripts, more_columns=full.cost.columns())
         if any(run.parallel for run in full.plan.runs):
@@ -157,9 +181,13 @@ def plan(options: PlanOptions) -> ExitCode:
     return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
 
 
-def make_full_plan(options: PlanOptions) -> FullPlan:
-    """Plan the runs of the file, query the queue, and predict cost and memory."""
-    choice, loaded = LauncherChoice.of(options, starts=False), load(options.file, options.overrides)
+def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPlan:
+    """Plan the runs of the file, query the queue, and predict cost and memory.
+
+    ``loaded``: one of the file's stages; None: the file has none.
+    """
+    loaded = loaded or load(options.file, options.overrides)
+    choice = LauncherChoice.of(options, starts=False)
     launcher, devices = choice.launcher, options.devices
     if devices is None:  # explicit devices need not exist here
         devices = launcher.choose_devices(loaded.experiment, None)

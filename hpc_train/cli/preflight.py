@@ -15,7 +15,7 @@ from hpc_train.cli.command_options import LauncherOptions
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.loading import Loaded
@@ -24,6 +24,7 @@ from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.run import weight_source
 from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.run.found_micro_batch import kept_size
 
@@ -197,7 +198,15 @@ def lacking_parts(loaded: Loaded, plan: Plan) -> list[str]:
 
     A run keeps the weights named now.
     """
-    problems = workload_of(loaded.experiment).missing_code([run.experiment for run in plan.runs], _code_root)
+    jobs = [run.experiment for run in plan.runs]
+    if loaded.stage is not None and loaded.stage.weights is not None:  # they do not exist yet
+        jobs = [
+            weight_source.with_source(job, None)
+            if isinstance(job, Experiment) and job.model.init_from == loaded.stage.weights
+            else job
+            for job in jobs
+        ]
+    problems = workload_of(loaded.experiment).missing_code(jobs, _code_root)
     return list(map(loaded.source.render, problems))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_train.cli.changes import (
@@ -22,6 +22,8 @@ from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
+from hpc_train.cli.stages import follow, say_waiting
+from hpc_train.cli.stages import waiting as stages_that_wait
 from hpc_train.cli.starting import (
     has_saved,
     next_attempt_words,
@@ -89,8 +91,25 @@ def start_again(
     unsaved = [paths for paths in runs if paths not in saved]
     for new_code, group in ((True, unsaved), (False, saved)):
         request = _Request(list(overrides), launcher, devices, new_code)
+        before = [read_status(paths).state for paths in group]
         codes += _resume_batch(launcher, group, request) if group else []
+        codes += _follow(group, before, request)
     return max(codes)
+
+
+def _follow(runs: Sequence[RunPaths], before: Sequence[str], request: _Request) -> list[ExitCode]:
+    """Start the stages that wait for the resumed runs; ``before``: the runs' states before."""
+    request = replace(request, overrides=[])
+
+    def launcher_name(paths: RunPaths) -> str:
+        return request.launcher or last_launcher(paths)
+
+    return follow(
+        runs,
+        before,
+        lambda paths: _resume_batch(launcher_name(paths), [paths], request),
+        lambda paths: load_launcher(launcher_name(paths)).is_queue,
+    )
 
 
 @dataclass(frozen=True)
@@ -144,9 +163,14 @@ def resume_runs(
         options.strict_env,
         options.take_over,
     )
-    codes: list[ExitCode] = []
+    waiting = stages_that_wait(runs)
+    runs = [paths for paths in runs if paths not in waiting]
+    codes = [say_waiting(paths, runs) for paths in waiting]
     for name, group in _batches(runs, request):
+        before = [status.state for status in statuses(group)]
         codes += _resume_batch(name, group, request)
+        if codes[-1] != ExitCode.INTERRUPTED:
+            codes += _follow(group, before, request)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
     return codes, request.refused

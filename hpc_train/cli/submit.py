@@ -15,17 +15,19 @@ from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
-from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_data, say_remarks
+from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, missing_data, say_remarks
 from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
+from hpc_train.cli.stages import start_stages
 from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
-from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.plan.stages import StagedFile
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
@@ -35,7 +37,8 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
 from hpc_train.run.files import in_parallel, remove_folder, sync_folder
 from hpc_train.run.find import is_run, names_of, run_name
-from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, run_facts
+from hpc_train.run.stages import has_begun
 from hpc_train.run.trust import check_experiment_folder
 
 
@@ -62,7 +65,10 @@ def submit_runs(
             "at a time)"
         )
     launcher = choice.launcher
-    loaded = load(options.file, [*options.overrides, *(["profile=true"] if options.profile else [])])
+    file = StagedFile(options.file, [*options.overrides, *(["profile=true"] if options.profile else [])])
+    if file.has_stages:
+        return _start_stages(choice, file, options)
+    (loaded,) = file.load_all()
     folder = ExperimentPaths(runs_root() / loaded.experiment.name)
     if not options.dry_run and os.path.lexists(folder.folder):
         check_experiment_folder(folder)  # in a shared runs folder it may belong to another user and be closed
@@ -73,7 +79,21 @@ def submit_runs(
             finish_submissions(launcher, loaded)
         return ExitCode.DONE, []
     plan = choice.plan(loaded, devices, search.starts if search else None)
-    checked = Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
+    checked = _preflight(choice, loaded, plan, options)
+    if options.dry_run:
+        show(plan, as_json=options.as_json, scripts=checked.scripts)
+    if problems := checked.problems or checked.refused:
+        raise BadFileError(problems)
+    _say_before(choice, loaded)
+    if options.dry_run:
+        return ExitCode.DONE, []
+    again = [trial.run_id for trial in search.again] if search else []
+    return _Submission(choice, loaded, plan, devices, options, again).start_all()
+
+
+def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: SubmitOptions) -> Checked:
+    launcher = choice.launcher
+    return Preflight(launcher, on_this_machine=choice.on_this_machine).of_plan(
         loaded,
         plan,
         budget=lambda: over_budget_lines(loaded, plan, choice.name),
@@ -81,19 +101,43 @@ def submit_runs(
             launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
         ),
     )
-    if options.dry_run:
-        show(plan, as_json=options.as_json, scripts=checked.scripts)
-    if problems := checked.problems or checked.refused:
-        raise BadFileError(problems)
-    if launcher.is_queue:
+
+
+def _say_before(choice: LauncherChoice, loaded: Loaded) -> None:
+    """Print what is valid in a file but may be a mistake."""
+    if choice.launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
+
+
+def _start_stages(
+    choice: LauncherChoice, file: StagedFile, options: SubmitOptions
+) -> tuple[ExitCode, list[RunPaths]]:
+    """Check all stages of the file, then start them, one after the other."""
+    if options.jobs > 1:
+        raise UsageError("--jobs: stages run one after the other; omit it")
+    stages, launcher = file.load_all(), choice.launcher
+    devices = [_devices(launcher, loaded, options) for loaded in stages]
+    plans = [choice.plan(loaded, number) for loaded, number in zip(stages, devices, strict=True)]
+    checks = [_preflight(choice, *pair, options) for pair in zip(stages, plans, strict=True)]
+    if options.dry_run:
+        whole = Plan(plans[0].name, [run for plan in plans for run in plan.runs])
+        scripts = [script for checked in checks for script in checked.scripts]
+        show(whole, as_json=options.as_json, scripts=scripts)
+    if problems := [line for checked in checks for line in checked.problems or checked.refused]:
+        raise BadFileError(list(dict.fromkeys(problems)))
+    for loaded in stages:
+        _say_before(choice, loaded)
     if options.dry_run:
         return ExitCode.DONE, []
-    again = [trial.run_id for trial in search.again] if search else []
-    return _Submission(choice, loaded, plan, devices, options, again).start_all()
+
+    def submission(index: int, loaded: Loaded) -> _Submission:
+        plan = choice.plan(loaded, devices[index])
+        return _Submission(choice, loaded, plan, devices[index], options, [])
+
+    return start_stages(launcher, file, len(stages), submission)
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -141,6 +185,8 @@ class _Submission:
         self._folder = ExperimentPaths(runs_root() / plan.name)
         #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
         self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}
+        #: Each run's folder, and whether it is new, once created.
+        self._folders: list[tuple[RunPaths, bool]] | None = None
         self._snapshot: Path | None = None
         self._surroundings: Surroundings | None = None
         self._slots: Slots | None = None
@@ -185,20 +231,41 @@ class _Submission:
         new: list[tuple[RunPaths, PlannedRun]] = []
         existing: list[tuple[RunPaths, PlannedRun]] = []
         with self._launcher.submitting(self._folder):
-            self._take_snapshot()
-            for run, (folder, is_new) in zip(batch, self._create_all(batch), strict=True):
-                if not is_new and not self._options.new:
-                    existing.append((self._again.get(run.id) or _existing_run(folder, run), run))
-                    self._runs.append(existing[-1][0])
-                    continue
-                paths = folder if is_new else self._create_beside(folder, run)
-                new.append((paths, run))
+            for run, (paths, is_new) in zip(batch, self._folders_of(batch), strict=True):
+                (new if is_new else existing).append((paths, run))
                 self._runs.append(paths)
             if new:
                 if len(self._plan.runs) == 1 and not self._options.new:
                     _say_shorter(*new[0])
                 self._start_new(new)
         self._handle_existing(existing)
+
+    def create(self) -> RunPaths:
+        """Create the plan's only run, unless it exists, before it is started; not for a queue."""
+        self._folders = self._folders_of(self._plan.runs)
+        return self._folders[0][0]
+
+    def _folders_of(self, runs: Sequence[PlannedRun]) -> list[tuple[RunPaths, bool]]:
+        """Create the runs; return the folder of each, and False if it existed."""
+        if self._folders is not None:
+            return self._folders
+        self._take_snapshot()
+        folders = []
+        for run, (folder, is_new) in zip(runs, self._create_all(runs), strict=True):
+            if is_new:
+                folders.append((folder, True))
+            elif self._options.new:
+                folders.append((self._create_beside(folder, run), True))
+            else:
+                existing = self._again.get(run.id) or _existing_run(folder, run)
+                folders.append((existing, self._is_waiting_here(existing)))
+        return folders
+
+    def _is_waiting_here(self, paths: RunPaths) -> bool:
+        """Return True for a stage that an earlier command has created and not started."""
+        facts = run_facts(paths)
+        is_ours = not self._launcher.is_queue and facts.get("launcher") == self._name
+        return is_ours and bool(facts.get("stage")) and not has_begun(paths)
 
     def _take_snapshot(self) -> None:
         """Read the code that all runs share, once, after the leftovers of killed commands are removed."""
@@ -241,6 +308,7 @@ class _Submission:
             origin=origin,
             values=run.values,
             layout=run.layout,
+            stage=self._loaded.stage,
         )
 
     def _make_free(self, paths: RunPaths) -> None:

@@ -23,6 +23,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
 from hpc_train.experiment.data_facts.by_name import data_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
+from hpc_train.experiment.plan.stages import described, load_stages
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.experiment.workload import workload_of
@@ -86,32 +87,36 @@ def validate(options: ValidateOptions) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
     file, overrides = options.file, options.overrides
     if not options.as_json:
-        loaded, plan, count = _checked(file, overrides)
-        say(f"{file}: fine: {counted(count, 'run')} of {plan.name}")
-        say_layouts(plan.runs)
-        say_remarks(loaded)
+        checked, count = _checked(file, overrides)
+        for loaded, plan in checked:
+            stage = f"{described(loaded)}: " if loaded.stage else ""
+            of = f"{counted(1 if stage else count, 'run')} of {plan.name}"
+            say(f"{file}: {stage}fine: {of}")
+            say_layouts(plan.runs)
+            say_remarks(loaded)
         return ExitCode.DONE
     answer = Validation(version=JSON_VERSION, file=str(file), name=None, runs=None, problems=[], codes=[])
     try:
-        loaded, plan, count = _checked(file, overrides)
+        checked, count = _checked(file, overrides)
     except BadFileError as error:
         codes = [getattr(line, "code", "other") for line in error.problems]
         put_json(answer | {"problems": error.problems, "codes": codes})
         return error.exit_code
-    put_json(answer | {"name": plan.name, "runs": count})
-    say_remarks(loaded)
+    put_json(answer | {"name": checked[0][1].name, "runs": count})
+    for loaded, _ in checked:
+        say_remarks(loaded)
     return ExitCode.DONE
 
 
-def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
-    """Return a file that ``submit`` would accept, its plan, and its number of runs.
+def _checked(file: Path, overrides: Sequence[str]) -> tuple[list[tuple[Loaded, Plan]], int]:
+    """Return the stages of a file that ``submit`` would accept, with their plans, and the number of runs.
 
     Raises BadFileError with all problems.
     """
-    loaded = load(file, overrides)
-    plan = submittable(LauncherChoice.of(LauncherOptions()), loaded)
-    search = loaded.experiment.sweep.search
-    return loaded, plan, search.trials if search else len(plan.runs)
+    choice = LauncherChoice.of(LauncherOptions())
+    checked = [(loaded, submittable(choice, loaded)) for loaded in load_stages(file, overrides)]
+    search = checked[0][0].experiment.sweep.search
+    return checked, search.trials if search else sum(len(plan.runs) for _, plan in checked)
 
 
 def schema(options: SchemaOptions) -> ExitCode:

@@ -20,6 +20,7 @@ from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import current_status, effective_recovery, records
 from hpc_train.registry import refusing_exit
+from hpc_train.run import stages
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
@@ -96,7 +97,8 @@ class FollowingLauncher:
         """Claim the run's next attempt and pass it to the plug-in; return how it ended.
 
         Changes to the run happen after the claim, so that a command that comes too late changes nothing.
-        Raises TryAgainError in that case, UntrustedError if another user could have written the run's files.
+        Raises TryAgainError in that case, or if a stage waits for another run; UntrustedError if another user
+        could have written the run's files.
         """
         from hpc_train.run.create import effective_experiment  # the schema, which `status` does without
 
@@ -104,11 +106,13 @@ class FollowingLauncher:
         paths, number = run.paths, run.after + 1
         assert self.plugin is not None, "loaded to start runs"
         check_run(paths)
+        stages.check_may_begin(paths)
         if not claim_exactly(paths, number, self.name):
             name = run_name(paths)
             raise TryAgainError(f"{name}: another command has just started it; see `hpc-train status`")
         try:
             run.prepare(number)
+            stages.note_weights(paths)
             facts = read_json(paths.run)
             if facts is not None and facts.get("launcher") != self.name:
                 write_json(paths.run, facts | {"launcher": self.name}, sync=True)

@@ -26,6 +26,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.liveness import lives, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, run_facts, write_status
+from hpc_train.run.stages import waiting_words
 
 
 def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
@@ -115,6 +116,8 @@ def current_status(paths: RunPaths) -> RunStatus:
     status = read_status(paths)
     if status.state not in {"pending", "running"}:
         return status
+    if status.state == "pending" and (words := waiting_words(paths)) is not None:
+        return replace(status, reason=words)
     if (silence := _silence(paths)) is not None:
         return replace(status, state="failed", reason=silence)
     if not _is_orphaned(paths):

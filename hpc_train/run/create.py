@@ -13,9 +13,10 @@ from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.experiment.plan.input_files import other_inputs
 from hpc_train.experiment.plan.sweep import content_hash
 from hpc_train.experiment.topology.batch_arithmetic import StepLayout
+from hpc_train.experiment.validate.loading import Stage
 from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
-from hpc_train.run import frozen_experiment
+from hpc_train.run import frozen_experiment, weight_source
 from hpc_train.run.attempts import exit_codes, newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
 from hpc_train.run.code.work_tree import commit_of
@@ -65,13 +66,15 @@ def create_run(
     origin: Origin | None = None,
     values: Mapping[str, Any] | None = None,
     layout: StepLayout | None = None,
+    stage: Stage | None = None,
 ) -> bool:
     """Create the run's folder atomically. Returns False if it exists.
 
     Everything except the folder's own entry is then on disk: the caller syncs the experiment's folder once
     for all runs. ``snapshot`` and ``surroundings``: the code that the run uses; None: they are read here.
-    ``values``: the swept keys and their values. ``layout``: the planned layout of a step. Raises
-    UntrustedError if another user could replace the run.
+    ``values``: the swept keys and their values. ``layout``: the planned layout of a step.
+    ``stage``: its place among the stages of its file. Raises UntrustedError if another user could replace the
+    run.
     """
     if paths.folder.exists():
         return False
@@ -85,8 +88,10 @@ def create_run(
             "values": dict(values or {}),
             "ranks": layout.ranks if layout else None,
             "step": layout.to_json() if layout else None,
-            **_input_facts(experiment),
+            **_input_facts(experiment, stage.weights if stage else None),
         }
+        if stage is not None:
+            facts["stage"] = asdict(stage)
         write_new(temporary.run, json_text(facts))
         if snapshot is not None:
             snapshots.link(temporary, snapshot)
@@ -96,8 +101,13 @@ def create_run(
     return create_folder(paths.folder, fill, mode=0o700, syncs_parent=False)
 
 
-def _input_facts(experiment: Job) -> dict[str, Any]:
-    """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if weights are missing."""
+def _input_facts(experiment: Job, stage_weights: str | None) -> dict[str, Any]:
+    """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if weights are missing.
+
+    ``stage_weights``: the run whose weights ``stages.note_weights`` adds once they exist; else None.
+    """
+    if isinstance(experiment, Experiment) and stage_weights == experiment.model.init_from:
+        experiment = weight_source.with_source(experiment, None)
     return workload_of(experiment).input_facts(experiment)
 
 
@@ -178,7 +188,10 @@ def note_inputs(paths: RunPaths, experiment: Job, *, has_saved: bool) -> None:
         now = workload_of(experiment).inputs_now(experiment, None)
         facts: dict[str, Any] = {"inputs": {**now, **(run.get("inputs") or {})}}
     else:
-        facts = _input_facts(experiment)
+        stage_weights = (run.get("stage") or {}).get("weights")
+        facts = _input_facts(experiment, stage_weights)
+        if stage_weights is not None and run.get("init_from") is not None:  # noted at its first start
+            facts = {"inputs": {**(run.get("inputs") or {}), **facts["inputs"]}}
     if any(run.get(key) != value for key, value in facts.items()):
         write_json(paths.run, run | facts, sync=True)
 

@@ -71,6 +71,7 @@ _RUN = {
     "changes": dict[Number, list[str]] | None,
     "extends": dict[str, str | int] | None,
     "extended_by": list[str] | None,
+    "stage": dict[str, str | int | None] | None,
 }
 _SUBMISSION = {
     "token": str,

@@ -29,8 +29,9 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import ProblemLine
+from hpc_train.experiment.plan.stages import load_stages
 from hpc_train.experiment.validate import logging_rules, model_facts
-from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.own_parts import missing_parts
 from hpc_train.experiment.validate.rules import check_start
 from hpc_train.experiment.validate.task_rules import remarks
@@ -78,6 +79,14 @@ FILES = {
     "program": PROGRAM,
     "digits": DIGITS,
     "text": TEXT,
+    "staged": DIGITS
+    + """\
+stages:
+  - optimization: {epochs: 1}
+  - model: {init_from: stage}
+  - evaluate: true
+  - export: weights.safetensors
+""",
     "boxes": DETECTION.replace("text, root: some.txt", "coco, root: coco"),
     "masks": MASKS,
     "gpt": TEXT.replace("{name: gpt}", "{name: gpt, args: {tie_embeddings: false}}"),
@@ -131,13 +140,21 @@ FACTS: dict[str, dict[str, Any]] = {
         "most_stages": 12,
     },
 }
+#: Tensors of models, as the child process reports them.
+TENSORS: dict[str, dict[str, Any]] = {
+    "timm/test_resnet": {"tensors": {"layer1.conv1.weight": [16, 16], "fc.weight": [10, 16]}, "head": []},
+    "timm/resnet50": {"tensors": {"layer1.conv1.weight": [64, 16], "fc.weight": [10, 16]}, "head": []},
+    "timm/vit": {"tensors": {"blocks.0.attn.weight": [16, 16]}, "head": []},
+}
 
 
 def answer(question: str | None) -> dict[str, Any]:
     """Answer as the child process does that imports timm, torchvision and smp."""
     if question is None:
         return NAMES
-    name, args, *size = json.loads(question)
+    if isinstance(words := json.loads(question), dict):
+        return TENSORS.get(words["tensors"][0], {})
+    name, args, *size = words
     facts = FACTS.get(name, {})
     if "attn_drop_rate" in args:
         facts = facts | {"dropout_key": "model.args.attn_drop_rate"}
@@ -210,7 +227,7 @@ def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator
     overrides = [change for change in others if not change.startswith(words)]
     Path("exp.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     try:
-        loaded = load(Path("exp.yaml"), overrides)
+        loaded = load_stages(Path("exp.yaml"), overrides)[0]
     except BadFileError as error:
         yield from error.problems
         return

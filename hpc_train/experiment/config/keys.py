@@ -32,6 +32,7 @@ NOT_IDENTITY = (
     "checkpoint",
     "recovery",
     "sweep",
+    "stages",
     "data.root",
     "data.cache",
     "data.cache_pixels",

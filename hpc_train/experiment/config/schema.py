@@ -224,6 +224,11 @@ class Job(Section):
     slurm: SlurmConfig | None = None
     environment: EnvironmentConfig = EnvironmentConfig()
     sweep: SweepConfig = SweepConfig()
+    stages: list[str | dict[str, Any]] = []
+    """Runs that start one after the other, each once the former has completed: files, relative to this one,
+    or sections of keys that differ from the rest of this file. ``export: PATH`` writes the weights of the
+    training stage before it, ``evaluate: true`` evaluates its best checkpoint. Default: one stage, the file.
+    """
     logging: LoggingConfig = LoggingConfig()
 
 

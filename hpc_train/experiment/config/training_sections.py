@@ -43,6 +43,10 @@ class LoraConfig(Section):
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
 
 
+#: Value of ``model.init_from``: the weights of the training stage before this one.
+OF_STAGE = "stage"
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -57,9 +61,9 @@ class ModelConfig(Section):
     here."""
     init_from: str | None = None
     """Start from the weights of another run (an id, ``name/id``, a folder or a name: its best checkpoint, or
-    without ``checkpoint.best`` its newest) or of a file of weights (.safetensors, .pth, .pt, .ckpt, .bin).
-    A head of another size and what is missing stay random; both are reported. Default: random weights, or
-    ``pretrained``."""
+    without ``checkpoint.best`` its newest), of a file of weights (.safetensors, .pth, .pt, .ckpt, .bin), or
+    of the training stage before this one (``stage``; see ``stages``). A head of another size and what is
+    missing stay random; both are reported. Default: random weights, or ``pretrained``."""
     freeze: list[NamePattern] = []
     """Parameters that are not trained: patterns of their names, like ``"layer1.*"``. What a pattern with a
     leading ``!`` matches is trained (``["*", "!head.*"]``). A BatchNorm layer whose parameters are all frozen

@@ -26,7 +26,13 @@ from hpc_train.experiment.config.keys import (
     replaced,
     split_key,
 )
-from hpc_train.experiment.config.marked_yaml import GIVEN_TWICE, MAX_BYTES, read_document, read_value
+from hpc_train.experiment.config.marked_yaml import (
+    GIVEN_TWICE,
+    MAX_BYTES,
+    Document,
+    read_document,
+    read_value,
+)
 from hpc_train.experiment.config.problems import (
     COMMAND_LINE,
     KeyPath,
@@ -39,13 +45,29 @@ from hpc_train.experiment.config.problems import (
 )
 from hpc_train.experiment.config.schema import Job, kind_of
 from hpc_train.experiment.config.sweep_sections import SWEPT
+from hpc_train.experiment.config.training_sections import OF_STAGE
 from hpc_train.experiment.validate import rules
 from hpc_train.experiment.validate.other_files import instead_of_missing, why_not_yaml
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
 JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
+#: The key of a file that has several experiments, which ``plan.stages`` reads.
+STAGES = "stages"
 #: Parts of ``sweep`` with distributions instead of values.
 _DRAWN = ("random", "search")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The place of an experiment among the stages of a file; ``stage`` of ``run.json``."""
+
+    #: From 1.
+    number: int
+    of: int
+    #: ``name/id`` of the run whose completion it waits for; None: the first stage.
+    after: str | None = None
+    #: ``name/id`` of the training stage before it, whose weights it may load; None if there is none.
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,8 @@ class Loaded:
     check_names: bool = True
     #: ``KEY=VALUE`` of the command line.
     overrides: tuple[str, ...] = ()
+    #: None: the file has no stages.
+    stage: Stage | None = None
 
     @property
     def source_name(self) -> str:
@@ -97,13 +121,40 @@ def load(
     ``path`` may also be the content of a file; its problems have no position. Raises BadFileError with all
     problems. ``check_names``: also look up names of timm and torchvision.
     """
-    is_file = isinstance(path, Path)
-    document = read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
-    problems = document.problems
+    return load_document(
+        read(path), str(path) if isinstance(path, Path) else "", overrides, check_names=check_names
+    )
+
+
+def read(path: Path | Mapping[str, Any]) -> Document:
+    """Return the content of a file, or of a mapping, before it is checked. Raises BadFileError."""
+    return read_document(_content(path) if isinstance(path, Path) else _as_yaml(path))
+
+
+def load_document(
+    document: Document,
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    check_names: bool = True,
+    weights: str | None = None,
+) -> Loaded:
+    """Check a document with the ``KEY=VALUE`` overrides. ``name``: of the file, for messages.
+
+    ``weights``: the run that ``model.init_from: stage`` means. Raises BadFileError with all problems.
+    """
+    problems = list(document.problems)
     data = {} if document.data is None else document.data
     data, changed, bad_overrides = _overridden(data, overrides)
     problems += bad_overrides
-    source = Source(str(path) if is_file else "", document.marks, frozenset(changed))
+    source = Source(name, document.marks, frozenset(changed))
+    if data.get(STAGES):
+        message = "has several runs, and this command reads one experiment"
+        remedy = "use validate, plan and submit with this file, or give the file of one of its stages"
+        raise BadFileError([source.render(Problem((STAGES,), message, remedy, code="stages.one-experiment"))])
+    model = data.get("model")
+    if weights is not None and isinstance(model, dict) and model.get("init_from") == OF_STAGE:
+        data = replaced(data, ("model", "init_from"), weights)
     experiment = None
     if document.data is not None:
         experiment, value_problems = _judge(

@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 #: From a cold network disk torch alone takes a minute.
 CHILD_LIMIT_S = 180
 #: The functions that list names and inspect models.
-_NAMES, _FACTS = (
+_NAMES, _FACTS, _TENSORS = (
     "hpc_train.training.models.names:list_names",
     "hpc_train.training.strategies.model_facts:answer",
+    "hpc_train.training.strategies.model_facts:tensors",
 )
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
 #: The providers whose models the child can build.
@@ -77,6 +78,14 @@ def facts(name: str, args: dict[str, Any], image_size: int | Sequence[int] | Non
     return _answer(json.dumps([name, args] if image_size is None else [name, args, image_size]))
 
 
+def tensors(name: str, args: dict[str, Any]) -> tuple[dict[str, list[int]], frozenset[str]]:
+    """Return the shapes of a model's tensors by name, and the names of its head; empty if unknown."""
+    if not is_listed(name):
+        return {}, frozenset()
+    facts_of_model = _answer(json.dumps({"tensors": [name, args]}))
+    return facts_of_model.get("tensors", {}), frozenset(facts_of_model.get("head", ()))
+
+
 def forget_answers() -> None:
     """Clear the cache of this process, not the one on disk."""
     _answer.cache_clear()
@@ -91,7 +100,9 @@ _checked: dict[str, list[str] | None] = {}
 
 @cache
 def _answer(question: str | None) -> dict[str, Any]:
-    """Return the facts about a model, ``[name, args]`` in JSON; if None, the available names."""
+    """Return the facts about a model, ``[name, args]`` in JSON, or those of ``tensors``; if None, the
+    available names.
+    """
     versions = [f"{package} {_version(package)}" for package in _PACKAGES]
     digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
     file = cache_folder() / f"names-{digest[:20]}.json"
@@ -121,6 +132,8 @@ def _read(file: Path) -> dict[str, Any] | None:
 def _ask(question: str | None) -> dict[str, Any]:
     """Return the child's answer; empty if there is none in time."""
     function, arguments = (_NAMES, []) if question is None else (_FACTS, json.loads(question))
+    if isinstance(arguments, dict):
+        function, arguments = _TENSORS, arguments["tensors"]
     try:
         with one_child() as child:
             answer = child.call(function, *arguments, limit_s=CHILD_LIMIT_S)

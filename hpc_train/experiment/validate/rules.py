@@ -13,7 +13,7 @@ from operator import attrgetter
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import KeyPath, Problem, is_clean
 from hpc_train.experiment.config.schema import Experiment, Job
-from hpc_train.experiment.config.training_sections import WEIGHT_FILES
+from hpc_train.experiment.config.training_sections import OF_STAGE, WEIGHT_FILES
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.image_facts import not_for_masks, only_for_masks
 from hpc_train.experiment.topology.batch_arithmetic import (
@@ -271,6 +271,17 @@ def weights_come_from_one_place(experiment: Experiment) -> Iterator[Problem]:
     """A model starts from one set of weights."""
     if experiment.model.init_from is not None and experiment.model.pretrained is not False:
         yield Problem(("model", "init_from"), "has no effect beside model.pretrained", "take one of them out")
+
+
+@rule("weights.no-stage", "model.init_from")
+def weights_of_a_stage_need_one(experiment: Experiment) -> Iterator[Problem]:
+    """Only a stage of a file, after a training stage, can start from the weights of a stage."""
+    if experiment.model.init_from == OF_STAGE:
+        yield Problem(
+            ("model", "init_from"),
+            "there is no training stage before this one whose weights it could load",
+            "name this file in `stages` of another file, after that one, or write a run or a file of weights",
+        )
 
 
 @rule("compile.nondeterministic", "compile", "deterministic", "device")

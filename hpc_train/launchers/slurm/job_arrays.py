@@ -31,10 +31,13 @@ from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.submission import Batch, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.history import nodes_to_exclude
-from hpc_train.run.attempts import newest_number
+from hpc_train.run import stages
+from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import remove_folder, write_text
+from hpc_train.run.find import run_name
+from hpc_train.run.run_status import run_facts
 
 #: Measured: with four idle nodes Slurm takes 1.4 s to evaluate a job after its release; a busy site longer.
 _REASON_LOOKS = 2
@@ -179,7 +182,8 @@ def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]
         slurm = run.experiment.slurm
         assert slurm is not None
         shape = options.shape(run.experiment, _profile(slurm.profile, run.problem))
-        likeness = (shape, snapshot.link_target(run.paths), tuple(nodes_to_exclude(run.paths)))
+        excluded = tuple(nodes_to_exclude(run.paths))
+        likeness = (shape, snapshot.link_target(run.paths), excluded, _dependency(run.paths))
         alike.setdefault(likeness, []).append(run)
     return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
 
@@ -230,6 +234,20 @@ def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Bat
     return _batch(paths, runs, on_any_node=True)
 
 
+def _dependency(paths: RunPaths) -> str | None:
+    """Return the job whose success the run's job waits for, as ``afterok:12``; None unless it is a stage.
+
+    A requeued job keeps its id. ``resume`` submits the stages after a run again, since its job is new.
+    """
+    before = stages.former(paths)
+    if before is None or stages.waiting_words(paths) is None:
+        return None
+    jobs = job_ids(run_facts(before))
+    if not jobs:
+        raise BadFileError(f"{run_name(paths)}: waits for {run_name(before)}, which has no job of Slurm")
+    return f"afterok:{jobs[-1]}"
+
+
 def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node: bool = False) -> Batch:
     """Return the script of the runs' job; runs that do not exist yet have no code."""
     run = runs[0]
@@ -243,6 +261,7 @@ def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node:
         max_parallel=_throttle(runs),
         exclude=[] if on_any_node else list(nodes_to_exclude(run.paths)),
         problem=run.problem,
+        dependency=_dependency(run.paths),
     )
 
 
@@ -358,6 +377,8 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
         assert batch is not None
         if "," in str(batch.parameters.get("partition")):
             continue
+        if stages.former(run.paths) is not None:  # it may have failed meanwhile: `resume` submits this again
+            reasons = reasons - {"DependencyNeverSatisfied"}
         problems = [
             problem
             for reason in sorted(reasons)

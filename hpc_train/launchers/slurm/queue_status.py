@@ -49,6 +49,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
+from hpc_train.run.stages import waiting_words as stage_words
 
 #: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
 #: Slurm may be about to requeue the ended job. Assumed.
@@ -190,6 +191,8 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     status, submissions = folder.status, submissions or Submissions()
     if folder.job is None and status.state in GOING_ON:
         return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
+    if status.state == "pending" and not folder.is_cancelled and (words := stage_words(folder.paths)):
+        return replace(status, reason=words)
     if job is not None and not submissions.made(folder.paths, job):
         job = JobState(job.job, FORGOTTEN)  # Slurm has given its number to another job
     if job is not None and job.state == ELSEWHERE and status.state in GOING_ON:

@@ -68,12 +68,13 @@ def batch(
     held: bool = True,
     exclude: Sequence[str] = (),
     problem: Callable[[str, str, str], str] | None = None,
+    dependency: str | None = None,
 ) -> Batch:
     """Return the batch script for runs of one shape; nothing is written, Slurm is not queried.
 
     ``search_path``: the start of the ranks' path. ``exclude``: nodes, in addition to the file's. ``problem``:
-    the experiment file's own text for ``file:line:col``. Raises BadFileError for the profile, UsageError for
-    paths that no script can contain.
+    the experiment file's own text for ``file:line:col``. ``dependency``: in addition to the file's. Raises
+    BadFileError for the profile, UsageError for paths that no script can contain.
     """
     slurm = experiment.slurm
     assert slurm is not None
@@ -89,6 +90,8 @@ def batch(
         experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
+    if dependency is not None:
+        parameters["dependency"] = ",".join(filter(None, (dependency, slurm.dependency)))
     parameters["setup"] = rendered(
         "setup.sh.j2", _setup(submission, experiment, profile, python, search_path)
     )

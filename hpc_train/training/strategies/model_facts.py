@@ -16,6 +16,7 @@ from hpc_train.training.models.base import UnknownArgumentError
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.splitting import most_stages
+from hpc_train.training.models.weights import head_keys
 from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.training.strategies.tensor_layers import numbers_shared, shareable_in
 
@@ -51,6 +52,19 @@ def facts(name: str, args: dict[str, Any], image_size: ImageSize | None = None) 
         model = build_model(ModelConfig(name=name, args=args), info)
     result = {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
     return result if image_size is None else result | _facts_of_size(name, model, image_size)
+
+
+def tensors(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return the shapes of the model's weights and buffers by name, and in ``head`` the names of its head.
+
+    The size of the head is arbitrary. Raises BadFileError if there is no such model.
+    """
+    values = (0.5,) * _CHANNELS
+    info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
+    with torch.device("meta"):
+        model = build_model(ModelConfig(name=name, args=args), info)
+    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if tensor.ndim}
+    return {"tensors": shapes, "head": sorted(head_keys(model))}
 
 
 def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[str, Any]:
