@@ -19,6 +19,7 @@ from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
+from hpc_train.recovery.history import records
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
@@ -46,7 +47,7 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import BadSampleCount, Cadence, Saves, Trainer
+from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -72,6 +73,8 @@ class _Run:
     bad_samples: BadSamples | None
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
+    #: On rank 0 only, of ``checkpoint.every: auto``.
+    interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
     skipped: frozenset[int] = frozenset()
     #: On rank 0 only, if the model's FLOPs can be counted.
@@ -192,6 +195,9 @@ def _trainer(
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )
+    if config.checkpoint.every is not None and rank.events is not None and run.interval is None:
+        earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
+        run.interval = AutoInterval(rank.events, earlier)
     return Trainer(
         state=train_state,
         forward=forward,
@@ -214,6 +220,7 @@ def _trainer(
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
+        interval=run.interval,
     )
 
 
@@ -350,6 +357,8 @@ def _saves(
         return facts | selection.extra()
 
     def on_saved(save: Save) -> None:
+        if run.interval is not None:
+            run.interval.saved(save.stall_s)
         if rank.events is not None:
             rank.events.saved(save.duration_s, save.stall_s)
         if run.metrics_writer is not None:
