@@ -55,9 +55,11 @@ class SaveInterval:
             lost = counted(self.interruptions, "interruption")
             reasons.append(f"{lost}, one per M = {self.mtbf_s / 3600:.2g} h of training")
         optimum = _optimum_s(self.stall_s, self.mtbf_s)
+        if self.stall_s is not None and self.mtbf_s is None:
+            reasons.append("no interruption so far")
         if optimum is None:
-            missing = "save" if self.stall_s is None else "interruption"
-            reasons.append(f"assumed until a {missing} has been measured")
+            is_default = self.every_s == _DEFAULT_S
+            reasons.append("the default" if is_default else "Young's √(2·C·M) with the time so far as M")
         elif optimum != self.every_s:
             reasons.append(f"Young's √(2·C·M) is {rounded(optimum / 60)} min; bounds 1 and 60 min")
         else:

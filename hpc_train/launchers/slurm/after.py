@@ -102,7 +102,8 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         recovery = effective_recovery(job.paths, number)
         spent = used_gpu_hours(job.paths, final)
         attempts = [*job.earlier(number), final]
-        if diagnosis.cause != "interrupted":
+        # In the user's own allocation only restarts in place have a budget.
+        if not job.is_allocation or diagnosis.cause in budgets.CRASHES:
             diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
         may_stay = budgets.may_stay(attempts, recovery) and _can_stay(job, final, diagnosis, environ)
         if job.is_allocation:
