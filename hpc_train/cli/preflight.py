@@ -70,8 +70,8 @@ class LauncherChoice:
 
 def allocation_of(options: LauncherOptions) -> str:
     """Return the launcher of ``--here``. Raises UsageError if another option selects another launcher."""
-    given = {"--local": options.local, "--devices": options.devices, "--launcher": options.launcher}
-    for option, value in given.items():
+    others = {"--local": options.local, "--devices": options.devices, "--launcher": options.launcher}
+    for option, value in others.items():
         if value not in (False, None):
             raise UsageError(f"--here and {option} exclude each other; use one of them")
     return ALLOCATION

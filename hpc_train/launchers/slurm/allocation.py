@@ -217,7 +217,7 @@ def _batch(
         problem=run.problem,
     )
     per_node = ranks_on_each_node(slurm)
-    own = [
+    options = [
         # A shell that srun started holds the job's cores in a step of its own.
         "--overlap",
         f"--job-name={scancel.step_name(run.paths)}",
@@ -227,7 +227,7 @@ def _batch(
         f"--ntasks-per-node={per_node}",
         *([f"--gres=gpu:{slurm.gpus_per_node}"] if slurm.gpus_per_node else []),
     ]
-    parameters = batch.parameters | {"srun_args": [*batch.parameters["srun_args"], *own]}
+    parameters = batch.parameters | {"srun_args": [*batch.parameters["srun_args"], *options]}
     return replace(batch, parameters=parameters)
 
 
@@ -325,10 +325,10 @@ class _Follower:
 
     def _print_output(self, log: Path) -> None:
         lines = tail_text(log, _OUTPUT_BYTES).splitlines()
-        own = [line for line in lines if line.startswith("hpc-train: ") and not line.startswith(MARK)]
-        for line in own[self._num_printed :]:
+        printed = [line for line in lines if line.startswith("hpc-train: ") and not line.startswith(MARK)]
+        for line in printed[self._num_printed :]:
             say_text(line.removeprefix("hpc-train: "))
-        self._num_printed = max(self._num_printed, len(own))
+        self._num_printed = max(self._num_printed, len(printed))
 
     def _handle(self, signals: Sequence[int]) -> None:
         """Decide on the signal for the ranks, and send it until rank 0 has received it."""
@@ -375,8 +375,8 @@ class _Follower:
                 status = replace(status, state=CANCELLED, reason=CANCELLED_BY)
             else:
                 state = INTERRUPTED if status.state == "requeued" else "failed"
-                words = status.reason or f"its batch script ended with exit code {code}; its output: {log}"
-                status = replace(status, state=state, reason=one_line(words))
+                text = status.reason or f"its batch script ended with exit code {code}; its output: {log}"
+                status = replace(status, state=state, reason=one_line(text))
             with suppress(OSError):
                 write_status(paths, status)
         if status.state == "completed":
@@ -408,16 +408,16 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
             return latest
         assert process is not None
         return replace(latest, state="failed", reason=silent_for(process.host, silent_s(paths, record)))
-    state, words = (INTERRUPTED, reason) if reason else ("failed", LAUNCHER_DIED)
+    state, text = (INTERRUPTED, reason) if reason else ("failed", LAUNCHER_DIED)
     if paths.cancelled.exists():
-        state, words = CANCELLED, CANCELLED_BY
+        state, text = CANCELLED, CANCELLED_BY
     step = max(latest.step, saved_step(paths, newest_number(paths)))
-    ended = replace(latest, state=state, step=step, reason=words)
+    ended = replace(latest, state=state, step=step, reason=text)
     with suppress(OSError):  # another user's run, or a full disk: still return the status
         write_status(paths, ended)
         if record is not None and is_begun:
             cause = "lost" if state == "failed" else state if state == CANCELLED else "interrupted"
-            diagnosis = Diagnosis(cause, words)
+            diagnosis = Diagnosis(cause, text)
             write_record(paths.attempt(record.attempt), ended_unseen(paths, record, diagnosis))
     return ended
 
@@ -425,8 +425,8 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
 def _submitter(paths: RunPaths) -> Process | None:
     """Return the command that has started the run, before its attempt begins."""
     submissions = (steps.read(submission) for submission in paths.siblings.submission_folders())
-    own = [one for one in submissions if one is not None and one.runs == [paths.folder.name]]
-    return max(own, key=lambda one: one.created).creator if own else None
+    of_run = [one for one in submissions if one is not None and one.runs == [paths.folder.name]]
+    return max(of_run, key=lambda one: one.created).creator if of_run else None
 
 
 def _end_of_job(job: str, max_age_s: float) -> str | None:
