@@ -56,6 +56,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "launchers": {
         "local": "hpc_train.launchers.local:LocalLauncher",
         "slurm": "hpc_train.launchers.slurm.launcher:SlurmLauncher",
+        "allocation": "hpc_train.launchers.slurm.allocation:AllocationLauncher",
     },
     "search": {"tpe": "hpc_train.search.optuna_tpe:propose"},
 }

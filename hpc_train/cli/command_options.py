@@ -83,6 +83,8 @@ class LauncherOptions(Options):
     """The options that select the launcher."""
 
     local: bool = flag("On this machine instead of in the queue.")
+    here: bool = flag("On the nodes of the job in which this shell or script runs, without the queue.")
+    nodes: int | None = option(None, "With --here: number of its nodes to use. Default: all.", min=1)
     devices: int | None = _devices()
     launcher: str | None = _launcher()
 

@@ -20,9 +20,9 @@ from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
 from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.launchers.lookup import ALLOCATION, DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run import weight_source
 from hpc_train.run.code.work_tree import work_tree_around
@@ -44,15 +44,17 @@ class LauncherChoice:
 
         ``starts``: whether runs will be started, which ``--devices`` alone must not do on this machine.
         """
-        is_here = options.local or (options.devices is not None and options.launcher is None)
-        if is_here and starts and not options.local:
+        here = allocation_of(options) if options.here else None
+        is_local = options.local or (options.devices is not None and options.launcher is None)
+        if is_local and starts and not options.local:
             raise UsageError("--devices: is for this machine; add --local")
-        name = options.launcher or (LOCAL if is_here else DEFAULT)
+        name = here or options.launcher or (LOCAL if is_local else DEFAULT)
         on_this_machine = options.local or name == LOCAL or options.devices is not None
         launcher = load_launcher(name)
         if launcher.is_queue and on_this_machine:
             option = "--local" if options.local else "--devices"
             raise UsageError(f"{option}: is for this machine, launcher {name} is not; omit one of them")
+        use_nodes(launcher, options.nodes)
         return cls(name, launcher, on_this_machine)
 
     def plan(
@@ -65,6 +67,23 @@ class LauncherChoice:
             on_this_machine=self.on_this_machine,
             trials=trials,
         )
+
+
+def allocation_of(options: LauncherOptions) -> str:
+    """Return the launcher of ``--here``. Raises UsageError if another option selects another launcher."""
+    others = {"--local": options.local, "--devices": options.devices, "--launcher": options.launcher}
+    for option, value in others.items():
+        if value not in (False, None):
+            raise UsageError(f"--here and {option} exclude each other; use one of them")
+    return ALLOCATION
+
+
+def use_nodes(launcher: Launcher, count: int | None) -> None:
+    """Pass ``--nodes`` on. Raises UsageError if the launcher has no nodes yet, or too few."""
+    if isinstance(launcher, UsesNodes):
+        launcher.use_nodes(count)
+    elif count is not None:
+        raise UsageError("--nodes: is for --here; the file has the number of nodes of a queued run")
 
 
 def with_found_sizes(plan: Plan) -> Plan:

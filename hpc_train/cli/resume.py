@@ -19,7 +19,7 @@ from hpc_train.cli.changes import (
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
 from hpc_train.cli.extending import extending, longer_command
-from hpc_train.cli.preflight import Candidate, Preflight
+from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, use_nodes
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.stages import follow, say_waiting
@@ -39,9 +39,9 @@ from hpc_train.experiment.config.keys import node_at
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.input_files import DATA
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest
+from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest, UsesNodes
 from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, statuses
+from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, next_launcher, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
@@ -77,12 +77,18 @@ class _Request:
     strict: bool = False
     #: Also runs that may be alive on another machine.
     take_over: bool = False
+    #: ``--nodes``, for an allocation.
+    nodes: int | None = None
     #: Filled with the printed lines on runs that may be alive.
     refused: list[str] = field(default_factory=list)
 
 
 def start_again(
-    runs: Sequence[RunPaths], overrides: Sequence[str], launcher: str, devices: int | None
+    runs: Sequence[RunPaths],
+    overrides: Sequence[str],
+    launcher: str,
+    devices: int | None,
+    nodes: int | None = None,
 ) -> ExitCode:
     """Start runs again: without a checkpoint with the current code, else from it with their own."""
     codes: list[ExitCode] = []
@@ -90,7 +96,7 @@ def start_again(
     saved = [paths for paths in runs if has_saved(paths)]
     unsaved = [paths for paths in runs if paths not in saved]
     for new_code, group in ((True, unsaved), (False, saved)):
-        request = _Request(list(overrides), launcher, devices, new_code)
+        request = _Request(list(overrides), launcher, devices, new_code, nodes=nodes)
         before = [read_status(paths).state for paths in group]
         codes += _resume_batch(launcher, group, request) if group else []
         codes += _follow(group, before, request)
@@ -157,11 +163,12 @@ def resume_runs(
     """
     request = _Request(
         [*overrides, *([_STRICT] if options.strict_env else [])],
-        options.launcher or (LOCAL if options.local else None),
+        allocation_of(options) if options.here else options.launcher or (LOCAL if options.local else None),
         options.devices,
         is_new(options.code),
         options.strict_env,
         options.take_over,
+        options.nodes,
     )
     waiting = stages_that_wait(runs)
     runs = [paths for paths in runs if paths not in waiting]
@@ -181,7 +188,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
     queued: dict[tuple[str, ExperimentPaths], list[RunPaths]] = {}
     followed: list[tuple[str, list[RunPaths]]] = []
     for paths in runs:
-        name = request.launcher or last_launcher(paths)
+        name = request.launcher or next_launcher(paths)
         if request.launcher is None and is_factory(name):
             check_run(paths)  # the files of other users must not select the code that is imported here
         if load_launcher(name).is_queue:
@@ -198,6 +205,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
 def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> list[ExitCode]:
     """Resume the runs of one experiment that can be resumed; report why the others can't."""
     launcher, codes = load_launcher(name), list[ExitCode]()
+    use_nodes(launcher, request.nodes)
     with launcher.submitting(runs[0].siblings):
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
@@ -343,6 +351,8 @@ def _living_words(paths: RunPaths, status: RunStatus) -> str:
     if launcher.is_queue:
         reason = f" ({status.reason})" if status.reason else ""
         return f"is {state} on {launcher.title}{reason}; `hpc-train cancel {run_name(paths)}` ends it"
+    if isinstance(launcher, UsesNodes):
+        return f"is {state} in job {record and record.job}; `hpc-train cancel {run_name(paths)}` ends it"
     if record is None or record.launcher_process is None:
         return f"is {state} already"
     process = record.launcher_process
@@ -375,7 +385,8 @@ def _prepare(
     ranks = launcher.ranks(loaded.experiment, devices)
 
     def spent() -> list[str]:
-        problem = spent_budget(loaded.experiment, records(paths)) if launcher.is_queue else None
+        is_limited = launcher.is_queue or isinstance(launcher, UsesNodes)
+        problem = spent_budget(loaded.experiment, records(paths)) if is_limited else None
         return [] if problem is None else [loaded.source.render(problem)]
 
     run = Candidate(loaded.experiment, ranks, kept_size(paths))

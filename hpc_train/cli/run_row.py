@@ -14,6 +14,7 @@ from hpc_train.launchers.base import AccountingLauncher, Launcher
 from hpc_train.launchers.lookup import launcher_in, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
+from hpc_train.recovery.save_interval import SaveInterval
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
@@ -92,6 +93,10 @@ class RunRow:
     #: and of a single run, by accounting: ``peak_memory_gib`` and ``requested_memory_gib`` per node,
     #: ``memory_efficiency``, ``cpu_efficiency``. None before the first attempt.
     usage: dict[str, Any] | None = None
+    #: With ``checkpoint.every: auto``, of the newest attempt: ``every_s``, the current interval; ``saves`` of
+    #: the attempt; of the run, if measured, ``stall_s``, the mean time that a save stops training,
+    #: ``interruptions`` that lost work, and ``mtbf_s``, the mean training time between them.
+    save_interval: dict[str, float] | None = None
     #: Of the newest attempt's first step: ``data_s``, ``compile_s`` and ``run_s``, and ``graphs``, of which
     #: ``cached_graphs`` were compiled before. None before its end.
     first_step: dict[str, float] | None = None
@@ -210,6 +215,7 @@ class RunRow:
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
             ),
             ("first step", first_step_words(self.first_step or {})),
+            ("saves", str(SaveInterval.of(self.save_interval) or "")),
             *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values)),
             *extension_words(vars(self)),
@@ -269,6 +275,7 @@ def _details(
         "best": None if best is None else encoded(best),
         "usage": None if used is None else used.to_json(),
         "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
+        "save_interval": (run.newest_record.save_interval or None) if run.newest_record else None,
     }
 
 

@@ -360,7 +360,9 @@ class _Submission:
             if self._slots is not None:
                 self._slots.start(group[0], changes)
             else:
-                self._codes.append(start_again(group, changes, self._name, self._devices))
+                self._codes.append(
+                    start_again(group, changes, self._name, self._devices, self._options.nodes)
+                )
 
     def _say_not_applied(self, active: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
         """Print what the file changes in active runs, whether the queue accepts it, and how to apply it."""

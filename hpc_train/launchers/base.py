@@ -249,6 +249,14 @@ class ForecastLauncher(Protocol):
         """
 
 
+@runtime_checkable
+class UsesNodes(Protocol):
+    """Optional method of a ``Launcher`` that starts runs on nodes which the user already has."""
+
+    def use_nodes(self, count: int | None) -> None:
+        """Use this number of nodes; None: all. Raises UsageError if there are too few, or none."""
+
+
 @dataclass(frozen=True)
 class JobUsage:
     """Accounting data of a run's jobs; None: unknown."""

@@ -18,6 +18,8 @@ from hpc_train.run.trust import is_trusted
 
 #: The launcher of a run submitted without ``--local`` and ``--launcher``.
 DEFAULT = "slurm"
+#: The launcher of a run submitted with ``--here``.
+ALLOCATION = "allocation"
 
 
 def load_launcher(name: str) -> Launcher:
@@ -43,6 +45,12 @@ def last_launcher(paths: RunPaths) -> str:
     record = newest_record(paths)
     noted = (read_json(paths.run) or {}).get("launcher")
     return str(noted or (record and record.launcher) or LOCAL)
+
+
+def next_launcher(paths: RunPaths) -> str:
+    """Return the launcher of a resume without options: the last one; after an allocation, the queue."""
+    name = last_launcher(paths)
+    return DEFAULT if name == ALLOCATION else name
 
 
 def launcher_of(paths: RunPaths) -> Launcher:

@@ -206,6 +206,8 @@ def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved:
     steps = [step for row in rows if type(step := row.get("step")) is int]
     if not record.checkpoint_stall_s or not steps:
         return 0.0
+    if saves := record.save_interval.get("saves"):
+        return record.checkpoint_stall_s / saves
     try:
         checkpoint = CheckpointConfig.model_validate(resolved.get("checkpoint"))
     except ValidationError:

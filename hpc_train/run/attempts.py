@@ -43,7 +43,7 @@ CAUSES = (
 EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
 
 #: Keys of rank 0's file of events that belong to the attempt's record, too.
-_MEASURED = ("save_s", "checkpoint_stall_s", "first_step")
+_MEASURED = ("save_s", "checkpoint_stall_s", "first_step", "save_interval")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,9 @@ class AttemptRecord:
     #: Parts of the time of rank 0's first step: ``data_s``, ``compile_s``, ``run_s``; and ``graphs``, of
     #: which ``cached_graphs`` were compiled by an earlier attempt or another rank. Empty before its end.
     first_step: dict[str, float] = field(default_factory=dict)
+    #: With ``checkpoint.every: auto``: the current interval and its measurements, see
+    #: ``recovery.save_interval``.
+    save_interval: dict[str, float] = field(default_factory=dict)
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
     #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged the
@@ -113,6 +116,7 @@ class Events:
     save_s: float | None = None
     checkpoint_stall_s: float | None = None
     first_step: dict[str, float] = field(default_factory=dict)
+    save_interval: dict[str, float] = field(default_factory=dict)
     #: Name of the signal that rank 0 received.
     signal: str | None = None
 
@@ -233,6 +237,8 @@ class EventLog:
     attempt: AttemptPaths
     #: Parts of the first step's time, see ``AttemptRecord``; written with the next event.
     first_step: dict[str, float] = field(default_factory=dict)
+    #: The interval of ``checkpoint.every: auto``, see ``AttemptRecord``; written with the next event.
+    save_interval: dict[str, float] = field(default_factory=dict)
     _events: dict[str, str] = field(default_factory=dict)
     _save_s: float | None = None
     _stall_s: float = 0.0
@@ -266,8 +272,9 @@ class EventLog:
         with suppress(OSError):
             facts = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
             stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
-            first = {"first_step": self.first_step} if self.first_step else {}
-            write_json(self.attempt.events, {"version": 1} | facts | stall | first)
+            parts = {"first_step": self.first_step, "save_interval": self.save_interval}
+            measured = {name: values for name, values in parts.items() if values}
+            write_json(self.attempt.events, {"version": 1} | facts | stall | measured)
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:

@@ -16,6 +16,7 @@ from hpc_train.errors import ExitCode, printable
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.recovery.history import records
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed, newest_attempt
 from hpc_train.run.metric_rows import evaluation_rows
@@ -42,7 +43,7 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import BadSampleCount, Cadence, NoSaves, Saves, Trainer
+from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -194,6 +195,9 @@ def _trainer(
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )
+    if config.checkpoint.every and rank.events and not (run.interval or run.stretch):
+        earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
+        run.interval = AutoInterval(rank.events, earlier)
     return Trainer(
         state=train_state,
         forward=forward,
@@ -217,6 +221,7 @@ def _trainer(
         status=status,
         profiler=_profiler(run, meters, stack),
         observer=observer,
+        interval=run.interval,
     )
 
 
@@ -368,6 +373,8 @@ def _saves(
         return facts | selection.extra()
 
     def on_saved(save: Save) -> None:
+        if run.interval is not None:
+            run.interval.saved(save.stall_s)
         if rank.events is not None:
             rank.events.saved(save.duration_s, save.stall_s)
         if run.metrics_writer is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
 from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
+from hpc_train.recovery.save_interval import save_interval
+from hpc_train.run.attempts import AttemptRecord, EventLog
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.training.checkpoint.state import TrainingState
 from hpc_train.training.datasets.batches import TrainingBatches
@@ -181,6 +183,33 @@ class Cadence:
 
 
 @dataclass
+class AutoInterval:
+    """Rank 0's interval of ``checkpoint.every: auto``. Its flag of a due save counts for all ranks."""
+
+    events: EventLog
+    #: The records of the run's earlier attempts.
+    earlier: Sequence[AttemptRecord]
+    every_s: float = field(init=False)
+    _saves: int = 0
+    _stall_s: float = 0.0
+    _began_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._decide()
+
+    def saved(self, stall_s: float) -> None:
+        """Take a committed save into account."""
+        self._saves, self._stall_s = self._saves + 1, self._stall_s + stall_s
+        self._decide()
+
+    def _decide(self) -> None:
+        trained_s = time.monotonic() - self._began_at
+        interval = save_interval(self.earlier, trained_s=trained_s, saves=self._saves, stall_s=self._stall_s)
+        self.every_s = interval.every_s
+        self.events.save_interval = interval.to_json()
+
+
+@dataclass
 class BadSampleCount:
     """``here``: this rank's count in this attempt. ``check`` raises if the sum is too high."""
 
@@ -212,8 +241,10 @@ class Trainer:
     bad_samples: BadSampleCount
     #: Called with ``agreed`` once all ranks have agreed to stop, and ``saved`` once the state is on disk.
     on_event: Callable[[str], None]
-    #: On rank 0 only, like ``profiler``.
+    #: On rank 0 only, like ``profiler`` and ``interval``.
     status: StatusWriter | None = None
+    #: Replaces the time of ``cadence``.
+    interval: AutoInterval | None = None
     profiler: StepProfiler | None = None
     observer: StepObserver = field(default_factory=StepObserver)
     _save_began_at: float = field(default_factory=time.monotonic)
@@ -292,7 +323,7 @@ class Trainer:
         return done.is_allowed
 
     def _own_flags(self) -> StepFlags:
-        every_s = self.cadence.save_every_s
+        every_s = self.cadence.save_every_s if self.interval is None else self.interval.every_s
         return StepFlags(
             save=every_s is not None
             and not self.saves.is_busy

@@ -22,6 +22,7 @@ from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.digests import digests_file
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
+from hpc_train.training.loop import AutoInterval
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.train_state import TrainState
@@ -57,6 +58,8 @@ class TrainingRun:
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
     digests: DigestsFile | None = None
+    #: On rank 0 only, of ``checkpoint.every: auto``.
+    interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
     skipped: frozenset[int] = frozenset()
     #: On rank 0 only, if the model's FLOPs can be counted.

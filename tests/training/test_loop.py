@@ -19,6 +19,7 @@ from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.paths import RunPaths
 from hpc_train.rank.signals import StopFlag
+from hpc_train.run.attempts import AttemptRecord, EventLog, read_events
 from hpc_train.training.checkpoint import writing
 from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.compiling import Compilation
@@ -31,7 +32,7 @@ from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.health.progress import Progress
-from hpc_train.training.loop import BadSampleCount, Cadence, Saves, Trainer
+from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError
@@ -195,6 +196,32 @@ def test_a_save_is_due_by_the_time_since_the_last_one(
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
     assert trainer.train()
     assert folder_names(run) == [f"step-{step:08d}" for step in saved]
+
+
+@pytest.mark.parametrize(("waited_s", "saved"), [(119.0, [2]), (120.0, [1, 2])])
+def test_an_automatic_interval_replaces_that_of_the_file(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, waited_s: float, saved: list[int]
+) -> None:
+    """Of one crash after an hour, with a stall of 2 s per save: √(2 · 2 s · 3600 s)."""
+    trainer, attempt = make_trainer(run, "skip"), run.attempt(1)
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    times = {"end": "2026-11-21T07:00:00+00:00", "events": {"first_step": "2026-11-21T06:00:00.000+00:00"}}
+    measured: dict[str, Any] = {"checkpoint_stall_s": 20.0, "save_interval": {"saves": 10}}
+    crashed = AttemptRecord(1, times["end"], [], None, cause="crash", **times, **measured)
+    now = trainer._save_began_at
+    monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
+    events = EventLog(attempt)
+    trainer.interval = AutoInterval(events, [crashed])
+    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=600.0)
+    trainer.training = Steps(2)
+    now += waited_s
+    assert trainer.train()
+    assert folder_names(run) == [f"step-{step:08d}" for step in saved]
+    trainer.interval.saved(stall_s=13.0)  # the mean is 3 s now
+    events.note("first_step")
+    noted = read_events(attempt).save_interval
+    assert noted == {"every_s": pytest.approx((6 * (3600 + waited_s)) ** 0.5), "saves": 1, "stall_s": 3.0,
+                     "interruptions": 1, "mtbf_s": pytest.approx(3600 + waited_s)}  # fmt: skip
 
 
 def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(

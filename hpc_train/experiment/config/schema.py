@@ -45,8 +45,12 @@ __all__ = ["DataConfig", "Experiment", "Job", "ModelConfig", "Program"]
 class CheckpointConfig(Section):
     """When checkpoints are saved. The last step is always saved."""
 
+    every: Literal["auto"] | None = None
+    """``auto``: the interval follows from the time that a save stops the training and from the run's own
+    interruptions, 1 to 60 minutes. The training result does not depend on it. Default: as ``every_min`` or
+    ``every_steps`` states."""
     every_min: Minutes | None = None
-    """Minutes between checkpoints. Default: 10, or off if ``every_steps`` is given."""
+    """Minutes between checkpoints. Default: 10, or off if ``every`` or ``every_steps`` is given."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between checkpoints. Default: by time only."""
     keep: PositiveInt = 3

@@ -235,7 +235,7 @@ _WITHIN: dict[KeyPath, dict[str, str]] = {
     },
     ("checkpoint",): {
         "every_min": "interval_min minutes train_time_interval",
-        "every_steps": "interval steps frequency every_n_steps every",
+        "every_steps": "interval steps frequency every_n_steps",
         "keep": "max_keep_ckpts max_keep_checkpoints save_last_k",
         "best.metric": "monitor metric",
         "best.mode": "mode",

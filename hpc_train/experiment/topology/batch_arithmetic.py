@@ -115,7 +115,10 @@ def evaluation_interval(evaluation: EvaluationConfig, steps_per_epoch: int) -> i
 
 
 def minutes_between_saves(checkpoint: CheckpointConfig) -> float | None:
-    """Return ``every_min``, or its default without ``every_steps``; None if only steps are set."""
+    """Return ``every_min``, or its default without ``every_steps``; None if only steps are set.
+
+    For ``every: auto`` the default is the first interval, until the run has measured its own.
+    """
     if checkpoint.every_min is None and checkpoint.every_steps is None:
         return DEFAULT_SAVE_EVERY_MIN
     return checkpoint.every_min

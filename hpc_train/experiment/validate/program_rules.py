@@ -122,6 +122,14 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
         )
 
 
+@rule("program.auto-interval", "program", "checkpoint.every")
+def intervals_are_numbers(job: Job) -> Iterator[Problem]:
+    """``checkpoint.every: auto`` measures the saves of hpc-train's own training."""
+    if job.checkpoint.every is not None:
+        message = "auto needs measured saves, and those of a program are not measured"
+        yield Problem(("checkpoint", "every"), message, "write every_min: 10, or every_steps")
+
+
 @rule("program.ignored-key", "program", "logging.every_steps")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""

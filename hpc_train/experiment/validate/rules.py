@@ -78,6 +78,8 @@ def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
 _EXCLUSIVE = {
     "augment.two-policies": ("data.augment.randaugment", "data.augment.policy"),
     "checkpoint.two-intervals": ("checkpoint.every_min", "checkpoint.every_steps"),
+    "checkpoint.auto-and-minutes": ("checkpoint.every", "checkpoint.every_min"),
+    "checkpoint.auto-and-steps": ("checkpoint.every", "checkpoint.every_steps"),
     "evaluation.two-intervals": ("evaluation.every_epochs", "evaluation.every_steps"),
     "schedule.two-warmups": ("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps"),
 }

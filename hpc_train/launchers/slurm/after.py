@@ -7,6 +7,7 @@ be reached from a container. ``after SUBMISSION refused WORDS`` records that Slu
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -32,14 +33,22 @@ from hpc_train.launchers.slurm.batch_job import (
     limit_words,
     output_of,
     say,
+    time_limit_s,
     used_gpu_hours,
     warning_s,
 )
-from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge, reported_ranks
+from hpc_train.launchers.slurm.evidence import (
+    Diagnosis,
+    Facts,
+    in_allocation,
+    judge,
+    reported_ranks,
+    stopped,
+)
 from hpc_train.paths import RunPaths
-from hpc_train.recovery import budgets
-from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, step_for_budgets
+from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
+from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, records, step_for_budgets
 from hpc_train.run import resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
@@ -61,6 +70,8 @@ _ERROR_BYTES = 1 << 16
 GIVEN_UP = "stop 1"
 #: The duration of a start that did not reach its first step. Assumed.
 _START_S = 60.0
+#: Before the end of the user's own allocation, SIGTERM comes from its limit. Slurm may be a minute early.
+_LAST_S = 60.0
 #: The stop signals that have arrived here: the batch script ignores them meanwhile.
 _stops: list[int] = []
 
@@ -80,7 +91,10 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
     may_stay = False
-    diagnosis = judge(gather(job, record, srun_code))
+    facts = gather(job, record, srun_code)
+    diagnosis = judge(facts)
+    if job.is_allocation:
+        diagnosis = stopped(diagnosis, facts, _stop_in_allocation(job, facts, environ))
     if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
         diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
@@ -88,13 +102,43 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         recovery = effective_recovery(job.paths, number)
         spent = used_gpu_hours(job.paths, final)
         attempts = [*job.earlier(number), final]
-        diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
+        # In the user's own allocation only restarts in place have a budget.
+        if not job.is_allocation or diagnosis.cause in budgets.CRASHES:
+            diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
         may_stay = budgets.may_stay(attempts, recovery) and _can_stay(job, final, diagnosis, environ)
+        if job.is_allocation:
+            blamed = bad_nodes.excluded([*records(job.paths), final], recovery.exclude_nodes_for_h)
+            may_stay = may_stay and blamed.keys().isdisjoint(record.hosts)
+            diagnosis = diagnosis if may_stay else in_allocation(diagnosis, job.paths.folder.name)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     excluded = nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {}
     return diagnosis.words(excluded, in_place=may_stay and excluded.keys().isdisjoint(record.hosts))
+
+
+def _stop_in_allocation(job: BatchJob, facts: Facts, environ: Mapping[str, str]) -> Stop | None:
+    """Return why the run was asked to stop in the user's own allocation; None if it was not.
+
+    Ranks receive SIGTERM from Slurm and, as SIGUSR2, from the command that follows them at the end of the
+    allocation's time, which is shorter than its limit if the user cancels it.
+    """
+    name = facts.signal
+    with suppress(OSError):
+        name = job.stop_request.read_text(encoding="utf-8").strip() or name
+    if name is None or name not in signal.Signals.__members__:
+        return None
+    if name in {"SIGINT", "SIGKILL"}:  # the second Ctrl-C
+        return stopped_by_signal(signal.SIGINT)
+    begin_s, end_s = job_time("StartTime", environ), job_time("EndTime", environ)
+    if begin_s is not None and end_s is not None and time.time() > end_s - _LAST_S:
+        is_by_limit = end_s - begin_s >= (time_limit_s(environ) or math.inf) - 1
+    else:
+        is_by_limit = False
+    if name == "SIGUSR2" or is_by_limit:
+        return Stop("time limit")
+    is_preempted = job_time("PreemptTime", environ) is not None
+    return Stop("preemption") if is_preempted else stopped_by_signal(signal.Signals[name])
 
 
 def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, environ: Mapping[str, str]) -> bool:
@@ -126,6 +170,8 @@ def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:
     """Return the seconds of a start, of training up to a checkpoint, and of the warning before the limit."""
     saving = (read_json(job.paths.resolved) or {}).get("checkpoint") or {}
     every_min = saving.get("every_min") or (0.0 if saving.get("every_steps") else DEFAULT_SAVE_EVERY_MIN)
+    if saving.get("every") is not None:
+        every_min = record.save_interval.get("every_s", 60 * every_min) / 60
     first_step = record.events.get("first_step")
     start_s = _START_S if first_step is None else max(0.0, _seconds(first_step) - begun_s)
     lead_s = record.lead_s if record.lead_s is not None else warning_s(job.submission)
@@ -169,7 +215,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
         hosts=record.hosts,
         is_first_attempt=record.attempt == 1,
         signal=stop,
-        is_early=stop == "SIGUSR2" and _is_early(paths, record),
+        is_early=stop == "SIGUSR2" and not job.is_allocation and _is_early(paths, record),
         step=status.step,
         output=output,
         logs={rank: telling_line(path) if rank in read else "" for rank, path in logs.items()},
@@ -221,7 +267,9 @@ def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> RunSt
         write_record(paths.attempt(final.attempt), final)
     status = read_status(paths)
     if diagnosis.state != "completed":
-        status = replace(status, state=diagnosis.state, reason=diagnosis.reason)
+        # Ranks of a cancelled run no longer write status.json, but save before they end.
+        step = max(status.step, final.saved_step or 0)
+        status = replace(status, state=diagnosis.state, step=step, reason=diagnosis.reason)
         with _reporting_errors(paths):
             write_status(paths, status)
     return status

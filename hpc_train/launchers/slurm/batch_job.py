@@ -19,7 +19,7 @@ from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery import bad_nodes
 from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
 from hpc_train.recovery.history import records
-from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.run_status import run_facts
 
@@ -29,6 +29,8 @@ MARK = "hpc-train: attempt"
 ANSWER_FILE = "HPC_TRAIN_ANSWER"
 #: Variable that the batch script sets once it begins another attempt without a requeue.
 IN_PLACE = "HPC_TRAIN_IN_PLACE"
+#: Variable that is set if the batch script runs in an allocation of the user's own (``--here``).
+IN_ALLOCATION = "HPC_TRAIN_ALLOCATION"
 #: Variable with the line of ``scontrol show job``; empty if Slurm did not answer.
 JOB = "HPC_TRAIN_JOB"
 _OUTPUT_BYTES = 1 << 16
@@ -48,6 +50,8 @@ class BatchJob:
     job: str
     restart: int
     cluster: str | None = None
+    #: Whether the job is the user's own, in which a command executes the batch script.
+    is_allocation: bool = False
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
@@ -57,13 +61,15 @@ class BatchJob:
         if not job:
             raise UsageError("SLURM_JOB_ID: not set; this is called by the batch script that submit makes")
         submission = SubmissionPaths(folder)
-        run_id = _run_id(submission, int(task) if array and task else 0)
+        is_own_task = bool(array and task) and IN_ALLOCATION not in environ
+        run_id = _run_id(submission, int(task or 0) if is_own_task else 0)
         return cls(
             RunPaths(folder.parent.parent / run_id),
             submission,
             job,
             int(environ.get("SLURM_RESTART_COUNT") or 0),
             (environ.get("SLURM_CLUSTER_NAME") or "").lower() or None,
+            IN_ALLOCATION in environ,
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
@@ -73,8 +79,16 @@ class BatchJob:
         return None in {record.cluster, self.cluster} or record.cluster == self.cluster
 
     def earlier(self, number: int) -> list[AttemptRecord]:
-        """Return this job's attempts before attempt ``number``, in order."""
-        return [record for record in records(self.paths) if record.attempt < number and self.owns(record)]
+        """Return this job's attempts before attempt ``number``, in order.
+
+        In the user's own allocation, the attempts of the command that started attempt ``number``.
+        """
+        earlier = [record for record in records(self.paths) if record.attempt < number and self.owns(record)]
+        if not self.is_allocation:
+            return earlier
+        newest = read_record(self.paths.attempt(number))
+        script = None if newest is None else newest.launcher_process
+        return [record for record in earlier if record.launcher_process == script]
 
     @property
     def asked(self) -> Path:
@@ -85,6 +99,11 @@ class BatchJob:
     def cannot_start(self) -> Path:
         """Written by the batch script when it requeues the job because no attempt could begin."""
         return self.submission.folder / f"cannot-start-{self.job}"
+
+    @property
+    def stop_request(self) -> Path:
+        """In the user's own allocation: the signal by which the command that follows the run was stopped."""
+        return self.submission.folder / "stop-request"
 
     @property
     def unrequested(self) -> Path:
@@ -130,10 +149,11 @@ def answer(text: str) -> None:
 def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return fields of the attempt's record: the granted time limit, and settings that do not fit it.
 
-    The batch script passes ``scontrol show job``; without an answer the result is empty.
+    The batch script passes ``scontrol show job``; without an answer the result is empty. So it is in the
+    user's own allocation, which may have begun long before the run.
     """
-    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get(JOB, ""))
-    if shown is None or not (limit_s := seconds(shown[1])):
+    limit_s = None if IN_ALLOCATION in environ else time_limit_s(environ)
+    if not limit_s:
         return {}
     requested_s = 60 * float(_parameters(submission).get("time") or 0)
     lead_s = warning_s(submission)
@@ -143,6 +163,12 @@ def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str
         # At most half of the time, as without a cut: a job always gets some work done.
         "lead_s": limit_s / 2 if lead_s > limit_s / 2 else None,
     }
+
+
+def time_limit_s(environ: Mapping[str, str]) -> float | None:
+    """Return the job's time limit in seconds; None if it is unknown or unlimited."""
+    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get(JOB, ""))
+    return (seconds(shown[1]) or None) if shown else None
 
 
 def warning_s(submission: SubmissionPaths) -> float:

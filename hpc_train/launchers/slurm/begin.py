@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import LAUNCHER, commands
+from hpc_train.launchers.slurm import ALLOCATION, LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import (
     IN_PLACE,
     MARK,
@@ -195,7 +195,7 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         say(sentence)
     return claim_attempt(
         job.paths,
-        LAUNCHER,
+        ALLOCATION if job.is_allocation else LAUNCHER,
         job=job.job,
         restart=job.restart,
         in_place=in_place,
@@ -276,6 +276,8 @@ def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
 
 def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
     """Return True if the job of another submission runs: by Slurm, or on another cluster by its heartbeat."""
+    if record.launcher == ALLOCATION:  # the allocation outlives its runs
+        return living(record) is None and silent_s(job.paths, record) < SILENT_LIMIT_S
     if record.launcher != LAUNCHER or record.job is None:
         return False
     if None not in {record.cluster, job.cluster} and record.cluster != job.cluster:

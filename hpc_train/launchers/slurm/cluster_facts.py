@@ -1,4 +1,5 @@
-"""Slurm's configuration, partitions, nodes and accounts, for ``doctor``, and a section for ``init``.
+"""Slurm's configuration, partitions, nodes and accounts, for ``doctor``, and a section for ``init``; the job
+of this process, for ``--here``.
 
 Names are set by the site and may contain any character: escape them before printing.
 """
@@ -9,14 +10,18 @@ import getpass
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 
-from hpc_train.errors import NoSchedulerError, UsageError, shortened
+from hpc_train.errors import NoSchedulerError, UsageError, counted, shortened
+from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN, format_duration
-from hpc_train.launchers.base import JobSection
+from hpc_train.experiment.validate.slurm_rules import min_nodes, ranks_on_each_node
+from hpc_train.launchers.base import JobSection, KeyProblem
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.launchers.slurm.job_refusals import Node
+from hpc_train.launchers.slurm.options import cpus_per_node
 
 #: Slurm's notations for a missing value.
 _NOTHING = {"", "(null)", "N/A", "NONE", "none"}
@@ -32,6 +37,11 @@ _LISTED = 8
 _CPUS_MAX = 16
 #: Values of ``AccountingStorageEnforce`` with which sbatch refuses users without an association.
 _ENFORCE_ASSOCIATIONS = {"associations", "all", "limits", "qos", "safe", "wckeys"}
+
+#: A node of ``scontrol --details show job``: cores, megabytes, generic resources.
+_ALLOCATED = re.compile(r"(?:^|\s)Nodes=(\S+) CPU_IDs=(\S*) Mem=(\d+)(?: GRES=(\S*))?")
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
+_SALLOC = "salloc --nodes=2, for example"
 
 
 @dataclass(frozen=True)
@@ -273,3 +283,97 @@ def _notes(facts: ClusterFacts) -> Iterator[str]:
         yield f"and {len(facts.partitions) - _LISTED} more partitions: sinfo"
     if facts.accounts:
         yield f"accounts: {', '.join(facts.accounts[:_LISTED])}"
+
+
+@dataclass(frozen=True)
+class AllocatedNode:
+    """The part of a node that belongs to the job."""
+
+    name: str
+    cpus: int
+    #: 0: not limited.
+    mem_mb: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job that the user already has, for ``--here``."""
+
+    #: ``12``, or ``12_3`` for an array's task.
+    job: str
+    nodes: tuple[AllocatedNode, ...]
+    #: When its time limit ends it, in seconds since 1970; None without a limit.
+    end_s: float | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Allocation:
+        """Query the job of this process. Raises UsageError outside of a job, or if it is not running."""
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+        if not job:
+            raise UsageError(
+                "--here: this shell is in no Slurm job (SLURM_JOB_ID is not set); run it in a shell of "
+                f"salloc ({_SALLOC}) or in a batch script, or omit --here to queue a job"
+            )
+        try:
+            shown = commands.run(["scontrol", "--oneliner", "--details", "show", "job", job], retry=True)
+        except commands.RefusedError as error:
+            raise UsageError(f"--here: Slurm does not know job {job} (SLURM_JOB_ID): {error.words}") from None
+        return cls.of(job, commands.job_line(shown))
+
+    @classmethod
+    def of(cls, job: str, shown: str) -> Allocation:
+        """Return the job of a line of ``scontrol --details show job``. Raises UsageError unless it runs."""
+        state = re.search(r"\bJobState=(\S+)", shown)
+        if state is None or state[1] != "RUNNING":
+            raise UsageError(
+                f"--here: job {job} (SLURM_JOB_ID) is {state[1] if state else 'unknown'}, so it has no nodes "
+                f"to use; get others with salloc ({_SALLOC})"
+            )
+        nodes = tuple(
+            AllocatedNode(name, _num_cpus(cpus), int(mem), sum(map(int, _GPUS.findall(gres))))
+            for names, cpus, mem, gres in _ALLOCATED.findall(shown)
+            for name in commands.run(["scontrol", "show", "hostnames", names], retry=True).split()
+        )
+        if not nodes:
+            raise UsageError(f"--here: `scontrol --details show job {job}` names no nodes")
+        ends = re.search(r" EndTime=(\d\d\d\d-[\dT:-]+)", shown)
+        end = None if ends is None else datetime.fromisoformat(ends[1]).replace(tzinfo=UTC)
+        return cls(job, nodes, end and end.timestamp())
+
+    @property
+    def least(self) -> AllocatedNode:
+        """The minimum of each resource on a node."""
+        nodes = self.nodes
+        mem_mb = min((node.mem_mb for node in nodes if node.mem_mb), default=0)
+        cpus, gpus = min(node.cpus for node in nodes), min(node.gpus for node in nodes)
+        return AllocatedNode("a node", cpus, mem_mb, gpus)
+
+    def excesses(self, slurm: SlurmConfig, count: int | None) -> list[KeyProblem]:
+        """Return the keys that request more than the job has; ``count``: its nodes to use, None: all."""
+        job, least, have, problems = self.job, self.least, len(self.nodes), list[KeyProblem]()
+        if count is None and min_nodes(slurm) > have:
+            message = f"{slurm.nodes} exceeds the {counted(have, 'node')} of job {job}"
+            problems.append(KeyProblem("slurm.nodes", message, f"add --nodes {have} to use what is there"))
+        if slurm.gpus_per_node > least.gpus:
+            message = f"{slurm.gpus_per_node} exceeds the {counted(least.gpus, 'GPU')} per node of job {job}"
+            remedy = f"write {least.gpus}, or allocate with salloc --gpus-per-node={slurm.gpus_per_node}"
+            problems.append(KeyProblem("slurm.gpus_per_node", message, remedy))
+        if (cores := cpus_per_node(slurm)) > least.cpus:
+            key = "slurm.cpus_per_gpu" if slurm.cpus_per_gpu else "slurm.ranks_per_node"
+            ranks = counted(ranks_on_each_node(slurm), "rank")
+            message = f"{ranks} per node need {cores} cores, job {job} has {least.cpus}"
+            problems.append(
+                KeyProblem(key, message, f"write less, or allocate more cores: salloc -c {cores}")
+            )
+        if slurm.mem_gb is not None and 0 < least.mem_mb < slurm.mem_gb * 1024:
+            message = f"{slurm.mem_gb} exceeds the {least.mem_mb / 1024:.1f} GB per node of job {job}"
+            remedy = f"write less, or allocate more: salloc --mem={slurm.mem_gb}G"
+            problems.append(KeyProblem("slurm.mem_gb", message, remedy))
+        return problems
+
+
+def _num_cpus(listed: str) -> int:
+    ranges = (part.partition("-") for part in listed.split(",") if part)
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)

@@ -19,7 +19,9 @@ from hpc_train.recovery.diagnosis import (
     exit_code_of_user_error,
     first_cause,
     one_line,
+    stop_reason,
 )
+from hpc_train.run.run_status import INTERRUPTED
 
 #: srun's exit codes if it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
@@ -109,6 +111,25 @@ def judge(facts: Facts) -> Diagnosis:
     if diagnosis.cause == "user error":
         state, code = "failed", exit_code_of_user_error(diagnosis, facts.codes)
     return Diagnosis(diagnosis.cause, state, diagnosis.reason, code, diagnosis.bad_nodes)
+
+
+def stopped(diagnosis: Diagnosis, facts: Facts, stop: Stop | None) -> Diagnosis:
+    """Return the diagnosis of a run that was asked to stop in the user's own allocation; None: it was not.
+
+    An error of a rank remains the reason; ranks that were killed because they did not end in time have none.
+    """
+    own_errors = [rank for rank in facts.errors if facts.codes.get(rank) not in FOLLOWED]
+    if stop is None or own_errors or diagnosis.state != "requeued" or diagnosis.cause in {"hang", "bad node"}:
+        return diagnosis
+    return Diagnosis(stop.cause, "requeued", stop_reason(stop, facts.step), ExitCode.TRY_AGAIN)
+
+
+def in_allocation(diagnosis: Diagnosis, run: str) -> Diagnosis:
+    """Return the diagnosis of a run that would be requeued, but is in the user's own allocation."""
+    if diagnosis.state != "requeued":
+        return diagnosis
+    resume = f"`hpc-train resume {run} --here` continues it in an allocation, without --here it is queued"
+    return replace(diagnosis, state=INTERRUPTED, reason=one_line(f"{diagnosis.reason}; {resume}"))
 
 
 def evidence(facts: Facts) -> Evidence:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from hpc_train.console import say
-from hpc_train.errors import HpcTrainError, NoSchedulerError
+from hpc_train.errors import HpcTrainError, NoSchedulerError, TryAgainError
 from hpc_train.launchers.slurm import commands, submission
 from hpc_train.launchers.slurm.queue import ELSEWHERE, JobState, ask
 from hpc_train.launchers.slurm.queue_status import Folder, Submissions, end_cancelled, other_cluster
 from hpc_train.paths import RunPaths
 from hpc_train.run.find import run_name
-from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import (
+    CANCELLED,
+    CANCELLED_BY,
+    GOING_ON,
+    mark_cancelled,
+    read_status,
+    write_status,
+)
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.run.trust import UntrustedError
 
@@ -22,6 +31,8 @@ from hpc_train.run.trust import UntrustedError
 _CLEAR_LIMIT_S = 120.0
 _KILL_WAIT_S = 30.0
 _POLLS_S = (0.5, 0.5, 1.0, 1.0, 2.0, 5.0)
+#: For ranks to save and end after ``cancel``; after that they are killed. Assumed.
+_SAVE_LIMIT_S, _KILL_LIMIT_S = 120.0, 30.0
 
 
 def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
@@ -151,3 +162,68 @@ def _left(folders: Sequence[Folder]) -> str:
         f"`hpc-train cancel {ids}` again ends it once Slurm answers"
         + (f", or `scancel {jobs}`" if jobs else "")
     )
+
+
+def cancel_in_allocation(paths: RunPaths) -> None:
+    """Have the ranks save and end, then kill the rest; the user's job, in which they run, continues."""
+    mark_cancelled(paths)  # first, so that the batch script knows why its ranks end
+    record = newest_record(paths)
+    if record is not None and record.end is None and record.job is not None:
+        say(f"{run_name(paths)}: its ranks save a checkpoint and end; job {record.job} continues")
+        try:
+            if not _end_by(signal.SIGTERM, paths, record.job, _SAVE_LIMIT_S):
+                _end_by(signal.SIGKILL, paths, record.job, _KILL_LIMIT_S)
+        except commands.RefusedError:
+            pass  # the job has ended
+    status = read_status(paths)
+    if status.state == "completed":
+        paths.cancelled.unlink(missing_ok=True)
+    elif status.state != CANCELLED:
+        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
+
+
+def _end_by(number: signal.Signals, paths: RunPaths, job: str, limit_s: float) -> bool:
+    """Send the signal to the run's step, once it is there; return whether the attempt ended in time."""
+    deadline, is_sent = time.monotonic() + limit_s, False
+    while time.monotonic() < deadline:
+        record = newest_record(paths)
+        if record is None or record.end is not None:
+            return True
+        is_sent = is_sent or signal_step(job, paths, number)
+        time.sleep(_POLLS_S[0])
+        if is_sent and not _steps(job, paths):
+            process = record.launcher_process
+            if process is None or process.is_alive() is False:
+                return True
+    return False
+
+
+def step_name(paths: RunPaths) -> str:
+    """Return the name of the step with the run's ranks, by which Slurm finds it."""
+    return f"{paths.folder.parent.name}.{paths.folder.name}"
+
+
+def _steps(job: str, paths: RunPaths) -> list[str]:
+    """Return the ids of the job's steps that have the run's ranks."""
+    listed = commands.run(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"])
+    pairs = (line.split() for line in listed.splitlines())
+    return [pair[0] for pair in pairs if len(pair) == 2 and pair[1] == step_name(paths)]
+
+
+def signal_step(job: str, paths: RunPaths, number: signal.Signals) -> bool:
+    """Send the signal to the run's ranks; return whether there were any."""
+    ids = _steps(job, paths)
+    for step in ids:
+        with suppress(commands.RefusedError):  # it has ended
+            commands.run(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
+    return bool(ids)
+
+
+def end_step(job: str, paths: RunPaths) -> None:
+    """End ranks of the run that outlived the command which followed them."""
+    with suppress(commands.RefusedError):
+        deadline = time.monotonic() + _KILL_LIMIT_S
+        while signal_step(job, paths, signal.SIGKILL):
+            if time.monotonic() > deadline:
+                raise TryAgainError(f"{run_name(paths)}: ranks of an earlier attempt do not end in job {job}")
+            time.sleep(1.0)

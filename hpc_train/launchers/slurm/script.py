@@ -52,6 +52,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_ANY_NODE",
     "HPC_TRAIN_ANSWER",
     "HPC_TRAIN_JOB",
+    "HPC_TRAIN_ALLOCATION",
     "HPC_TRAIN_GRACE_S",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
