@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpc_train.experiment.config.schema import Program
 from hpc_train.launchers.slurm import job_refusals
 from hpc_train.launchers.slurm.after import verdict_on_slots
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, output_of
 from hpc_train.launchers.slurm.begin import begin_next
 from hpc_train.launchers.slurm.queue_status import Folder, status_of
-from hpc_train.launchers.slurm.script import script_text
+from hpc_train.launchers.slurm.script import batch, script_text
 from hpc_train.launchers.slurm.submission import Sharing, sharing
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_json
@@ -47,16 +49,17 @@ def test_runs_are_divided_among_jobs(
 
 
 def test_the_job_requests_what_its_slots_need_and_a_slot_its_share(tmp_path: Path) -> None:
-    from hpc_train.launchers.slurm.script import batch
-
     submission = tmp_path / "exp/.slurm/token"
     submission.mkdir(parents=True)
     snapshot = fake_snapshot(tmp_path / ".code/content")
     slurm = {"runs_per_job": 4, "gpus_per_node": 2, "gpu_type": "a100", "cpus_per_gpu": 3, "mem_gb": 10}
-    made = batch(
-        submission, experiment(slurm=slurm), snapshot=snapshot, search_path=["/code"], sharing=Sharing(4, 6)
-    )
-    text = script_text(made, 12)
+    asked = experiment(slurm=slurm)
+    program = Program.model_validate({"name": "exp", "program": {"command": ["python"]}, "slurm": slurm})
+    for text in (
+        script_text(batch(submission, file, snapshot=snapshot, search_path=[], sharing=Sharing(4, 6)), 12)
+        for file in (program, asked)
+    ):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     for line in (
         "--array=0-1%2",
         "--ntasks-per-node=8",
