@@ -135,6 +135,8 @@ class FullPlan:
     queue: queue_forecast.QueueForecast
     cost: plan_cost.PlanCost
     memory: list[StepPrediction] | None
+    #: A line on each kind of job that several runs share.
+    shared_jobs: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``plan --json``."""
@@ -173,6 +175,8 @@ def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCo
             say(_LEGEND)
         _show_predictions(full.plan.runs, full.memory)
     say_remarks(full.loaded)
+    for line in full.shared_jobs:
+        say(line)
     plan_cost.say_cost(full.cost)
     queue_forecast.say_forecast(full.queue, full.plan)
     if not lines:
@@ -210,7 +214,8 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     )
     queue = replace(queue, refused=checked.refused)
     memory = _predictions(planned, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
-    return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory)
+    shared = [] if checked.problems else queue_forecast.shared_jobs(launcher, loaded, planned)
+    return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory, shared)
 
 
 def show(

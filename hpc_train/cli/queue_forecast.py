@@ -15,7 +15,13 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, StartRequest
+from hpc_train.launchers.base import (
+    ForecastLauncher,
+    JobForecast,
+    Launcher,
+    SharingLauncher,
+    StartRequest,
+)
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
 
@@ -88,6 +94,14 @@ def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
             say(f"{which}could not start now: {job.note}")
 
 
+def shared_jobs(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
+    """Return the lines on jobs that several runs of the plan share."""
+    if not isinstance(launcher, SharingLauncher):
+        return []
+    requests = _requests(loaded, plan.name, to_submit(plan))
+    return launcher.shared_jobs(requests) if requests else []
+
+
 def to_submit(plan: Plan) -> list[PlannedRun]:
     """Return the runs that do not exist yet: ``submit`` leaves the others to ``resume``."""
     folder = runs_root() / plan.name
@@ -99,12 +113,13 @@ def _forecast(
 ) -> list[JobForecast] | None:
     if not isinstance(launcher, ForecastLauncher):
         return None
-    folder = ExperimentPaths(runs_root() / name)
-    paths = [RunPaths(folder.folder / run.id) for run in runs]
-    requests = [
-        StartRequest(path, run.experiment, loaded.problem) for path, run in zip(paths, runs, strict=True)
-    ]
-    return launcher.forecast(folder, requests) if requests else []
+    requests = _requests(loaded, name, runs)
+    return launcher.forecast(ExperimentPaths(runs_root() / name), requests) if requests else []
+
+
+def _requests(loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[StartRequest]:
+    folder = runs_root() / name
+    return [StartRequest(RunPaths(folder / run.id), run.experiment, loaded.problem) for run in runs]
 
 
 def _refused(loaded: Loaded, jobs: Sequence[JobForecast] | None) -> list[str]:

@@ -269,6 +269,14 @@ class JobUsage:
 
 
 @runtime_checkable
+class SharingLauncher(Protocol):
+    """Optional methods of a ``Launcher`` in whose jobs several runs may train at the same time."""
+
+    def shared_jobs(self, runs: Sequence[StartRequest]) -> list[str]:
+        """Return a line on each kind of job that several of these runs share: its number and its request."""
+
+
+@runtime_checkable
 class MultiClusterLauncher(Protocol):
     """Optional methods of a ``Launcher`` whose runs may be in the queue of another cluster."""
 

@@ -52,7 +52,8 @@ def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            is_rank = b"submitit.core._submit" in words and Path(words[0].decode()).name != "srun"
+            starts = {b"submitit.core._submit", b"hpc_train.launchers.entry"}
+            is_rank = not starts.isdisjoint(words) and Path(words[0].decode()).name != "srun"
             if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found

@@ -48,6 +48,10 @@ class SlurmConfig(Section):
     """Memory to request per node, in GB. Default: the site's default."""
     time_limit: DurationMin | None = None
     """Time limit of the job, such as ``90min``, ``24h`` or ``2-12:00:00``. Default: the partition's limit."""
+    runs_per_job: PositiveInt = 1
+    """Number of runs of a sweep that train in one job at the same time, each in a slot of its own. The other
+    keys are the request of one run: the job requests as many times the ranks, cores, memory and GPUs, on one
+    node. 1: a job for each run."""
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     """Budget of GPU-hours for all runs of the file, divided evenly among them. ``plan`` and ``submit`` refuse
     a file that is predicted to need more, or a run of it more than its share; where nothing predicts it, one

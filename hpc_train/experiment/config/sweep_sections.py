@@ -191,6 +191,11 @@ class SweepConfig(Section):
         return any(conditions.hold(values) for conditions in self.exclusions)
 
     @property
+    def has_values(self) -> bool:
+        """Whether it varies a key."""
+        return bool(self.grid or self.list or self.random or self.search)
+
+    @property
     def parameters(self) -> Mapping[str, Distribution]:
         """The distributions of ``random`` or ``search``."""
         found = self.random or self.search

@@ -97,6 +97,11 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
         yield loaded.problem(
             "sweep.exclude", "excludes all runs", "take one of its entries out", "sweep.excludes-all"
         )
+    slurm = loaded.experiment.slurm
+    if slurm is not None and slurm.runs_per_job > 1 and not sweep.has_values:
+        message = f"{slurm.runs_per_job} runs would share a job, but without a sweep there is one"
+        remedy = "take it out, or write a sweep"
+        yield loaded.problem("slurm.runs_per_job", message, remedy, "sweep.shared-job")
     if sweep.random is not None or sweep.search is not None:
         return
     place = "sweep.grid" if not sweep.list else "sweep.list" if not sweep.grid else "sweep"

@@ -48,6 +48,15 @@ def names_in_braces_exist(job: Job) -> Iterator[Problem]:
                 yield Problem(path, f"there is no {{{field}}}", remedy)
 
 
+@rule("program.shared-job", "program", "slurm.runs_per_job")
+def runs_share_a_job_by_ranks(job: Job) -> Iterator[Problem]:
+    """Commands that start ranks themselves choose ports and cores without regard to the job's other runs."""
+    per = _program(job).per
+    if job.slurm is not None and job.slurm.runs_per_job > 1 and per != "rank":
+        message = f"{per} starts its ranks itself, which runs that share a job can't (slurm.runs_per_job)"
+        yield Problem(("program", "per"), message, "write rank, or take slurm.runs_per_job out")
+
+
 @rule("program.shell", "program")
 def words_need_no_shell(job: Job) -> Iterator[Problem]:
     """No word of the command is syntax of a shell, unless it is a shell's own."""

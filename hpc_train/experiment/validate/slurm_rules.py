@@ -176,6 +176,23 @@ def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Proble
         yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
 
 
+@rule("slurm.shared-job", "slurm.runs_per_job", "slurm.nodes", "environment.container", "sweep.search")
+def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
+    """Runs that share a job have one node, no container and no search, whose trials start at other times."""
+    slurm = experiment.slurm
+    if slurm is None or slurm.runs_per_job == 1:
+        return
+    path, remedy = ("slurm", "runs_per_job"), "take runs_per_job out, or write slurm.nodes: 1"
+    if max_nodes(slurm) > 1:
+        yield Problem(path, f"runs that share a job have one node each, not {slurm.nodes}", remedy)
+    if experiment.environment.container is not None:
+        message = "runs in a container can't share a job (environment.container)"
+        yield Problem(path, message, "take one of the two out")
+    if experiment.sweep.search is not None:
+        message = "trials of a search start one after the other, so they can't share a job (sweep.search)"
+        yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
+
+
 @rule("slurm.extra-option", "slurm.extra", "slurm.mem_gb")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
     """``slurm.extra`` must not contain options that hpc-train sets or has keys for."""

@@ -3,6 +3,8 @@
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) records the diagnosis and
 prints ``requeue 75 [NODES]`` (nodes to exclude) or ``stop CODE``; the script executes it, since Slurm can't
 be reached from a container. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
+``after SUBMISSION slots CODE`` prints the verdict on a job that several runs share, from theirs. CODE: 0, or
+of a slot that could not begin a run.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import ExitCode, HpcTrainError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
@@ -68,6 +70,8 @@ from hpc_train.run.storage_errors import retried, storage_error
 #: The last lines of a traceback identify the error; the file has more.
 _ERROR_BYTES = 1 << 16
 GIVEN_UP = "stop 1"
+#: Causes that end all runs of a shared job at the same time.
+_OF_THE_JOB = {"preemption", "requeue", "time limit"}
 #: The duration of a start that did not reach its first step. Assumed.
 _START_S = 60.0
 #: Before the end of the user's own allocation, SIGTERM comes from its limit. Slurm may be a minute early.
@@ -113,6 +117,9 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
+    if job.is_shared and diagnosis.state == "requeued" and (_stops or diagnosis.cause in _OF_THE_JOB):
+        with _reporting_errors(job.paths):
+            job.stopping.touch()
     excluded = nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {}
     return diagnosis.words(excluded, in_place=may_stay and excluded.keys().isdisjoint(record.hosts))
 
@@ -178,11 +185,32 @@ def _needed_s(job: BatchJob, record: AttemptRecord, begun_s: float) -> float:
     return float(start_s + 60 * every_min + (record.save_s or 0.0) + lead_s)
 
 
+def verdict_on_slots(jobs: Sequence[BatchJob], slot_code: int) -> str:
+    """Return the verdict on a job that several runs share: one requeue for all that are not finished."""
+    verdicts = [job.verdict or "" for job in jobs]
+    requeues = [verdict.split() for verdict in verdicts if verdict.startswith("requeue ")]
+    waiting = [job.paths.folder.name for job in jobs if not job.is_claimed and job.is_unfinished]
+    if waiting:
+        say(f"{len(waiting)} of {len(jobs)} runs have not begun: {listed(waiting, 5)}")
+    # A slot that can't begin a run would not begin it after a requeue either: that is counted elsewhere.
+    if requeues or (waiting and (slot_code == 0 or jobs[0].stopping.exists())):
+        nodes = {node for _, _, *lists in requeues for names in lists for node in names.split(",")}
+        return f"requeue {int(ExitCode.TRY_AGAIN)} {','.join(sorted(nodes))}".rstrip()
+    ended = [verdict for job, verdict in zip(jobs, verdicts, strict=True) if job.is_claimed]
+    has_failed = any(read_status(job.paths).state in {"failed", "cancelled"} for job in jobs)
+    return "stop 1" if waiting or has_failed or set(ended) - {"stop 0"} else "stop 0"
+
+
 def refused(folder: Path, refusal: str, environ: Mapping[str, str]) -> None:
-    """Write that the run has failed although it was to be requeued: Slurm does not start its job again."""
-    paths, number = BatchJob.of(folder, environ).paths, int(environ["HPC_TRAIN_ATTEMPT"])
+    """Write that runs have failed although they were to be requeued: Slurm does not start their job again."""
+    for job in BatchJob.with_each_run(folder, environ):
+        _write_refusal(job, refusal)
+
+
+def _write_refusal(job: BatchJob, refusal: str) -> None:
+    paths, number = job.paths, newest_number(job.paths)
     status, record = read_status(paths), read_record(paths.attempt(number))
-    if status.state != "requeued" or newest_number(paths) != number or record is None:
+    if status.state != "requeued" or record is None or not job.owns(record):
         return
     resume = f"`hpc-train resume {paths.folder.name}` continues it"
     reason = one_line("; ".join(filter(None, (status.reason, refusal, resume))))
@@ -197,7 +225,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     """Read the evidence that the attempt has left."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
     status, stop, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
-    output = output_of(job.submission.folder, job.job, record.attempt)
+    output = output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
     logs = attempt.files_of_ranks(".log")
     # Only 64 logs are read, first of the ranks whose end srun reports.
     read = [rank for rank in dict.fromkeys([*reported_ranks(output), *logs]) if rank in logs][:64]
@@ -298,6 +326,9 @@ def main(arguments: Iterable[str]) -> int:
     if code == "refused":
         refused(submission, " ".join(more), os.environ)
         return 0
+    if code == "slots":
+        answer(verdict_on_slots(BatchJob.with_each_run(submission, os.environ), int(more[0])))
+        return 0
     # The batch script ignores SIGTERM meanwhile, and so would this process: it may be a preemption's.
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: _stops.append(number))
@@ -312,8 +343,17 @@ def main(arguments: Iterable[str]) -> int:
             with suppress(OSError):
                 write_status(paths, status)
             notify_end(paths, say, status)
+    _note(submission, verdict)
     answer(verdict)
     return 0
+
+
+def _note(submission: Path, verdict: str) -> None:
+    """Record a run's verdict in a job that several share, for the job's own."""
+    with suppress(BaseException):
+        job = BatchJob.of(submission, os.environ)
+        if job.is_shared and verdict != "again":
+            job.note_verdict(verdict)
 
 
 if __name__ == "__main__":

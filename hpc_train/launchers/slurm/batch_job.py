@@ -19,9 +19,10 @@ from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery import bad_nodes
 from hpc_train.recovery.budgets import GpuHours, gpu_hours_of
 from hpc_train.recovery.history import records
-from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.attempts import AttemptRecord, job_ids, read_record
 from hpc_train.run.files import read_json, tail_text
-from hpc_train.run.run_status import run_facts
+from hpc_train.run.processes import FOLDER_VARIABLE
+from hpc_train.run.run_status import GOING_ON, read_status, run_facts
 
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"
@@ -52,25 +53,46 @@ class BatchJob:
     cluster: str | None = None
     #: Whether the job is the user's own, in which a command executes the batch script.
     is_allocation: bool = False
+    #: Whether several runs of the submission belong to this job.
+    is_shared: bool = False
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
-        """Raises UsageError outside of a job, BadFileError if the submission does not contain its task."""
+        """Return the job with its run; of several runs the one whose folder the environment names.
+
+        Raises UsageError outside of a job, BadFileError if the submission does not contain its task.
+        """
+        jobs = cls.with_each_run(folder, environ)
+        if not jobs[0].is_shared:
+            return jobs[0]
+        name = Path(environ.get(FOLDER_VARIABLE, "")).name
+        for job in jobs:
+            if job.paths.folder.name == name:
+                return job
+        raise UsageError(f"{FOLDER_VARIABLE}: {name!r} is not a run of job {jobs[0].job}")
+
+    @classmethod
+    def with_each_run(cls, folder: Path, environ: Mapping[str, str]) -> list[BatchJob]:
+        """Return the job with each of its runs, in order; errors as of ``of``."""
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
         if not job:
             raise UsageError("SLURM_JOB_ID: not set; this is called by the batch script that submit makes")
         submission = SubmissionPaths(folder)
         is_own_task = bool(array and task) and IN_ALLOCATION not in environ
-        run_id = _run_id(submission, int(task or 0) if is_own_task else 0)
-        return cls(
-            RunPaths(folder.parent.parent / run_id),
-            submission,
-            job,
-            int(environ.get("SLURM_RESTART_COUNT") or 0),
-            (environ.get("SLURM_CLUSTER_NAME") or "").lower() or None,
-            IN_ALLOCATION in environ,
-        )
+        run_ids = _run_ids(submission, int(task or 0) if is_own_task else 0)
+        return [
+            cls(
+                RunPaths(folder.parent.parent / run_id),
+                submission,
+                job,
+                int(environ.get("SLURM_RESTART_COUNT") or 0),
+                (environ.get("SLURM_CLUSTER_NAME") or "").lower() or None,
+                is_allocation=IN_ALLOCATION in environ,
+                is_shared=runs_per_task(read_json(submission.record) or {}) > 1,
+            )
+            for run_id in run_ids
+        ]
 
     def owns(self, record: AttemptRecord | None) -> bool:
         """Return True if the attempt ran in this job, also before a requeue; False without a record."""
@@ -89,6 +111,49 @@ class BatchJob:
         newest = read_record(self.paths.attempt(number))
         script = None if newest is None else newest.launcher_process
         return [record for record in earlier if record.launcher_process == script]
+
+    @property
+    def slots(self) -> Path:
+        """Folder of this start of a shared job: a folder for each run that a slot has claimed."""
+        return self.submission.folder / f"slots-{self.job}-{self.restart}"
+
+    def claim(self) -> bool:
+        """Claim the run for a slot of this start of the job; False if another slot has claimed it."""
+        self.slots.mkdir(exist_ok=True)
+        try:
+            (self.slots / self.paths.folder.name).mkdir()
+        except FileExistsError:
+            return False
+        return True
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a slot of this start of the job has claimed the run."""
+        return (self.slots / self.paths.folder.name).is_dir()
+
+    @property
+    def verdict(self) -> str | None:
+        """The verdict on the run's last attempt in this start of the job; None before its end."""
+        with suppress(OSError):
+            return (self.slots / self.paths.folder.name / "verdict").read_text("utf-8").strip()
+        return None
+
+    def note_verdict(self, verdict: str) -> None:
+        """Record ``requeue CODE [NODES]`` or ``stop CODE``, of which the job's own verdict is composed."""
+        with suppress(OSError):
+            (self.slots / self.paths.folder.name / "verdict").write_text(f"{verdict}\n", encoding="utf-8")
+
+    @property
+    def stopping(self) -> Path:
+        """Written once a run was stopped with the whole job: the slots begin no further runs."""
+        return self.slots / ".stopping"
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the run still waits for this job: it was not cancelled, and no later job has it."""
+        if self.paths.cancelled.exists() or read_status(self.paths).state not in GOING_ON:
+            return False
+        return job_ids(run_facts(self.paths))[-1:] == [self.job]
 
     @property
     def asked(self) -> Path:
@@ -111,19 +176,38 @@ class BatchJob:
         return self.submission.folder / f"unrequested-{self.job}"
 
 
-def _run_id(submission: SubmissionPaths, task: int) -> str:
-    runs = (read_json(submission.record) or {}).get("runs")
-    run_id = runs[task] if isinstance(runs, list) and task < len(runs) else None
-    # A plain name: another would lead out of the experiment's folder.
-    if not isinstance(run_id, str) or run_id != Path(run_id).name or run_id in {"", ".", ".."}:
+def runs_per_task(record: Mapping[str, Any]) -> int:
+    """Return how many runs belong to each job of a submission, or task of its array, by its record."""
+    count = (record.get("batch") or {}).get("runs_per_task")
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def _run_ids(submission: SubmissionPaths, task: int) -> list[str]:
+    record = read_json(submission.record) or {}
+    runs, count = record.get("runs"), runs_per_task(record)
+    run_ids = runs[task * count : (task + 1) * count] if isinstance(runs, list) else []
+    if not run_ids or not all(map(_is_plain_name, run_ids)):
         raise BadFileError(
             f"{submission.record}: knows no run of array task {task}; submit the experiment again"
         )
-    return run_id
+    return run_ids
 
 
-def output_of(submission: Path, job: str, attempt: int) -> str:
-    """Return the end of the batch script's output since ``begin`` printed the start of this attempt."""
+def _is_plain_name(run_id: object) -> bool:
+    """Return False for a name that would lead out of the experiment's folder."""
+    return isinstance(run_id, str) and run_id == Path(run_id).name and run_id not in {"", ".", ".."}
+
+
+def output_of(submission: Path, job: str, attempt: int, run_id: str) -> str:
+    """Return the end of the batch script's output since ``begin`` printed the start of this attempt.
+
+    In a job that runs share, each slot has a file, to which its runs print one after the other.
+    """
+    mark = f"{MARK} {attempt} of run {run_id},"
+    for path in submission.glob(f"{job}_slot*_log.out"):
+        _, found, after = tail_text(path, _OUTPUT_BYTES).rpartition(mark)
+        if found:
+            return after.partition(MARK)[0]
     text = ""
     for ending in ("out", "err"):
         with suppress(OSError):

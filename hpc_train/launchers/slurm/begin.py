@@ -12,7 +12,8 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +28,12 @@ from hpc_train.launchers.slurm.batch_job import (
     answer,
     gone_nodes,
     granted,
+    job_time,
     limit_words,
     output_of,
     say,
     used_gpu_hours,
+    warning_s,
 )
 from hpc_train.launchers.slurm.evidence import noted_stop
 from hpc_train.paths import RunPaths
@@ -48,7 +51,7 @@ from hpc_train.run import stages, trust
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, noted_signal, now, now_ms, write_record
 from hpc_train.run.code import snapshot
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
-from hpc_train.run.processes import Process
+from hpc_train.run.processes import FOLDER_VARIABLE, Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import FULL, storage_error
 
@@ -58,6 +61,8 @@ _MOST_ASKED = 2
 #: Maximum starts of a failed run's job, without progress, that hpc-train did not request. A user may requeue
 #: the job; a Slurm that requeues automatically (RequeueExit) would do so without end.
 _MOST_UNREQUESTED = 3
+#: Seconds before the warning of the time limit in which a shared job begins no further run. Assumed.
+_MIN_RUN_S = 60.0
 #: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
 #: Parts of a list of nodes, such as ``n[1-2,07],login1``.
@@ -116,6 +121,46 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         raise
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
+
+
+def begin_next(jobs: Sequence[BatchJob], environ: Mapping[str, str]) -> str | None:
+    """Begin the next run of a job that several share; return the answer, or None if no run is left.
+
+    Each start of the job begins a run once; restarts in place follow in the same slot. A run that can't begin
+    has its verdict, and the next one is begun.
+    """
+    is_in_place = IN_PLACE in environ
+    for job in jobs:
+        if is_in_place:
+            if str(job.paths.folder) != environ.get(FOLDER_VARIABLE):
+                continue
+        elif _is_ending(jobs, environ):
+            return None
+        elif not job.is_unfinished or not job.claim():
+            continue
+        try:
+            line = begin(job.submission.folder, {**environ, FOLDER_VARIABLE: str(job.paths.folder)})
+        except UserError as error:
+            say(str(error))
+            job.note_verdict(f"stop {int(error.exit_code) or int(ExitCode.FAILED)}")
+            continue
+        if line is not None:
+            return line
+        job.note_verdict("stop 0")
+    return None
+
+
+def _is_ending(jobs: Sequence[BatchJob], environ: Mapping[str, str]) -> bool:
+    """Return True if the job is being stopped, or has too little time left for one more run."""
+    if jobs[0].stopping.exists():
+        return True
+    preempted_s = job_time("PreemptTime", environ)
+    if preempted_s is not None and preempted_s >= (job_time("StartTime", environ) or 0.0):
+        return True
+    end_s = job_time("EndTime", environ)
+    if end_s is None or all(job.verdict is None for job in jobs):  # the first runs of a start begin always
+        return False
+    return end_s - time.time() < warning_s(jobs[0].submission) + _MIN_RUN_S
 
 
 @contextmanager
@@ -230,7 +275,9 @@ def _end_earlier(job: BatchJob, record: AttemptRecord, *, in_place: bool) -> Non
 def _diagnosed(job: BatchJob, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
     """Return the record of an attempt that ended before its batch script could diagnose it."""
     paths = job.paths
-    output = output_of(job.submission.folder, job.job, record.attempt) if job.owns(record) else ""
+    output = ""
+    if job.owns(record):
+        output = output_of(job.submission.folder, job.job, record.attempt, paths.folder.name)
     diagnosis = diagnose_record(
         paths,
         record,
@@ -340,7 +387,11 @@ def main(arguments: Iterable[str]) -> int:
     """Print the result of ``begin``, or the nodes to exclude; return the exit code."""
     (folder,) = arguments
     try:
-        line = begin(Path(folder).absolute(), os.environ)
+        jobs = BatchJob.with_each_run(Path(folder).absolute(), os.environ)
+        if jobs[0].is_shared:
+            line = begin_next(jobs, os.environ)
+        else:
+            line = begin(jobs[0].submission.folder, os.environ)
     except UserError as error:
         say(str(error))
         if isinstance(error, WrongNodeError):

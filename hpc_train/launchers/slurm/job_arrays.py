@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from hpc_train.console import say, say_text
-from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, counted
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import (
     commands,
@@ -28,7 +28,7 @@ from hpc_train.launchers.slurm import (
     script,
 )
 from hpc_train.launchers.slurm import submission as steps
-from hpc_train.launchers.slurm.submission import Batch, Submission
+from hpc_train.launchers.slurm.submission import Batch, Sharing, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.history import nodes_to_exclude
 from hpc_train.run import stages
@@ -86,7 +86,7 @@ def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
     try:
         output = sbatch.tested(batch, len(runs))
     except commands.RefusedError as error:
-        problems = job_refusals.refused_in_test(error.words, experiment)
+        problems = job_refusals.refused_in_test(error.words, experiment, len(runs))
         return JobForecast(paths, note=job_refusals.without_prefix(error.words), problems=problems)
     problems = job_refusals.time_limit_problems(experiment)
     match = _STARTS.search(output)
@@ -94,6 +94,29 @@ def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
         return JobForecast(paths, problems=problems)
     start = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
     return JobForecast(paths, start.isoformat(), match[2], problems=problems)
+
+
+def shared_jobs(runs: Sequence[StartRequest]) -> list[str]:
+    """Return a line on each group of runs that share jobs: how many jobs, and the request of one."""
+    lines = []
+    for group in _groups(runs, len(runs)):
+        run, sharing = group[0], _sharing(group)
+        slurm = run.experiment.slurm
+        if slurm is None or sharing.runs_per_task == 1:
+            continue
+        of_job = options.of_slots(_profile(slurm.profile, run.problem).applied(run.experiment), sharing.slots)
+        assert of_job.slurm is not None
+        size = options.ranks(of_job.slurm)
+        parts = [counted(size.most or 0, "rank"), counted(size.cores or 0, "core")]
+        parts += [counted(size.gpus, "GPU")] if size.gpus else []
+        parts += [f"{of_job.slurm.mem_gb} GB"] if of_job.slurm.mem_gb else []
+        hours = f", at most {size.gpu_hours:g} GPU-hours" if size.gpu_hours else ""
+        jobs = counted(-(-len(group) // sharing.runs_per_task), "job")
+        lines.append(
+            f"{len(group)} runs in {jobs}, {sharing.slots} at a time in each; a job requests "
+            f"{', '.join(parts)}{hours}"
+        )
+    return lines
 
 
 @contextmanager
@@ -185,7 +208,11 @@ def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]
         excluded = tuple(nodes_to_exclude(run.paths))
         likeness = (shape, snapshot.link_target(run.paths), excluded, _dependency(run.paths))
         alike.setdefault(likeness, []).append(run)
-    return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
+    groups = []
+    for group in alike.values():
+        size = limit * _sharing(group).runs_per_task
+        groups += [group[start : start + size] for start in range(0, len(group), size)]
+    return groups
 
 
 #: A sweep's runs share theirs.
@@ -219,7 +246,18 @@ def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
 
 
 def _throttle(runs: Sequence[StartRequest]) -> int | None:
+    """Return how many runs may be active at a time. Of shared jobs there are only as many as that needs."""
+    return None if _sharing(runs).runs_per_task > 1 else _max_parallel(runs)
+
+
+def _max_parallel(runs: Sequence[StartRequest]) -> int | None:
     return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
+
+
+def _sharing(runs: Sequence[StartRequest]) -> Sharing:
+    slurm = runs[0].experiment.slurm
+    assert slurm is not None
+    return steps.sharing(len(runs), slurm.runs_per_job, _max_parallel(runs))
 
 
 def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Batch:
@@ -262,6 +300,7 @@ def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node:
         exclude=[] if on_any_node else list(nodes_to_exclude(run.paths)),
         problem=run.problem,
         dependency=_dependency(run.paths),
+        sharing=_sharing(runs),
     )
 
 
@@ -273,7 +312,8 @@ def _send_all(jobs: Sequence[_Job]) -> None:
     except commands.RefusedError as error:
         for sent_job in jobs:
             _withdraw(sent_job, f"Slurm refused it: {error.words}")
-        raise BadFileError(_refusal(job.runs[0], error.words)) from None
+        num_runs = sum(len(other.runs) for other in jobs)
+        raise BadFileError(_refusal(job.runs[0], error.words, num_runs)) from None
 
 
 def _send(job: _Job) -> None:
@@ -290,8 +330,8 @@ def _withdraw(job: _Job, reason: str) -> None:
     remove_folder(job.paths.folder)
 
 
-def _refusal(run: StartRequest, output: str) -> list[str]:
-    return _lines(run, job_refusals.refused(output, run.experiment))
+def _refusal(run: StartRequest, output: str, num_runs: int) -> list[str]:
+    return _lines(run, job_refusals.refused(output, run.experiment, num_runs))
 
 
 def _lines(run: StartRequest, problems: Sequence[KeyProblem]) -> list[str]:
@@ -326,7 +366,7 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
             return steps.place(folder, paths, job.record)
     except commands.RefusedError as error:
         reason = f"Slurm refused it: {error.words}"
-        for line in _refusal(job.runs[0], error.words):
+        for line in _refusal(job.runs[0], error.words, len(runs)):
             say(line)
     except BadFileError as error:
         say_text(str(error))
@@ -358,6 +398,9 @@ def _description(record: Submission) -> str:
     count = len(record.runs)
     if count == 1:
         return f"job {record.job_id}: run {record.runs[0]}"
+    if record.batch is not None and record.batch.runs_per_task > 1:
+        tasks = record.batch.num_tasks(count)
+        return f"job {record.job_id}: {count} runs in " + (f"an array of {tasks} jobs" if tasks > 1 else "it")
     throttle = f", {record.max_parallel} at a time" if (record.max_parallel or count) < count else ""
     return f"job {record.job_id}: an array of {count} runs{throttle}"
 

@@ -7,12 +7,13 @@ partition's nodes and its time limit are read here: for them its messages do not
 from __future__ import annotations
 
 import os
+import pwd
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpc_train.errors import NoSchedulerError, UserError, listed
+from hpc_train.errors import NoSchedulerError, UserError, counted, listed
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
@@ -122,13 +123,62 @@ _FEATURE = re.compile(r"[\w.:+=/-]+")
 _LISTED = 8
 
 
-def refused(output: str, experiment: Job) -> list[KeyProblem]:
-    """Return the problems for a message with which sbatch has refused the job."""
+def refused(output: str, experiment: Job, runs: int = 1) -> list[KeyProblem]:
+    """Return the problems for a message with which sbatch has refused the jobs of this number of runs."""
     text = without_prefix(output)
     if _NO_SUCH_NODES.search(text):
         return node_problems(experiment) or [_no_such_nodes(f"Slurm refuses it: {text}", experiment)]
     key, remedy = advice(output, experiment)
+    if remedy == _MANY and runs > 1:
+        remedy = _fewer_jobs(runs, experiment)
     return [KeyProblem(key, f"Slurm refuses it: {text}", remedy)]
+
+
+def _fewer_jobs(runs: int, experiment: Job) -> str:
+    """Return the remedy for more runs than jobs are permitted: the number per job with which they fit."""
+    slurm = slurm_of(experiment)
+    most = None if slurm is None else _max_jobs(slurm)
+    if slurm is None or most is None or experiment.sweep.search is not None:
+        return f"{_MANY}; or train several in one job: slurm.runs_per_job"
+    queued = _num_queued()
+    if most <= queued:
+        return f"{queued} of your jobs are in the queue, and {most} may be; wait until others have ended"
+    per_job = -(-runs // (most - queued))
+    jobs = -(-runs // per_job)
+    others = f", and {queued} are in the queue" if queued else ""
+    return (
+        f"you may have {most} jobs{others}; slurm.runs_per_job: {per_job} makes {counted(jobs, 'job')} of "
+        f"{runs} runs"
+    )
+
+
+def _max_jobs(slurm: SlurmConfig) -> int | None:
+    """Return the lowest limit on a user's jobs in the queue, of the account and the QOS; None if unknown."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    queries = (
+        (["associations", f"user={user}", "format=account,maxsubmitjobs"], slurm.account),
+        (["qos", "format=name,maxsubmitjobspu"], slurm.qos),
+    )
+    limits = []
+    for words, name in queries:
+        try:
+            output = commands.run(["sacctmgr", "--noheader", "--parsable2", "show", *words])
+        except UserError:
+            continue
+        rows = [line.split("|") for line in output.splitlines() if line.count("|") == 1]
+        # Without the key the site's default applies, which is one of a single row.
+        rows = [row for row in rows if row[0] == name or (name is None and len(rows) == 1)]
+        limits += [int(row[1]) for row in rows if row[1].isdecimal()]
+    return min(limits, default=None)
+
+
+def _num_queued() -> int:
+    """Return the number of this user's jobs in the queue, each task of an array counted; 0 if unknown."""
+    try:
+        output = commands.run(["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"])
+    except UserError:
+        return 0
+    return len(output.split())
 
 
 def without_prefix(output: str) -> str:
@@ -136,11 +186,11 @@ def without_prefix(output: str) -> str:
     return _PREFIX.sub("", output)
 
 
-def refused_in_test(output: str, experiment: Job) -> list[KeyProblem]:
+def refused_in_test(output: str, experiment: Job, runs: int = 1) -> list[KeyProblem]:
     """Return the problems for a message of ``sbatch --test-only``; empty if it may be temporary."""
     if _MAYBE_TEMPORARY.search(output):
         return node_problems(experiment)
-    return refused(output, experiment)
+    return refused(output, experiment, runs)
 
 
 def never_starts(reason: str, experiment: Job) -> list[KeyProblem]:
@@ -208,7 +258,7 @@ def node_problems(experiment: Job) -> list[KeyProblem]:
     total = limits.get("TotalNodes", "")
     if not nodes or (total.isdecimal() and len(nodes) < int(total)):  # powered-down nodes may be hidden
         return []
-    return [*_too_much(slurm, nodes), *_node_counts(slurm, limits)]
+    return [*_too_much(slurm, nodes), *_too_many_slots(slurm, nodes), *_node_counts(slurm, limits)]
 
 
 def _partition(slurm: SlurmConfig) -> str:
@@ -243,6 +293,28 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
         yield KeyProblem("slurm.ranks_per_node", message, remedy)
     if min_nodes(slurm) > len(nodes):
         yield KeyProblem("slurm.nodes", f"{slurm.nodes}, but the partition has {len(nodes)}", remedy)
+
+
+def _too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
+    """Yield a problem if no node has room for as many runs as are to share a job."""
+    room = max(_room(slurm, node) for node in nodes)
+    if slurm.runs_per_job > 1 and 0 < room < slurm.runs_per_job:
+        needs = [f"{slurm.runs_per_job * cpus_per_node(slurm)} cores"]
+        needs += [f"{slurm.runs_per_job * slurm.gpus_per_node} GPUs"] if slurm.gpus_per_node else []
+        needs += [f"{slurm.runs_per_job * slurm.mem_gb} GB"] if slurm.mem_gb else []
+        message = f"{slurm.runs_per_job} runs need {', '.join(needs)}; a node has room for {room} of them"
+        yield KeyProblem("slurm.runs_per_job", message, f"write at most {room}, or request less for a run")
+
+
+def _room(slurm: SlurmConfig, node: Node) -> int:
+    """Return the number of runs for which a node has the cores, the GPUs and the memory."""
+    room = [node.cpus // cpus_per_node(slurm)]
+    if slurm.gpus_per_node:
+        gpus = node.gpus.get((slurm.gpu_type or "").lower()) or sum(node.gpus.values())
+        room.append(gpus // slurm.gpus_per_node)
+    if slurm.mem_gb:
+        room.append(node.memory_mb // (1024 * slurm.mem_gb))
+    return min(room)
 
 
 def _node_counts(slurm: SlurmConfig, limits: dict[str, str]) -> Iterator[KeyProblem]:

@@ -36,7 +36,7 @@ _NO_SECTION = KeyProblem(
 
 class SlurmLauncher:
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
-    ``ForecastLauncher``, an ``AccountingLauncher`` and a ``MultiClusterLauncher``.
+    ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher`` and a ``SharingLauncher``.
     """
 
     title, is_queue = "Slurm", True
@@ -140,6 +140,12 @@ class SlurmLauncher:
         from hpc_train.launchers.slurm import job_arrays
 
         return job_arrays.forecast(folder, runs)
+
+    def shared_jobs(self, runs: Sequence[StartRequest]) -> list[str]:
+        """Return a line on each array of jobs with ``slurm.runs_per_job`` runs at a time."""
+        from hpc_train.launchers.slurm import job_arrays
+
+        return job_arrays.shared_jobs(runs)
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
         """Query ``sacct`` for all jobs of the run."""

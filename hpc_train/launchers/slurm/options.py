@@ -99,6 +99,30 @@ def sbatch_parameters(
     }
 
 
+def of_slots(experiment: Job, slots: int) -> Job:
+    """Return the experiment with the request of a job in which this many runs train at the same time."""
+    slurm = experiment.slurm
+    if slurm is None or slots == 1:
+        return experiment
+    more = {
+        "ranks_per_node": slots * ranks_on_each_node(slurm),
+        "gpus_per_node": slots * slurm.gpus_per_node,
+        "mem_gb": slurm.mem_gb and slots * slurm.mem_gb,
+    }
+    return experiment.model_copy(update={"slurm": slurm.model_copy(update=more)})
+
+
+def slot_args(experiment: Job, profile: Profile) -> list[str]:
+    """Return srun's options for one run of a job that several share: its ranks, and only its cores and GPUs.
+
+    The batch script divides the memory that the job has received.
+    """
+    slurm = profile.applied(experiment).slurm
+    assert slurm is not None
+    gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
+    return ["--exact", "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
+
+
 def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
     """Return sbatch's list of nodes: the file's and these; only the file's if it is a path."""
     if not exclude or (slurm.exclude and "/" in slurm.exclude):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,8 +23,8 @@ from hpc_train.launchers.slurm.queue import (
     ask,
     waiting_words,
 )
-from hpc_train.launchers.slurm.submission import RELEASED
-from hpc_train.paths import RunPaths, SubmissionPaths
+from hpc_train.launchers.slurm.submission import Submissions
+from hpc_train.paths import RunPaths
 from hpc_train.recovery.diagnosis import (
     LESS_MEMORY,
     Diagnosis,
@@ -45,7 +44,6 @@ from hpc_train.run.attempts import (
     now,
     write_record,
 )
-from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
@@ -63,7 +61,6 @@ _ENDING = "its job has just ended"
 SECOND_LOOK_S = 60.0
 #: Four heartbeats: an attempt that wrote something since then is running, whatever Slurm's answer lacks.
 _ALIVE_S = 120.0
-_TOKEN = re.compile(r"/\.slurm/(\w+)/")
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
@@ -211,6 +208,9 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     if folder.began_by(job) and folder.record is not None:
         is_stopped = job.state in {"SUSPENDED", "STOPPED"}
         reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
+        if status.state == "requeued" and submissions.neighbors(folder.paths, job.job):
+            wait = f"job {job.job} is requeued once its other runs have ended"
+            reason = "; ".join(filter(None, (status.reason, reason, wait)))
         return replace(status, reason=reason) if reason else status
     return _not_begun(folder, job, submissions)
 
@@ -222,6 +222,9 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
     """
     status, record = folder.status, folder.record
     if status.state == "completed" or folder.is_cancelled:
+        return status
+    # A shared job is requeued for its other runs; it does not begin a failed run again.
+    if submissions.neighbors(folder.paths, job.job) and (folder.record is None or not folder.may_return):
         return status
     if folder.is_requeued(job):
         return _requeued(folder, job, submissions)
@@ -247,7 +250,7 @@ def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
 def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     status = folder.status
     if not job.is_waiting:
-        reason = f"starting on {job.nodes}" if job.nodes else "starting"
+        reason = _starting(folder, job, submissions)
     elif job.reason == "JobHeldUser" and not submissions.are_released(folder.paths, job.job):
         reason = "held until its submission is complete; submit the file again if that was cut short"
     else:
@@ -255,46 +258,11 @@ def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunSt
     return replace(status, reason=reason)
 
 
-class Submissions:
-    """The submissions of experiments by the number of their job; each record is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, dict[str, list[tuple[SubmissionPaths, str]]]] = {}
-        self._runs: dict[Path, set[str] | None] = {}
-
-    def are_released(self, paths: RunPaths, job: str) -> bool:
-        """Return True if the submission that made the job is complete, or unknown."""
-        return all(state == RELEASED for _, state in self._of(paths, job)[:1])
-
-    def made(self, paths: RunPaths, job: JobState) -> bool:
-        """Return True if the job is the run's own, by its script or else its name: Slurm reuses numbers."""
-        if token := _TOKEN.search(job.script or ""):
-            submission = paths.siblings.submission(token[1])
-            if submission.folder not in self._runs:
-                runs = (read_json(submission.record) or {}).get("runs")
-                self._runs[submission.folder] = set(runs) if isinstance(runs, list) else None
-            if (runs := self._runs[submission.folder]) is not None:
-                return paths.folder.name in runs
-        return job.name in {run_facts(paths).get("name"), None}
-
-    def batch_output(self, paths: RunPaths, job: str) -> Path | None:
-        """Return the file into which the job's batch script prints, if there is one yet."""
-        name = f"{job}_0_log.out"  # by submitit
-        outputs = (submission.folder / name for submission, _ in self._of(paths, job))
-        # Several if Slurm has restarted its job numbers.
-        existing = [path for path in outputs if path.is_file()]
-        return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
-
-    def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, str]]:
-        """Return the submissions that made the job, with their states."""
-        folder = paths.siblings
-        if folder.folder not in self._known:
-            by_job = self._known.setdefault(folder.folder, {})
-            for submission in folder.submission_folders():
-                record = read_json(submission.record) or {}
-                entry = (submission, str(record.get("state")))
-                by_job.setdefault(str(record.get("job_id")), []).append(entry)
-        return self._known[folder.folder].get(job.partition("_")[0], [])
+def _starting(folder: Folder, job: JobState, submissions: Submissions) -> str:
+    """Return the reason of a run that has not begun in its running job."""
+    if submissions.neighbors(folder.paths, job.job):
+        return f"waits for a slot of job {job.job}"
+    return f"starting on {job.nodes}" if job.nodes else "starting"
 
 
 def output_without_logs(paths: RunPaths) -> Path | None:
@@ -325,7 +293,7 @@ def _requeued(folder: Folder, job: JobState, submissions: Submissions) -> RunSta
     elif job.state == "COMPLETING":
         wait = "waits: its nodes are being cleared"
     else:
-        wait = f"starting on {job.nodes}" if job.nodes else "starting"
+        wait = _starting(folder, job, submissions)
     return replace(status, reason="; ".join(filter(None, (status.reason, wait))))
 
 
@@ -341,7 +309,9 @@ def _requeue_reason(folder: Folder, submissions: Submissions) -> str:
         return record.reason or stop_reason(Stop(record.cause), folder.status.step)
     signal = noted_signal(folder.paths.attempt(record.attempt))
     file = submissions.batch_output(folder.paths, str(record.job))
-    output = "" if file is None else output_of(file.parent, str(record.job), record.attempt)
+    output = ""
+    if file is not None:
+        output = output_of(file.parent, str(record.job), record.attempt, folder.paths.folder.name)
     stop = noted_stop(signal, output)
     return str(diagnose_record(folder.paths, record, step=folder.status.step, stop=stop).reason)
 

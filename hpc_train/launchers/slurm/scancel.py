@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,7 +12,8 @@ from hpc_train.console import say
 from hpc_train.errors import HpcTrainError, NoSchedulerError, TryAgainError
 from hpc_train.launchers.slurm import commands, submission
 from hpc_train.launchers.slurm.queue import ELSEWHERE, JobState, ask
-from hpc_train.launchers.slurm.queue_status import Folder, Submissions, end_cancelled, other_cluster
+from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled, other_cluster
+from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
@@ -97,17 +98,24 @@ def _record_jobs(runs: Sequence[RunPaths]) -> bool:
 
 
 def _end_jobs(folders: Sequence[Folder]) -> None:
-    states = _ask(folders)
+    states = ended = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
+    # A run that has ended is not changed because the job continues with other runs.
+    living = [
+        folder for folder in living if folder.status.state in GOING_ON or not _has_active_neighbors(folder)
+    ]
     for folder in living:
         with suppress(OSError):  # the disk is full, or can't be written
             mark_cancelled(folder.paths)
-    if living:
-        commands.cancel_jobs([str(folder.job) for folder in living])
-        states = _wait(living)
+    shared = [folder for folder in living if _has_active_neighbors(folder)]
+    alone = [folder for folder in living if folder not in shared]
+    if alone:
+        commands.cancel_jobs(list(dict.fromkeys(str(folder.job) for folder in alone)))
+        ended = _wait(alone)
+    remaining = _end_steps(shared, states)
     for folder in folders:
-        if folder.paths.cancelled.exists():
-            _write_end(folder.paths, states.get(folder.paths))
+        if folder.paths.cancelled.exists() and folder not in remaining:
+            _write_end(folder.paths, None if folder in shared else ended.get(folder.paths))
 
 
 def _ask(folders: Sequence[Folder]) -> dict[RunPaths, JobState]:
@@ -126,10 +134,73 @@ def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
     return False
 
 
+def _has_active_neighbors(folder: Folder) -> bool:
+    """Return True if other runs share the run's job, and at least one of them is not cancelled."""
+    neighbors = Submissions().neighbors(folder.paths, str(folder.job))
+    return any(
+        read_status(paths).state in GOING_ON
+        and not paths.cancelled.exists()
+        and Folder.read(paths).key == folder.key
+        for paths in neighbors
+    )
+
+
+def _end_steps(shared: Sequence[Folder], states: Mapping[RunPaths, JobState]) -> list[Folder]:
+    """End the steps of runs whose jobs continue with other runs; return those that have not ended in time.
+
+    A step has the name of its run. As at scancel, SIGKILL follows SIGTERM after KillWait.
+    """
+    began, signalled = time.monotonic(), set[tuple[str, str]]()
+    limit_s, pauses, has_looked = _kill_wait_s(), iter(_POLLS_S), False
+    remaining = list(shared)
+    while remaining:
+        steps = []
+        with suppress(commands.RefusedError):
+            steps = _steps({str(folder.job) for folder in remaining})
+        waited_s = time.monotonic() - began
+        name = "KILL" if waited_s > limit_s else "TERM"
+        for step, run_id in steps:
+            if run_id in {folder.paths.folder.name for folder in remaining} and (step, name) not in signalled:
+                signalled.add((step, name))
+                with suppress(commands.RefusedError):  # it has just ended
+                    commands.run(["scancel", f"--signal={name}", step], retry=True)
+        running = {run_id for _, run_id in steps}
+        # A slot that was beginning the run at the first look has a step, or has given it up, at the second.
+        remaining = [
+            folder
+            for folder in remaining
+            if not has_looked
+            or folder.paths.folder.name in running
+            or not _has_ended(folder.paths, states[folder.paths])
+        ]
+        if remaining and waited_s > limit_s + _CLEAR_LIMIT_S:
+            ids = ", ".join(run_name(folder.paths) for folder in remaining)
+            say(f"{ids}: asked to end, not gone yet; `hpc-train status` shows when they are")
+            break
+        has_looked = True
+        time.sleep(next(pauses, _POLLS_S[-1]) if remaining else 0.0)
+    return remaining
+
+
+def _has_ended(paths: RunPaths, job: JobState) -> bool:
+    """Return True if no attempt of the run is under way: the batch script has recorded its end."""
+    folder = Folder.read(paths)
+    if folder.record is None or folder.record.end is not None or folder.is_requeued(job):
+        return True
+    return folder.status.state not in GOING_ON
+
+
+def _steps(jobs: Collection[str]) -> list[tuple[str, str]]:
+    """Return id and name of the jobs' steps. Raises RefusedError once the jobs have ended."""
+    output = commands.run(
+        ["squeue", "--steps", "--noheader", f"--jobs={','.join(sorted(jobs))}", "--format=%i|%j"], retry=True
+    )
+    pairs = (line.strip().partition("|") for line in output.splitlines())
+    return [(step, name) for step, _, name in pairs if step]
+
+
 def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
-    kill_wait = commands.config().get("KillWait", "").partition(" ")[0]
-    kill_wait_s = float(kill_wait) if kill_wait.isdigit() else _KILL_WAIT_S
-    deadline = time.monotonic() + kill_wait_s + _CLEAR_LIMIT_S
+    deadline = time.monotonic() + _kill_wait_s() + _CLEAR_LIMIT_S
     pauses = iter(_POLLS_S)
     while True:
         states = _ask(living)
@@ -141,6 +212,11 @@ def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
             say(f"jobs {jobs}: asked to end, not gone yet; `hpc-train status` shows when they are")
             return states
         time.sleep(next(pauses, _POLLS_S[-1]))
+
+
+def _kill_wait_s() -> float:
+    kill_wait = commands.config().get("KillWait", "").partition(" ")[0]
+    return float(kill_wait) if kill_wait.isdigit() else _KILL_WAIT_S
 
 
 def _write_end(paths: RunPaths, job: JobState | None) -> None:
@@ -156,7 +232,8 @@ def _write_end(paths: RunPaths, job: JobState | None) -> None:
 def _left(folders: Sequence[Folder]) -> str:
     marked = [folder for folder in folders if folder.paths.cancelled.exists()]
     ids = " ".join(run_name(folder.paths) for folder in marked)
-    jobs = " ".join(str(folder.job) for folder in marked if folder.job)
+    # A job that other runs share is not to be cancelled as a whole.
+    jobs = " ".join(str(folder.job) for folder in marked if folder.job and not _has_active_neighbors(folder))
     return (
         f"{ids}: marked as cancelled, but what waits or runs was not cancelled; "
         f"`hpc-train cancel {ids}` again ends it once Slurm answers"
@@ -191,7 +268,7 @@ def _end_by(number: signal.Signals, paths: RunPaths, job: str, limit_s: float) -
             return True
         is_sent = is_sent or signal_step(job, paths, number)
         time.sleep(_POLLS_S[0])
-        if is_sent and not _steps(job, paths):
+        if is_sent and not _steps_of(paths, job):
             process = record.launcher_process
             if process is None or process.is_alive() is False:
                 return True
@@ -203,16 +280,13 @@ def step_name(paths: RunPaths) -> str:
     return f"{paths.folder.parent.name}.{paths.folder.name}"
 
 
-def _steps(job: str, paths: RunPaths) -> list[str]:
-    """Return the ids of the job's steps that have the run's ranks."""
-    listed = commands.run(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j"])
-    pairs = (line.split() for line in listed.splitlines())
-    return [pair[0] for pair in pairs if len(pair) == 2 and pair[1] == step_name(paths)]
+def _steps_of(paths: RunPaths, job: str) -> list[str]:
+    return [step for step, name in _steps({job}) if name == step_name(paths)]
 
 
 def signal_step(job: str, paths: RunPaths, number: signal.Signals) -> bool:
     """Send the signal to the run's ranks; return whether there were any."""
-    ids = _steps(job, paths)
+    ids = _steps_of(paths, job)
     for step in ids:
         with suppress(commands.RefusedError):  # it has ended
             commands.run(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])

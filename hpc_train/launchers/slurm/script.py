@@ -20,7 +20,7 @@ from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_ea
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
-from hpc_train.launchers.slurm.submission import Batch
+from hpc_train.launchers.slurm.submission import ALONE, Batch, Sharing
 from hpc_train.package_path import LATE_VARIABLE, path_variables
 from hpc_train.paths import ExperimentPaths
 
@@ -54,6 +54,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_JOB",
     "HPC_TRAIN_ALLOCATION",
     "HPC_TRAIN_GRACE_S",
+    "HPC_TRAIN_SLOT",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -70,6 +71,7 @@ def batch(
     exclude: Sequence[str] = (),
     problem: Callable[[str, str, str], str] | None = None,
     dependency: str | None = None,
+    sharing: Sharing = ALONE,
 ) -> Batch:
     """Return the batch script for runs of one shape; nothing is written, Slurm is not queried.
 
@@ -88,17 +90,33 @@ def batch(
     python = python_command(experiment, profile, (submission.parents[2], folder))
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
     parameters = options.sbatch_parameters(
-        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
+        options.of_slots(experiment, sharing.slots),
+        profile,
+        lead_s=lead_s,
+        max_parallel=max_parallel,
+        held=held,
+        exclude=exclude,
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     if dependency is not None:
         parameters["dependency"] = ",".join(filter(None, (dependency, slurm.dependency)))
-    parameters["setup"] = rendered(
-        "setup.sh.j2", _setup(submission, experiment, profile, python, search_path)
-    )
-    parameters["teardown"] = rendered("teardown.sh.j2", {"submission": submission, "python": python})
     rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
-    return Batch(submission, shlex.join([*python, "-I", "-S", str(rank), python[-1]]), parameters)
+    command = [*python, "-I", "-S", str(rank), python[-1]]
+    setup = _setup(submission, experiment, profile, python, search_path) | {"slots": 0}
+    if sharing.runs_per_task > 1:
+        setup |= {
+            "slots": sharing.slots,
+            "ranks_per_node": ranks_on_each_node(experiment.slurm or slurm),
+            "srun_args": [*options.slot_args(experiment, profile), *parameters.pop("srun_args")],
+            "rank_command": command,
+        }
+        # The slots call srun themselves; submitit's arguments are ignored by this function.
+        command, parameters["use_srun"] = ["hpc_train_slots"], False
+    parameters["setup"] = rendered("setup.sh.j2", setup)
+    parameters["teardown"] = rendered(
+        "teardown.sh.j2", {"submission": submission, "python": python, "slots": setup["slots"]}
+    )
+    return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task)
 
 
 def script_text(batch: Batch, runs: int = 1) -> str:
@@ -112,8 +130,8 @@ def script_text(batch: Batch, runs: int = 1) -> str:
 
     executor = Executor(batch.submission, python=batch.command)
     executor.update_parameters(**batch.parameters)
-    if runs > 1:
-        executor.parameters["map_count"] = runs
+    if (tasks := batch.num_tasks(runs)) > 1:
+        executor.parameters["map_count"] = tasks
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text + "\n"
 

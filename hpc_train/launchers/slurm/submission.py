@@ -8,6 +8,7 @@ in the submission's folder; if there is no job, sbatch runs again, without the r
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +21,8 @@ from typing import Any
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError, StorageError
 from hpc_train.launchers.slurm import LAUNCHER, commands
+from hpc_train.launchers.slurm.batch_job import runs_per_task
+from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import add_job, job_ids, now_ms
 from hpc_train.run.file_shapes import decoded, encoded
@@ -30,10 +33,11 @@ from hpc_train.run.files import (
     read_json,
     remove_folder,
     sync_folder,
+    tail_text,
     write_json,
 )
 from hpc_train.run.processes import Process
-from hpc_train.run.run_status import read_status, write_status
+from hpc_train.run.run_status import read_status, run_facts, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
 
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
@@ -41,6 +45,8 @@ from hpc_train.run.trust import check_holder, make_experiment_folder
 PREPARED, SUBMITTED, RELEASED = "prepared", "submitted", "released"
 #: If flock works on one host only, another host's command may be active too. Longer than any command takes.
 _UNSEEN_LIMIT_S = 900.0
+_TOKEN = re.compile(r"/\.slurm/(\w+)/")
+_OUTPUT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,33 @@ class Batch:
     command: str
     #: Arguments of ``SlurmExecutor.update_parameters``; valid JSON.
     parameters: dict[str, Any]
+    #: How many runs belong to each job, or task of the array; the last one may have fewer.
+    runs_per_task: int = 1
+
+    def num_tasks(self, runs: int) -> int:
+        """Return the number of jobs, as tasks of one array, of this number of runs."""
+        return -(-runs // self.runs_per_task)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the runs of a submission share its jobs."""
+
+    #: Runs that train at the same time in a job, and runs that belong to it.
+    slots: int = 1
+    runs_per_task: int = 1
+
+
+ALONE = Sharing()
+
+
+def sharing(runs: int, runs_per_job: int, max_parallel: int | None) -> Sharing:
+    """Return how runs share jobs of ``runs_per_job`` slots if ``max_parallel`` of them train at a time."""
+    if runs_per_job == 1:
+        return ALONE
+    at_once = min(runs, max_parallel or runs)
+    jobs = -(-at_once // runs_per_job)
+    return Sharing(-(-at_once // jobs), -(-runs // jobs))
 
 
 @dataclass(frozen=True)
@@ -76,9 +109,11 @@ class Submission:
     #: The cluster to which it is submitted; None: not recorded (0.2).
     cluster: str | None = None
 
-    def task_job(self, task: int) -> str:
-        """Return the job of one run as Slurm and submitit name it: ``12_3`` of an array, else ``12``."""
-        return f"{self.job_id}_{task}" if len(self.runs) > 1 else str(self.job_id)
+    def job_of(self, index: int) -> str:
+        """Return the job of a run, by its index in ``runs``: ``12_3`` of an array, else ``12``."""
+        batch = self.batch or Batch(Path(), "", {})
+        task = index // batch.runs_per_task
+        return f"{self.job_id}_{task}" if batch.num_tasks(len(self.runs)) > 1 else str(self.job_id)
 
 
 def read(paths: SubmissionPaths) -> Submission | None:
@@ -198,14 +233,19 @@ def prepare(
 
 
 def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submission) -> Submission:
-    """Give each task of the held job its pickle and each run its job's id."""
+    """Give each task of the held job its pickle and each run its job's id.
 
-    def place_task(task: int) -> None:
-        run, job = RunPaths(folder.folder / submission.runs[task]), submission.task_job(task)
-        place_pickle(paths, job, run)
+    A job that several runs share needs no pickles: its batch script starts the ranks of each run.
+    """
+    is_shared = submission.batch is not None and submission.batch.runs_per_task > 1
+
+    def place_run(index: int) -> None:
+        run, job = RunPaths(folder.folder / submission.runs[index]), submission.job_of(index)
+        if not is_shared:
+            place_pickle(paths, job, run)
         note_job(run, job, submission.cluster)
 
-    in_parallel(place_task, range(len(submission.runs)))
+    in_parallel(place_run, range(len(submission.runs)))
     # Pickles that submitit names by chance and has not moved, since its process died.
     for path in paths.folder.glob("*.pkl"):
         if not path.name.endswith("_submitted.pkl"):
@@ -320,3 +360,59 @@ def withdraw(paths: RunPaths, reason: str, job_id: str | None = None) -> None:
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
     remove_folder(paths.folder)
+
+
+class Submissions:
+    """The submissions of experiments by the number of their job; each record is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, dict[str, list[tuple[SubmissionPaths, dict[str, Any]]]]] = {}
+        self._runs: dict[Path, set[str] | None] = {}
+
+    def are_released(self, paths: RunPaths, job: str) -> bool:
+        """Return True if the submission that made the job is complete, or unknown."""
+        return all(record.get("state") == RELEASED for _, record in self._of(paths, job)[:1])
+
+    def neighbors(self, paths: RunPaths, job: str) -> list[RunPaths]:
+        """Return the other runs of a job that several share, including ended ones; else an empty list."""
+        for _, record in self._of(paths, job):
+            runs, count = record.get("runs"), runs_per_task(record)
+            if isinstance(runs, list) and count > 1 and paths.folder.name in runs:
+                first = runs.index(paths.folder.name) // count * count
+                others = [paths.siblings.folder / str(run_id) for run_id in runs[first : first + count]]
+                return [RunPaths(other) for other in others if other != paths.folder]
+        return []
+
+    def made(self, paths: RunPaths, job: JobState) -> bool:
+        """Return True if the job is the run's own, by its script or else its name: Slurm reuses numbers."""
+        if token := _TOKEN.search(job.script or ""):
+            submission = paths.siblings.submission(token[1])
+            if submission.folder not in self._runs:
+                runs = (read_json(submission.record) or {}).get("runs")
+                self._runs[submission.folder] = set(runs) if isinstance(runs, list) else None
+            if (runs := self._runs[submission.folder]) is not None:
+                return paths.folder.name in runs
+        return job.name in {run_facts(paths).get("name"), None}
+
+    def batch_output(self, paths: RunPaths, job: str) -> Path | None:
+        """Return the file into which the job's batch script prints, if there is one yet."""
+        name = f"{job}_0_log.out"  # by submitit
+        folders = [submission.folder for submission, _ in self._of(paths, job)]
+        # Several if Slurm has restarted its job numbers.
+        existing = [folder / name for folder in folders if (folder / name).is_file()]
+        # In a job that runs share, a slot's file.
+        slots = [path for folder in folders for path in folder.glob(f"{job}_slot*_log.out")]
+        existing = [
+            path for path in slots if f" of run {paths.folder.name}," in tail_text(path, _OUTPUT_BYTES)
+        ] or existing
+        return max(existing, key=lambda path: path.stat().st_mtime) if existing else None
+
+    def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, dict[str, Any]]]:
+        """Return the submissions that made the job, with their records."""
+        folder = paths.siblings
+        if folder.folder not in self._known:
+            by_job = self._known.setdefault(folder.folder, {})
+            for submission in folder.submission_folders():
+                record = read_json(submission.record) or {}
+                by_job.setdefault(str(record.get("job_id")), []).append((submission, record))
+        return self._known[folder.folder].get(job.partition("_")[0], [])

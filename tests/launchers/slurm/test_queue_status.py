@@ -16,11 +16,11 @@ from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import (
     CUT_SHORT,
     Folder,
-    Submissions,
     other_cluster,
     status_of,
     statuses,
 )
+from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import EventLog, read_record
 from hpc_train.run.files import write_json

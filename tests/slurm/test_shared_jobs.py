@@ -1,0 +1,161 @@
+"""Runs of a sweep that share a job, each in a slot of its own, on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, hpc_train, wait_for
+from tests.quiet import QuietRuns
+from tests.slurm import runs as slurm_jobs
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import (
+    ENVIRONMENT,
+    EXPERIMENT,
+    LIMIT_S,
+    account,
+    command,
+    job_of,
+    records,
+    start_now,
+    submit,
+    wait_for_attempt_end,
+    wait_for_state,
+    wait_for_step,
+)
+from tests.slurm.runs import high_job
+from tests.slurm.test_nodes import ranks_of
+from tests.workloads.programs import write_program
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ALONE, _, _ = EXPERIMENT.partition("slurm:")
+SHARED = (
+    ALONE
+    + """\
+slurm: {partition: low, ranks_per_node: 1, time_limit: 30min, runs_per_job: 2}
+sweep: {grid: {seed: [1, 2, 3, 4]}, max_parallel: 2}
+"""
+)
+#: Writes the devices and cores that the rank has received, and waits for the file ``go``, or fails.
+_WAITING = """\
+import json, os, pathlib, sys, time
+names = ("CUDA_VISIBLE_DEVICES", "SLURM_CPUS_ON_NODE", "SLURM_NTASKS", "SLURM_STEP_ID")
+pathlib.Path("received.json").write_text(json.dumps({name: os.environ.get(name) for name in names}))
+place = pathlib.Path(sys.argv[1])
+while not (place / "go").exists():
+    time.sleep(0.1)
+sys.exit(0)
+"""
+_PROGRAM = """\
+name: prog
+program: {{command: [python, train.py, {place}]}}
+slurm: {{partition: low, time_limit: 30min, runs_per_job: 2, gpus_per_node: 1, cpus_per_gpu: 2, mem_gb: 3}}
+sweep: {{grid: {{seed: [1, 2, 3, 4]}}, max_parallel: 2}}
+"""
+
+
+def by_seed(folder: Path) -> list[RunPaths]:
+    return sorted(found_runs(folder), key=lambda run: int(json.loads(run.resolved.read_text())["seed"]))
+
+
+def reference(quiet_runs: QuietRuns, seed: int) -> RunPaths:
+    """Return the run of this seed that trained alone, undisturbed."""
+    return quiet_runs.of(f"seed={seed}", text=ALONE, ranks=1, environment=ENVIRONMENT)
+
+
+def restarts(cluster: Cluster, job: str) -> int:
+    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
+    return int(shown.partition(" Restarts=")[2].split()[0])
+
+
+@pytest.mark.fault(1, 14)
+def test_a_killed_rank_and_a_preemption_change_no_bit_of_the_runs_of_a_job(
+    cluster: Cluster, tmp_path: Path, quiet_runs: QuietRuns
+) -> None:
+    with Hold(tmp_path, 2) as hold:
+        submit(tmp_path, hold.override, text=SHARED)
+        first, second, third, fourth = by_seed(tmp_path)
+        (job,) = {job_of(run) for run in (first, second, third, fourth)}
+        for run in (first, second):
+            wait_for_step(run, 2)
+        assert not third.attempt_folders() and not fourth.attempt_folders(), "the job has two slots"
+        (rank,) = ranks_of(first)
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: "first_step" in records(first)[-1].events and len(records(first)) == 2, "", LIMIT_S)
+        assert records(first)[0].cause == "crash" and records(first)[1].in_place, account(first)
+        assert len(records(second)) == 1 and records(second)[0].end is None, "the neighbor continues"
+        with high_job(cluster, records(first)[-1].hosts):
+            for run in (first, second):
+                ended = wait_for_attempt_end(run, len(run.attempt_folders()))
+                assert ended.cause == "preemption", account(run)
+            assert slurm_jobs.wait_for_state(cluster, job, "PENDING") == "PENDING"
+    start_now(cluster, first)
+    for seed, run in enumerate((first, second, third, fourth), start=1):
+        assert wait_for_state(run, "completed", "failed") == "completed", account(run)
+        assert_equal_to_the_bit(reference(quiet_runs, seed), run)
+    assert [record.cause for record in records(second)] == ["preemption", "completed"], account(second)
+    assert [len(records(run)) for run in (third, fourth)] == [1, 1], account(third)
+    assert slurm_jobs.wait_for_state(cluster, job, "COMPLETED", "FAILED") == "COMPLETED", account(first)
+    assert restarts(cluster, job) == 1
+
+
+@pytest.fixture
+def programs(cluster: Cluster, tmp_path: Path) -> list[RunPaths]:
+    """Four runs in a job of two slots, which end once the file ``go`` exists; two have begun."""
+    (tmp_path / "train.py").write_text(_WAITING)
+    file = write_program(tmp_path, _PROGRAM.format(place=tmp_path), tmp_path / "train.py")
+    environment = ENVIRONMENT | {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    done = hpc_train("submit", file, cwd=file.parent, **environment)
+    assert done.code == 0, done.err
+    runs = by_seed(tmp_path)
+    for run in runs[:2]:
+        wait_for((run.work / "received.json").exists, account(run), LIMIT_S)
+    return runs
+
+
+def status(run: RunPaths) -> str:
+    done = command(run.folder.parents[2], "status", "--json", run.folder)
+    (shown,) = json.loads(done.out)["runs"]
+    return f"{shown['state']}: {shown['reason']}"
+
+
+def test_a_cancelled_run_leaves_the_job_to_the_others(
+    cluster: Cluster, programs: list[RunPaths], tmp_path: Path
+) -> None:
+    job = job_of(programs[0])
+    assert status(programs[3]) == f"pending: waits for a slot of job {job}"
+    done = command(tmp_path, "cancel", programs[0].folder, programs[3].folder)
+    assert done.code == 0, done.err
+    assert [status(run).partition(":")[0] for run in programs[::3]] == ["cancelled", "cancelled"]
+    wait_for((programs[2].work / "received.json").exists, account(programs[2]), LIMIT_S)  # the slot is free
+    done = command(tmp_path, "resume", programs[0].folder)
+    assert done.code == 0, done.err
+    assert job_of(programs[0]) != job
+    (tmp_path / "go").touch()
+    for run in programs[:3]:
+        assert wait_for_state(run, "completed", "failed") == "completed", account(run)
+    assert [len(records(run)) for run in programs] == [2, 1, 1, 0]
+    assert slurm_jobs.wait_for_state(cluster, job, "COMPLETED", "FAILED") == "FAILED", "a run was cancelled"
+
+
+def test_each_slot_has_its_share_of_the_job(
+    cluster: Cluster, programs: list[RunPaths], tmp_path: Path
+) -> None:
+    received = [json.loads((run.work / "received.json").read_text()) for run in programs[:2]]
+    assert {entry["CUDA_VISIBLE_DEVICES"] for entry in received} == {"0", "1"}
+    assert [entry["SLURM_CPUS_ON_NODE"] for entry in received] == ["2", "2"]
+    assert [entry["SLURM_NTASKS"] for entry in received] == ["1", "1"]
+    job = job_of(programs[0])
+    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
+    assert "cpu=4,mem=6G" in shown and re.search("gres[:/]gpu[:=]2", shown), shown
+    done = command(tmp_path, "cancel", *(run.folder for run in programs))
+    assert done.code == 0, done.err
+    assert slurm_jobs.wait_for_state(cluster, job, "CANCELLED", "FAILED") == "CANCELLED"
