@@ -90,6 +90,10 @@ def submit_runs(
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
+    slurm = loaded.experiment.slurm
+    if slurm is not None and slurm.spare_nodes and not launcher.is_queue:
+        message, remedy = "has no effect without Slurm", "submit without --local to use it"
+        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
     if options.dry_run:
         return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []

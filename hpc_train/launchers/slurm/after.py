@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -24,12 +24,14 @@ from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm.batch_job import (
     JOB,
+    NUM_NODES,
     BatchJob,
+    allocated_hosts,
     answer,
-    gone_nodes,
     granted,
     job_time,
     limit_words,
+    nodes_of_ranks,
     output_of,
     say,
     used_gpu_hours,
@@ -79,32 +81,50 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
-    may_stay = False
     diagnosis = judge(gather(job, record, srun_code))
     if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
         diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
-    if diagnosis.state == "requeued":
-        recovery = effective_recovery(job.paths, number)
+    attempts = [*job.earlier(number), final]
+    recovery = effective_recovery(job.paths, number) if diagnosis.state == "requeued" else None
+    if recovery is not None:
         spent = used_gpu_hours(job.paths, final)
-        attempts = [*job.earlier(number), final]
         diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
-        may_stay = budgets.may_stay(attempts, recovery) and _can_stay(job, final, diagnosis, environ)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
-    excluded = nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {}
-    return diagnosis.words(excluded, in_place=may_stay and excluded.keys().isdisjoint(record.hosts))
+    if diagnosis.state != "requeued" or recovery is None:
+        return diagnosis.words()
+    excluded = nodes_to_exclude(job.paths)
+    may_stay = budgets.may_stay(attempts, recovery, has_other_nodes=NUM_NODES in environ)
+    may_stay = may_stay and _can_stay(job, final, environ)
+    return diagnosis.words(excluded, in_place=may_stay and _has_nodes(attempts, recovery, excluded, environ))
 
 
-def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, environ: Mapping[str, str]) -> bool:
-    """Return True if the allocation can train on: nothing wants its nodes, which respond, and time is left.
+def _has_nodes(
+    attempts: Sequence[AttemptRecord],
+    recovery: budgets.Limits,
+    excluded: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> bool:
+    """Return True if the job has enough nodes that respond and that the next attempt may use."""
+    last = attempts[-1]
+    allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
+    hosts, are_fit = nodes_of_ranks(allocated, excluded, environ)
+    if not are_fit:
+        say("too few of the job's nodes respond and may be used, so there is no restart in place")
+        return False
+    return budgets.may_stay(attempts, recovery, has_other_nodes=hosts != last.hosts)
+
+
+def _can_stay(job: BatchJob, record: AttemptRecord, environ: Mapping[str, str]) -> bool:
+    """Return True if nothing else wants the job's nodes and enough time is left.
 
     The time until the warning before the limit must be enough for the start, as long as this attempt's, and
     for a checkpoint.
     """
     is_stopped = bool(_stops) or noted_signal(job.paths.attempt(record.attempt)) is not None
-    if diagnosis.state != "requeued" or is_stopped or not environ.get(JOB):
+    if is_stopped or not environ.get(JOB):
         return False
     begun_s = _seconds(record.events.get("begin", record.start))
     if (job_time("PreemptTime", environ) or 0.0) >= begun_s - 1:
@@ -113,9 +133,7 @@ def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, enviro
     if end_s is not None and end_s - time.time() < _needed_s(job, record, begun_s):
         say("too little time is left to restart in place")
         return False
-    if gone := gone_nodes(record.hosts):
-        say(f"{', '.join(gone)} does not respond, so there is no restart in place")
-    return not gone
+    return True
 
 
 def _seconds(text: str) -> float:
