@@ -37,7 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "time_prediction",
         "compile_start",
     ),
-    "Preemption": ("preemption",),
+    "Preemption": ("preemption", "restart"),
     "Scripts of the user's own": ("session_overhead",),
     "Memory": ("memory", "memory_prediction", "open_files"),
     "Gradients of a node's CPU ranks": ("node_sum",),

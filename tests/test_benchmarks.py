@@ -33,8 +33,8 @@ from tests.end_to_end.runs import hpc_train, write_experiment
 
 #: Programs that measure nothing.
 _OTHERS = {"__main__", "gpu_loop", "loops", "performance_page"}
-#: Scripts that submission.py and preemption.py start as an arm.
-_ARMS = {"bare_submission", "bare_training"}
+#: Scripts that submission.py, preemption.py and restart.py start as an arm.
+_ARMS = {"bare_submission", "bare_training", "restart_training"}
 PROGRAMS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")

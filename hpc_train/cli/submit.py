@@ -110,6 +110,13 @@ def _say_before(choice: LauncherChoice, loaded: Loaded) -> None:
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
+    slurm = loaded.experiment.slurm
+    if slurm is not None and slurm.spare_nodes and not choice.launcher.is_queue:
+        message, remedy = (
+            "has no effect without a job of its own",
+            "submit without --local and --here to use it",
+        )
+        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
 
 
 def _start_stages(

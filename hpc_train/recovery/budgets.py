@@ -119,13 +119,17 @@ def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
     return _with_progress(records, recovery, text)
 
 
-def may_stay(records: Sequence[AttemptRecord], recovery: Limits) -> bool:
+def may_stay(records: Sequence[AttemptRecord], recovery: Limits, *, has_other_nodes: bool = False) -> bool:
     """Return True if the attempt after the last of ``records`` may begin in the same allocation.
 
     With ``restart: auto`` it may not after two failures in a row without a new checkpoint: other nodes may
-    help.
+    help, unless the allocation ``has_other_nodes``. Without them, the job of a lost node is requeued.
     """
-    if records[-1].cause not in CRASHES or recovery.restart == "requeue":
+    if recovery.restart == "requeue":
+        return False
+    if has_other_nodes:
+        return records[-1].cause in CRASHES | {"lost"}
+    if records[-1].cause not in CRASHES:
         return False
     failures = takewhile(lambda one: one.cause in CRASHES and not has_progressed(one), reversed(records))
     return recovery.restart == "in_place" or len(list(failures)) < _MAX_QUICK_FAILURES
@@ -158,12 +162,15 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
 
 
 def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
-    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its start to its end.
+    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its start to its end,
+    spare nodes included.
 
     Attempts without a job, which run on the user's machine, do not count.
     """
     jobs = [record for record in records if record.job is not None]
-    return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in jobs)
+    return sum(
+        (len(record.hosts) + len(record.spare_hosts)) * gpus_per_node * _hours(record) for record in jobs
+    )
 
 
 def spent_budget(experiment: Job, records: Sequence[AttemptRecord]) -> Problem | None:

@@ -59,6 +59,8 @@ class AttemptRecord:
     launcher_process: Process | None
     launcher: str | None = None
     hosts: list[str] = field(default_factory=list)
+    #: Nodes of the job on which no rank runs (``slurm.spare_nodes``).
+    spare_hosts: list[str] = field(default_factory=list)
     ranks: int | None = None
     #: ``--devices``, to be used again.
     devices: int | None = None

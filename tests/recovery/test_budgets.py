@@ -68,6 +68,20 @@ def test_a_failure_may_stay_on_its_nodes(restart: Any, records: list[AttemptReco
     assert may_stay(records, RecoveryConfig(restart=restart)) is stays
 
 
+@pytest.mark.parametrize(
+    ("restart", "causes", "stays"),
+    [
+        ("auto", ["crash", "hang"], True),
+        ("auto", ["lost"], True),
+        ("auto", ["preemption"], False),
+        ("requeue", ["crash"], False),
+    ],
+)
+def test_a_failure_may_stay_where_other_nodes_are(restart: Any, causes: list[str], stays: bool) -> None:
+    recovery = RecoveryConfig(restart=restart)
+    assert may_stay([*map(attempt, causes)], recovery, has_other_nodes=True) is stays
+
+
 def test_preemptions_come_back_without_end_as_long_as_something_is_saved() -> None:
     steps = range(0, 10_000, 10)
     records = [attempt("preemption", began=step, saved=step + 10) for step in steps]
@@ -171,6 +185,7 @@ def test_attempts_in_jobs_use_gpu_hours_and_others_do_not() -> None:
     in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], start=began, end=ended)
     running = replace(in_job, end=None)
     assert gpu_hours_of([in_job, running, replace(in_job, job=None)], 4) == 8
+    assert gpu_hours_of([replace(in_job, spare_hosts=["n9"])], 4) == 12
 
 
 def test_gpu_hours_are_spent_once_their_budget_is_reached() -> None:

@@ -12,6 +12,7 @@ from hpc_train.experiment.config.fields import (
     MODULE_PATTERN,
     DurationMin,
     NodeRange,
+    NotNegativeInt,
     PlainName,
     PositiveInt,
     ScriptPath,
@@ -35,6 +36,9 @@ class SlurmConfig(Section):
     nodes: PositiveInt | NodeRange = 1
     """Number of nodes, or a range such as ``2-8``: each attempt then uses as many nodes as Slurm allocates.
     """
+    spare_nodes: NotNegativeInt = 0
+    """Nodes to request in addition to ``nodes``. Ranks use them once another node of the job fails its
+    check, dies or is excluded: the next attempt begins in the same allocation. 0: none."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs to request per node. 0: no GPUs."""
     gpu_type: Annotated[str, pattern(GPU_TYPE_PATTERN, "one word like a100 or nvidia_h100")] | None = None

@@ -157,6 +157,7 @@ _ALSO_CALLED = {
     "checkpoint.keep": "save_total_limit keep_last max_to_keep keep_checkpoints save_top_k",
     "slurm": "cluster sbatch scheduler_options resources submitit launcher",
     "slurm.nodes": "num_nodes n_nodes nnodes",
+    "slurm.spare_nodes": "spares num_spares hot_spares standby_nodes extra_nodes",
     "slurm.gpus_per_node": (
         "num_gpus n_gpus ngpus n_gpu gpu gpu_count gpus_per_job devices num_devices n_devices"
     ),

@@ -10,7 +10,7 @@ from hpc_train.errors import counted
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import KeyPath, Problem, shown
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
 from hpc_train.experiment.topology.degrees import find_degrees
 from hpc_train.experiment.validate.base import rule
@@ -60,6 +60,11 @@ def max_nodes(slurm: SlurmConfig) -> int:
     return slurm.nodes if isinstance(slurm.nodes, int) else int(slurm.nodes.partition("-")[2])
 
 
+def requested_nodes(slurm: SlurmConfig) -> int:
+    """Return the minimum number of nodes of the job, with its spare nodes."""
+    return min_nodes(slurm) + slurm.spare_nodes
+
+
 def ranks_on_each_node(slurm: SlurmConfig) -> int:
     """Return the number of ranks per node: ``ranks_per_node``, else one per GPU, else one."""
     return slurm.ranks_per_node or slurm.gpus_per_node or 1
@@ -74,6 +79,24 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
     if int(low) > int(high):
         message = f"{experiment.slurm.nodes} starts with the larger number"
         yield Problem(("slurm", "nodes"), message, f"write {high}-{low}")
+
+
+@rule("slurm.spare-nodes", "slurm.spare_nodes", "slurm.nodes", "environment.container", "recovery.restart")
+def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
+    """``spare_nodes`` needs a fixed number of nodes, a restart in place, and no container."""
+    slurm = experiment.slurm
+    if slurm is None or not slurm.spare_nodes:
+        return
+    key = ("slurm", "spare_nodes")
+    if isinstance(slurm.nodes, str):
+        message = f"slurm.nodes is the range {slurm.nodes}, so each attempt uses all nodes of its allocation"
+        yield Problem(key, message, f"write slurm.nodes: {min_nodes(slurm)}, or take it out")
+    if experiment.environment.container is not None:
+        message = "has not been tested with environment.container and is not supported with it"
+        yield Problem(key, message, "take one of them out")
+    if experiment.recovery.restart == "requeue":
+        message = "recovery.restart: requeue gives all nodes back after each failure, spare ones included"
+        yield Problem(key, message, "write recovery.restart: auto, or take it out")
 
 
 @rule(

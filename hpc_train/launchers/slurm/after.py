@@ -27,12 +27,14 @@ from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm.batch_job import (
     JOB,
+    NUM_NODES,
     BatchJob,
+    allocated_hosts,
     answer,
-    gone_nodes,
     granted,
     job_time,
     limit_words,
+    nodes_of_ranks,
     output_of,
     say,
     time_limit_s,
@@ -50,7 +52,7 @@ from hpc_train.launchers.slurm.evidence import (
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
-from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, records, step_for_budgets
+from hpc_train.recovery.history import effective_recovery, records, step_for_budgets
 from hpc_train.run import resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
@@ -94,7 +96,6 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
-    may_stay = False
     facts = gather(job, record, srun_code)
     diagnosis = judge(facts)
     if job.is_allocation:
@@ -102,26 +103,28 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if diagnosis.cause == "time limit" and (sentence := limit_words(record)):
         diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {sentence}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
-    if diagnosis.state == "requeued":
-        recovery = effective_recovery(job.paths, number)
+    attempts = [*job.earlier(number), final]
+    recovery = effective_recovery(job.paths, number) if diagnosis.state == "requeued" else None
+    if recovery is not None:
         spent = used_gpu_hours(job.paths, final)
-        attempts = [*job.earlier(number), final]
         # In the user's own allocation only restarts in place have a budget.
         if not job.is_allocation or diagnosis.cause in budgets.CRASHES:
             diagnosis = diagnosis.decided(budgets.decide(attempts, recovery, spent))
-        may_stay = budgets.may_stay(attempts, recovery) and _can_stay(job, final, diagnosis, environ)
-        if job.is_allocation:
-            blamed = bad_nodes.excluded([*records(job.paths), final], recovery.exclude_nodes_for_h)
-            may_stay = may_stay and blamed.keys().isdisjoint(record.hosts)
-            diagnosis = diagnosis if may_stay else in_allocation(diagnosis, job.paths.folder.name)
+    may_stay, excluded = False, dict[str, str]()
+    if recovery is not None and diagnosis.state == "requeued":
+        excluded = bad_nodes.excluded([*records(job.paths), final], recovery.exclude_nodes_for_h)
+        may_stay = budgets.may_stay(attempts, recovery, has_other_nodes=NUM_NODES in environ)
+        may_stay = may_stay and _can_stay(job, final, environ)
+        may_stay = may_stay and _has_nodes(attempts, recovery, excluded, environ)
+        if job.is_allocation and not may_stay:
+            diagnosis = in_allocation(diagnosis, job.paths.folder.name)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     if job.is_shared and diagnosis.state == "requeued" and (_stops or diagnosis.cause in _OF_THE_JOB):
         with _reporting_errors(job.paths):
             job.stopping.touch()
-    excluded = nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {}
-    return diagnosis.words(excluded, in_place=may_stay and excluded.keys().isdisjoint(record.hosts))
+    return diagnosis.words(excluded, in_place=may_stay)
 
 
 def _stop_in_allocation(job: BatchJob, facts: Facts, environ: Mapping[str, str]) -> Stop | None:
@@ -148,14 +151,30 @@ def _stop_in_allocation(job: BatchJob, facts: Facts, environ: Mapping[str, str])
     return Stop("preemption") if is_preempted else stopped_by_signal(signal.Signals[name])
 
 
-def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, environ: Mapping[str, str]) -> bool:
-    """Return True if the allocation can train on: nothing wants its nodes, which respond, and time is left.
+def _has_nodes(
+    attempts: Sequence[AttemptRecord],
+    recovery: budgets.Limits,
+    excluded: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> bool:
+    """Return True if the job has enough nodes that respond and that the next attempt may use."""
+    last = attempts[-1]
+    allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
+    hosts, are_fit = nodes_of_ranks(allocated, excluded, environ)
+    if not are_fit:
+        say("too few of the job's nodes respond and may be used, so there is no restart in place")
+        return False
+    return budgets.may_stay(attempts, recovery, has_other_nodes=hosts != last.hosts)
+
+
+def _can_stay(job: BatchJob, record: AttemptRecord, environ: Mapping[str, str]) -> bool:
+    """Return True if nothing else wants the job's nodes and enough time is left.
 
     The time until the warning before the limit must be enough for the start, as long as this attempt's, and
     for a checkpoint.
     """
     is_stopped = bool(_stops) or noted_signal(job.paths.attempt(record.attempt)) is not None
-    if diagnosis.state != "requeued" or is_stopped or not environ.get(JOB):
+    if is_stopped or not environ.get(JOB):
         return False
     begun_s = _seconds(record.events.get("begin", record.start))
     if (job_time("PreemptTime", environ) or 0.0) >= begun_s - 1:
@@ -164,9 +183,7 @@ def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, enviro
     if end_s is not None and end_s - time.time() < _needed_s(job, record, begun_s):
         say("too little time is left to restart in place")
         return False
-    if gone := gone_nodes(record.hosts):
-        say(f"{', '.join(gone)} does not respond, so there is no restart in place")
-    return not gone
+    return True
 
 
 def _seconds(text: str) -> float:

@@ -206,7 +206,7 @@ def _batch(
     slurm, code = slurm_of(run.experiment), snapshot.linked(run.paths)
     assert slurm is not None
     left_min = None if allocation.end_s is None else max(2, int(allocation.end_s - time.time()) // 60)
-    requested = slurm.model_copy(update={"nodes": len(nodes), "time_limit": left_min})
+    requested = slurm.model_copy(update={"nodes": len(nodes), "spare_nodes": 0, "time_limit": left_min})
     shown = run.paths.siblings.snapshots / "SNAPSHOT"
     batch = script.batch(
         submission.folder,

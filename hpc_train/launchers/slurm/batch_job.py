@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,7 +34,15 @@ IN_PLACE = "HPC_TRAIN_IN_PLACE"
 IN_ALLOCATION = "HPC_TRAIN_ALLOCATION"
 #: Variable with the line of ``scontrol show job``; empty if Slurm did not answer.
 JOB = "HPC_TRAIN_JOB"
+#: Variable with the number of nodes that ranks use, of a job with spare nodes.
+NUM_NODES = "HPC_TRAIN_NUM_NODES"
 _OUTPUT_BYTES = 1 << 16
+_SCONTROL_LIMIT_S = 60.0
+#: Parts of a list of nodes, such as ``n[1-2,07],login1``.
+_LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
+_BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
+#: A list of more nodes is not expanded: no cluster has them.
+_MAX_NODES = 100_000
 #: sinfo is called at a requeue only; if it hangs, the job must start nevertheless.
 _SINFO_LIMIT_S = 30.0
 #: Not ``power*``: nodes that are switched off to save power are not broken.
@@ -295,6 +303,64 @@ def gone_nodes(hosts: Sequence[str]) -> list[str]:
 def _is_gone(state: str) -> bool:
     """``idle*``: it does not respond."""
     return state.startswith(_GONE) or state.endswith("*")
+
+
+def allocated_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes of the job, in Slurm's order; of a job with spare nodes without those that it lost."""
+    shown = re.search(r"(?:^|\s)NodeList=(\S+)", environ.get(JOB, ""))
+    if NUM_NODES in environ and shown is not None and (hosts := _expanded_list(shown[1])):
+        return hosts
+    if hosts := environ.get("HPC_TRAIN_HOSTS", "").split():  # a container has none of Slurm's programs
+        return hosts
+    listed = environ.get("SLURM_JOB_NODELIST", "")
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SCONTROL_LIMIT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return _expanded_list(listed) or [listed] if listed else []
+    # The names come last, whatever a wrapper prints before them.
+    names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
+    count = environ.get("SLURM_JOB_NUM_NODES", "")
+    return names[-int(count) :] if count.isdecimal() and int(count) else names
+
+
+def _expanded_list(listed: str) -> list[str]:
+    names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
+    return names if len(names) <= _MAX_NODES else []
+
+
+def _expanded_item(item: str) -> list[str]:
+    match = _BRACKETS.fullmatch(item)
+    if match is None:
+        return [item] if "[" not in item else []
+    before, ranges, after = match.groups()
+    ends = _expanded_item(after) if after else [""]
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= _MAX_NODES:
+            return []
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return [f"{before}{number}{end}" for number in numbers for end in ends]
+
+
+def nodes_of_ranks(
+    hosts: Sequence[str], excluded: Container[str], environ: Mapping[str, str]
+) -> tuple[list[str], bool]:
+    """Return the nodes for the ranks, and whether all of them may be used and respond.
+
+    All of ``hosts``, the job's nodes; of a job with spare nodes the first that may be used.
+    """
+    count = int(environ.get(NUM_NODES) or len(hosts))
+    gone = gone_nodes(hosts)
+    best = sorted(hosts, key=lambda host: (host in gone, host in excluded))[:count]
+    are_fit = len(best) == count and not any(host in gone or host in excluded for host in best)
+    return [host for host in hosts if host in best], are_fit
 
 
 def used_gpu_hours(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:

@@ -1,16 +1,15 @@
 """Called by the batch script before srun, on the first node: claims the attempt, prints its folder.
 
-``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
-nothing if the run must not start; the nodes to exclude, with exit code 78, if it runs on one of them and
-requests another start. Errors are reported on stderr and by the exit code.
+``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated,
+and with spare nodes the nodes for the ranks; nothing if the run must not start; the nodes to exclude, with
+exit code 78, if it runs on one of them and requests another start. Errors are reported on stderr and by the
+exit code.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,12 +23,15 @@ from hpc_train.launchers.slurm import ALLOCATION, LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import (
     IN_PLACE,
     MARK,
+    NUM_NODES,
     BatchJob,
+    allocated_hosts,
     answer,
     gone_nodes,
     granted,
     job_time,
     limit_words,
+    nodes_of_ranks,
     output_of,
     say,
     used_gpu_hours,
@@ -48,14 +50,21 @@ from hpc_train.recovery.history import (
     saved_step,
 )
 from hpc_train.run import stages, trust
-from hpc_train.run.attempts import AttemptRecord, claim_attempt, noted_signal, now, now_ms, write_record
+from hpc_train.run.attempts import (
+    AttemptRecord,
+    claim_attempt,
+    noted_signal,
+    now,
+    now_ms,
+    read_record,
+    write_record,
+)
 from hpc_train.run.code import snapshot
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import FOLDER_VARIABLE, Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import FULL, storage_error
 
-_SCONTROL_LIMIT_S = 60.0
 #: Maximum requeues per start to leave an excluded node; after that the job runs where it is.
 _MOST_ASKED = 2
 #: Maximum starts of a failed run's job, without progress, that hpc-train did not request. A user may requeue
@@ -65,11 +74,6 @@ _MOST_UNREQUESTED = 3
 _MIN_RUN_S = 60.0
 #: Set by the batch script if Slurm can't exclude the nodes.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
-#: Parts of a list of nodes, such as ``n[1-2,07],login1``.
-_LIST_ITEM = re.compile(r"[^,\[\]]*(?:\[[^\]]*\][^,\[\]]*)*")
-_BRACKETS = re.compile(r"([^\[\]]*)\[([\d,-]+)\](.*)")
-#: A list of more nodes is not expanded: no cluster has them.
-_MAX_NODES = 100_000
 
 
 class BudgetSpentError(UserError):
@@ -120,7 +124,9 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         notify_end(job.paths, say, _write_status(job.paths, "failed", str(error)))
         raise
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
-    return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
+    line = f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
+    record = read_record(job.paths.attempt(number)) if NUM_NODES in environ else None
+    return line if record is None else f"{line}\t{','.join(record.hosts)}"
 
 
 def begin_next(jobs: Sequence[BatchJob], environ: Mapping[str, str]) -> str | None:
@@ -231,9 +237,8 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         if is_own and record.restart == job.restart and not in_place:
             return record.attempt
         _end_earlier(job, record, in_place=in_place and is_own)
-    hosts = _hosts(environ)
-    if _ANY_NODE not in environ:
-        _check_nodes(job, hosts)
+    allocated = allocated_hosts(environ)
+    hosts = _checked_nodes(job, allocated, environ)
     job.asked.unlink(missing_ok=True)
     facts = granted(job.submission, environ)
     if sentence := limit_words(AttemptRecord(0, began, [], None, **facts)):
@@ -246,6 +251,7 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         in_place=in_place,
         cluster=job.cluster,
         hosts=hosts,
+        spare_hosts=[host for host in allocated if host not in hosts],
         ranks=_num_ranks(environ),
         events={"begin": began},
         launcher_process=script,
@@ -305,17 +311,24 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     raise BudgetSpentError(decision.reason)
 
 
-def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
-    """Raise WrongNodeError on a node that the run excludes; only a limited number of times."""
+def _checked_nodes(job: BatchJob, allocated: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes for the ranks. Raises WrongNodeError if the run excludes one of them; only a limited
+    number of times.
+    """
     nodes = nodes_to_exclude(job.paths)
+    hosts = allocated
+    if NUM_NODES in environ:
+        hosts, _ = nodes_of_ranks(allocated, nodes, environ)
+        if unused := sorted(set(allocated).intersection(nodes).difference(hosts)):
+            say(f"{bad_nodes.exclusion_words({node: nodes[node] for node in unused})}; runs on the others")
     unwanted = sorted(set(hosts) & nodes.keys())
-    if not unwanted:
-        return
+    if not unwanted or _ANY_NODE in environ:
+        return hosts
     sentence = bad_nodes.exclusion_words({node: nodes[node] for node in unwanted})
     num_requests = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
     if num_requests >= _MOST_ASKED:
         say(f"{sentence}, but Slurm allocates no other; continuing there")
-        return
+        return hosts
     with job.asked.open("a") as file:
         file.write(f"{now()} {' '.join(unwanted)}\n")
     raise WrongNodeError(f"asks for other nodes: {sentence}", nodes)
@@ -333,46 +346,6 @@ def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
         return not {"RUNNING", "COMPLETING", "SUSPENDED"}.isdisjoint(listed.split())
     return False
-
-
-def _hosts(environ: Mapping[str, str]) -> list[str]:
-    if hosts := environ.get("HPC_TRAIN_HOSTS", "").split():  # a container has none of Slurm's programs
-        return hosts
-    listed = environ.get("SLURM_JOB_NODELIST", "")
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", listed],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SCONTROL_LIMIT_S,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return _expanded_list(listed) or [listed] if listed else []
-    # The names come last, whatever a wrapper prints before them.
-    names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
-    count = environ.get("SLURM_JOB_NUM_NODES", "")
-    return names[-int(count) :] if count.isdecimal() and int(count) else names
-
-
-def _expanded_list(listed: str) -> list[str]:
-    names = [name for item in _LIST_ITEM.findall(listed) if item for name in _expanded_item(item)]
-    return names if len(names) <= _MAX_NODES else []
-
-
-def _expanded_item(item: str) -> list[str]:
-    match = _BRACKETS.fullmatch(item)
-    if match is None:
-        return [item] if "[" not in item else []
-    before, ranges, after = match.groups()
-    ends = _expanded_item(after) if after else [""]
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        low, _, high = part.partition("-")
-        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) - int(low) >= _MAX_NODES:
-            return []
-        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return [f"{before}{number}{end}" for number in numbers for end in ends]
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int | None:

@@ -17,7 +17,7 @@ from hpc_train.errors import NoSchedulerError, UserError, counted, listed
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
-from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes, requested_nodes
 from hpc_train.launchers.base import KeyProblem
 from hpc_train.launchers.slurm import commands, queue
 from hpc_train.launchers.slurm.accounting import seconds
@@ -293,6 +293,9 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
         yield KeyProblem("slurm.ranks_per_node", message, remedy)
     if min_nodes(slurm) > len(nodes):
         yield KeyProblem("slurm.nodes", f"{slurm.nodes}, but the partition has {len(nodes)}", remedy)
+    elif requested_nodes(slurm) > len(nodes):
+        message = f"{requested_nodes(slurm)} nodes with the spare ones, but the partition has {len(nodes)}"
+        yield KeyProblem("slurm.spare_nodes", message, f"write at most {len(nodes) - min_nodes(slurm)}")
 
 
 def _too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
@@ -322,7 +325,13 @@ def _node_counts(slurm: SlurmConfig, limits: dict[str, str]) -> Iterator[KeyProb
     if most.isdecimal() and min_nodes(slurm) > int(most):
         message = f"{slurm.nodes}, but a job in partition {name} gets at most {most} (MaxNodes)"
         yield KeyProblem("slurm.nodes", message, f"write at most {most}, or another partition")
-    if fewest.isdecimal() and max_nodes(slurm) < int(fewest):
+    elif most.isdecimal() and requested_nodes(slurm) > int(most):
+        message = (
+            f"{requested_nodes(slurm)} nodes with the spare ones, but a job in partition {name} gets at "
+        )
+        message += f"most {most} (MaxNodes)"
+        yield KeyProblem("slurm.spare_nodes", message, f"write at most {int(most) - min_nodes(slurm)}")
+    if fewest.isdecimal() and max_nodes(slurm) + slurm.spare_nodes < int(fewest):
         message = f"{slurm.nodes}, but a job in partition {name} needs at least {fewest} (MinNodes)"
         yield KeyProblem("slurm.nodes", message, f"write at least {fewest}, or another partition")
 

@@ -25,6 +25,7 @@ from hpc_train.experiment.validate.slurm_rules import (
     max_nodes,
     min_nodes,
     ranks_on_each_node,
+    requested_nodes,
     sbatch_option,
 )
 from hpc_train.experiment.workload import workload_of
@@ -72,7 +73,7 @@ def sbatch_parameters(
             "job_name": experiment.name,
             "partition": slurm.partition,
             # submitit gets the lower end of a range, since it multiplies; sbatch gets the range below.
-            "nodes": min_nodes(slurm),
+            "nodes": requested_nodes(slurm),
             "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_on_each_node(slurm),
             "cpus_per_task": cpus,
             "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
@@ -219,6 +220,8 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
         raise BadFileError(f"slurm.extra.{taken[0]}: belongs to hpc-train; take it out")
     # submitit's own signal line follows an environment variable.
     fixed |= {"requeue": True, "signal": f"USR2@{lead_s}"}
+    if slurm.spare_nodes:
+        fixed["no-kill"] = True  # the job outlives its nodes, except the first
     return more | fixed | ({"hold": True} if held else {})
 
 
@@ -251,7 +254,8 @@ def ranks(slurm: SlurmConfig) -> Ranks:
     """Return the ranks of a run with this section."""
     per_node, nodes = ranks_on_each_node(slurm), max_nodes(slurm)
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
-    gpus = nodes * slurm.gpus_per_node
+    occupied = nodes + slurm.spare_nodes
+    gpus = occupied * slurm.gpus_per_node
     gpu_hours = None if limit_s is None else gpus * limit_s / 3600
     return Ranks(
         most=nodes * per_node,
@@ -259,7 +263,7 @@ def ranks(slurm: SlurmConfig) -> Ranks:
         fewest=min_nodes(slurm) * per_node,
         gpu_hours=gpu_hours if gpus else 0.0,
         gpus=gpus,
-        cores=nodes * cpus_per_node(slurm),
+        cores=occupied * cpus_per_node(slurm),
         attempt_s=None if limit_s is None else limit_s - lead_of(slurm),
     )
 

@@ -16,7 +16,7 @@ from hpc_train.errors import UsageError
 from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.problems import is_clean, shown
 from hpc_train.experiment.config.schema import Job
-from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
+from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
@@ -55,6 +55,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_ALLOCATION",
     "HPC_TRAIN_GRACE_S",
     "HPC_TRAIN_SLOT",
+    "HPC_TRAIN_NUM_NODES",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -161,7 +162,9 @@ def _setup(
         "submission": submission,
         "python": python,
         "exclude": slurm.exclude or "",  # nodes that a run excludes are temporary
-        "ranks_per_node": ranks_on_each_node(slurm) if isinstance(slurm.nodes, str) else None,
+        "ranks_per_node": ranks_on_each_node(slurm),
+        "has_node_range": isinstance(slurm.nodes, str),
+        "num_nodes": min_nodes(slurm) if slurm.spare_nodes else None,
         "search_path": variables["PYTHONPATH"],
         "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,

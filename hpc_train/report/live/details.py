@@ -237,6 +237,7 @@ def _attempt(attempt: AttemptPaths, record: AttemptRecord | None, run: LiveRun) 
     span = attempt_span(attempt, record, is_running=is_running)
     took = f" for {short_duration(span[1] - span[0])}" if span else ""
     nodes = f" on {', '.join(record.hosts)}" if record.hosts else ""
+    nodes += f" (spare: {', '.join(record.spare_hosts)})" if record.spare_hosts else ""
     nodes += " in place" if record.in_place else ""
     end = "runs" if is_running else record.reason or record.cause or ("ended" if record.end else "no end")
     start = f"{record.start[:16].replace('T', ' ')} UTC"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launchers.slurm.after import after, main, refused
+from hpc_train.launchers.slurm.batch_job import MARK
 from hpc_train.launchers.slurm.begin import begin
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import storage_errors
@@ -21,6 +22,7 @@ from hpc_train.run.attempts import EventLog, RankEnd, rank_ends, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import restarted, submitted_run
+from tests.launchers.slurm.programs import put_programs_first
 from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
 from tests.waiting import HANG_LIMIT_S
@@ -126,6 +128,39 @@ def test_an_attempt_in_place_says_so_and_the_next_quick_failure_is_requeued(batc
     assert [record_of(batch.paths.attempt(number)).in_place for number in (1, 2)] == [False, True]
     batch.rank(1, 1, TRACEBACK)
     assert after(batch.submission, 76, batch.environ | job) == "requeue 75"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "down", "output", "answer"),
+    [
+        ("n[1-3]", "", "", "again"),
+        ("n[1-3]", "n2 down", "", "again"),
+        ("n[1,3]", "", "srun: error: Node failure on n2", "again"),
+        ("n[1-3]", "n2 down", "srun: error: Node failure on n2", "again"),
+        ("n[1-2]", "", "srun: error: Node failure on n2", "requeue 75"),  # n3 was lost before
+        ("n[1-3]", "n2 down*\nn3 allocated*", "", "requeue 75"),
+    ],
+)
+def test_a_spare_node_replaces_a_lost_one(
+    batch: Batch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: str,
+    down: str,
+    output: str,
+    answer: str,
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("sinfo", f"echo '{down}'")
+    with (batch.submission / "12_0_0_log.out").open("a") as file:
+        file.write(f"{MARK} 1 of run abc\n{output}\n")
+    batch.rank(0, 76)
+    job = JOB.format(preempted="None", end="Unknown") + f" NodeList={nodes}"
+    environ = batch.environ | {"HPC_TRAIN_JOB": job, "HPC_TRAIN_NUM_NODES": "2"}
+    assert after(batch.submission, 76, environ) == answer
+    if output:
+        assert record_of(batch.attempt).bad_nodes == {"n2": "died"}
+    else:
+        assert record_of(batch.attempt).cause == "crash"
 
 
 def test_in_place_an_attempt_whose_end_is_not_on_disk_is_not_claimed_again(batch: Batch) -> None:

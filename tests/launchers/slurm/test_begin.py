@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
-from hpc_train.launchers.slurm.batch_job import MARK
-from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, _hosts, begin
+from hpc_train.launchers.slurm.batch_job import MARK, allocated_hosts
+from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, begin
 from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.launchers.slurm.queue_status import Folder, status_of
 from hpc_train.paths import RunPaths
@@ -285,6 +285,55 @@ def test_an_excluded_node_is_left_twice(paths: RunPaths, capfd: pytest.CaptureFi
     assert begun(paths, restarted(5) | {"HPC_TRAIN_HOSTS": "n1 n3"})[0] == 3
 
 
+SPARE = ENVIRON | {
+    "SLURM_NTASKS": "4",
+    "HPC_TRAIN_NUM_NODES": "2",
+    "HPC_TRAIN_HOSTS": "n1 n2 n3 n4",
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "job", "down", "hosts", "spare"),
+    [
+        ({}, "", "", ["n1", "n2"], ["n3", "n4"]),
+        ({"n1": "failed its check: hot"}, "", "", ["n2", "n3"], ["n1", "n4"]),
+        ({"n1": "died"}, "", "", ["n1", "n2"], ["n3", "n4"]),  # once
+        ({}, "", "n2 down*", ["n1", "n3"], ["n2", "n4"]),
+        ({}, "JobId=12 NodeList=n[1,3-4] x=1", "", ["n1", "n3"], ["n4"]),  # a lost node that responds again
+        ({"n2": "failed its check: hot"}, "JobId=12 NodeList=n[1-3]", "n1 allocated*", ["n2", "n3"], ["n1"]),
+    ],
+)
+def test_of_a_job_with_spare_nodes_healthy_ones_are_used(
+    paths: RunPaths,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bad: dict[str, str],
+    job: str,
+    down: str,
+    hosts: list[str],
+    spare: list[str],
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("sinfo", f"echo '{down}'")
+    begun(paths, ENVIRON)
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
+    more = {"SLURM_RESTART_COUNT": "1", "HPC_TRAIN_JOB": job, "HPC_TRAIN_ANY_NODE": "1"}
+    line = begin(folder_of(paths), SPARE | more)
+    assert line is not None and line.split("\t")[2:] == [str(paths.folder), ",".join(hosts)]
+    record = record_of(paths.attempt(2))
+    assert (record.hosts, record.spare_hosts, record.ranks) == (hosts, spare, 4)
+
+
+def test_too_few_healthy_nodes_are_left_for_others(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("sinfo", "true")
+    begun(paths, ENVIRON)
+    bad = dict.fromkeys(("n1", "n2", "n3"), "failed its check: hot")
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
+    with pytest.raises(WrongNodeError):
+        begin(folder_of(paths), SPARE | {"SLURM_RESTART_COUNT": "1"})
+
+
 def test_what_an_old_attempt_saves_after_this_does_not_count(paths: RunPaths) -> None:
     """Its node was given up, and is alive."""
     begun(paths, ENVIRON)
@@ -391,7 +440,7 @@ def test_a_node_list_is_expanded_without_scontrol(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert _hosts({"SLURM_JOB_NODELIST": "n[1-3]", "HPC_TRAIN_HOSTS": ""}) == ["n1", "n2", "n3"]
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-3]", "HPC_TRAIN_HOSTS": ""}) == ["n1", "n2", "n3"]
 
 
 @pytest.mark.parametrize(
@@ -401,4 +450,4 @@ def test_ignores_banners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str, expected: list[str]
 ) -> None:
     put_programs_first(tmp_path, monkeypatch).put("scontrol", "echo module; echo n1; echo n2")
-    assert _hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": count}) == expected
+    assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": count}) == expected

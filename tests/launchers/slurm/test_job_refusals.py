@@ -75,6 +75,7 @@ def test_nodes_that_are_down_are_no_refusal(tmp_path: Path, programs: Programs) 
         ({"MaxNodes": "1"}, {"nodes": 2}, "gets at most 1 (MaxNodes)"),
         ({"MinNodes": "3"}, {"nodes": "1-2"}, "needs at least 3 (MinNodes)"),
         ({"MaxNodes": "UNLIMITED"}, {"nodes": 2}, "2, but the partition has 1"),
+        ({"MaxNodes": "1"}, {"spare_nodes": 1}, "2 nodes with the spare ones, but"),
     ],
 )
 def test_numbers_of_nodes(

@@ -43,6 +43,7 @@ def test_a_plain_file_asks_for_nothing_but_a_job_that_comes_back() -> None:
     ("slurm", "lines"),
     [
         ({"nodes": 3}, {"nodes=3"}),
+        ({"nodes": 3, "spare_nodes": 2}, {"nodes=5", "no-kill"}),
         ({"time_limit": "90min"}, {"time=90"}),
         ({"gpus_per_node": 4}, {"gpus-per-node=4", "ntasks-per-node=4"}),
         ({"gpus_per_node": 4, "gpu_type": "a100"}, {"gpus-per-node=a100:4", "ntasks-per-node=4"}),

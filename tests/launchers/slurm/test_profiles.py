@@ -156,6 +156,9 @@ def test_defaults_count_for_the_size_the_time_and_the_budget_of_a_run(own: Path)
     assert device is not None and "a100" in device.name.lower()
     written(own, "defaults: {time_limit: 2h}")
     assert launcher.ranks(wanted, None).gpu_hours == 8.0
+    slurm |= {"nodes": 2, "spare_nodes": 1}
+    size = launcher.ranks(experiment(slurm=slurm, device="cuda"), None)
+    assert (size.gpu_hours, size.gpus, size.most) == (24.0, 12, 8), "spare nodes have a price and no ranks"
 
 
 def test_a_profile_that_is_gone_leaves_the_file_as_written(own: Path) -> None:
