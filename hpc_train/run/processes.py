@@ -31,6 +31,8 @@ from hpc_train.run.file_shapes import decoded, encoded
 #: The attempt that a rank belongs to, and its run folder; set by the launcher.
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
+#: The run folder, in the environment of programs and of the processes that they start.
+PROGRAM_VARIABLE = "HPC_TRAIN_RUN"
 _POLL_S = 0.02
 _Pid = Annotated[int, lambda pid: 0 < pid < 2**31]
 
@@ -193,7 +195,7 @@ def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 _PR_SET_CHILD_SUBREAPER = 36
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 #: For killed processes to end: one in a system call of a dead file server may not.
@@ -209,6 +211,35 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # it died before prctl
         os._exit(int(ExitCode.PEER_LOST))
+
+
+def outlive_parent() -> int | None:
+    """Undo the ``die_with`` of the process that started this one, if any; return the parent's pid.
+
+    For a process that has to end others first: it compares ``os.getppid()`` with the result.
+    """
+    if sys.platform != "linux":
+        return None
+    parent, libc, death_signal = os.getppid(), ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(death_signal))
+    if not death_signal.value:
+        return None
+    libc.prctl(_PR_SET_PDEATHSIG, 0)
+    return parent
+
+
+def end_program(run: Path, attempt: int) -> None:
+    """Kill what is left of a program of that attempt on this machine, whoever its parent is now.
+
+    Processes whose supervisor was killed, such as torchrun's, have no other trace than their environment.
+    """
+    for entry in Path("/proc").iterdir():
+        environment = _environment(int(entry.name)) if entry.name.isdecimal() else {}
+        folder = environment.get(PROGRAM_VARIABLE.encode())
+        if folder is not None and folder == environment.get(FOLDER_VARIABLE.encode()):
+            process = Process.of(int(entry.name))
+            if process is not None and process.pid != os.getpid():
+                process.send(signal.SIGKILL, run, attempt)
 
 
 def end_daemons() -> None:
