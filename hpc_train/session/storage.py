@@ -250,13 +250,13 @@ def _names(folder: Path) -> list[str]:
     Raises BadFileError for a name with which no checkpoint can be read, and for links: both would be noticed
     only when a run resumes.
     """
-    own = {path.name for path in (CheckpointPaths(folder).state, CheckpointPaths(folder).manifest)}
+    reserved = {path.name for path in (CheckpointPaths(folder).state, CheckpointPaths(folder).manifest)}
     names = []
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if _is_mark(folder, path) or not (path.is_file() or path.is_symlink()):
             continue
-        if name in own:
+        if name in reserved:
             raise BadFileError(f"session.checkpoint: {name} is a file of hpc-train; choose another name")
         if path.is_symlink():
             raise BadFileError(f"session.checkpoint: {name} is a link; copy the file into the folder")
