@@ -75,12 +75,19 @@ def test_a_damaged_checkpoint_is_set_aside(alone: Path, capsys: pytest.CaptureFi
 
 def test_all_ranks_resume_at_the_checkpoint_that_rank_0_chose(alone: Path) -> None:
     save(1)
-    first, second = (Saving(alone, 1, rank, 2, None, *[lambda: None] * 2) for rank in (0, 1))
-    for step in (1, 2):  # asked again later, too
+    waits = threading.Event()
+    first, second = (Saving(alone, 1, rank, 2, None, waits.set, lambda: None) for rank in (0, 1))
+    for step in (1, 2):  # called again later, too
         save(step)
-        chosen = first.latest()
-        assert chosen is not None and chosen.name == f"step-{step:08d}"
-        assert second.latest() == chosen
+        waits.clear()
+        chosen: list[Path | None] = []
+        thread = threading.Thread(target=lambda chosen=chosen: chosen.append(second.latest()))
+        thread.start()
+        while thread.is_alive() and not waits.wait(0.01):
+            pass
+        chosen.append(first.latest())
+        thread.join(HANG_LIMIT_S)
+        assert [path and path.name for path in chosen] == [f"step-{step:08d}"] * 2
 
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "weights (1).pt", "link.pt"])
