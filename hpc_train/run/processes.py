@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -256,11 +256,11 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap_orphans(child: int) -> None:
-    """Collect adopted processes that have ended; ``child``: the process whose exit status is kept."""
+def reap_orphans(children: Collection[int]) -> None:
+    """Collect adopted processes that have ended, but not ``children``, whose exit status others wait for."""
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == child:
+            if ended.si_pid in children:
                 return
             os.waitpid(ended.si_pid, 0)
 
@@ -287,18 +287,37 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-def end_descendants() -> int:
-    """Kill the processes below this one, which has adopted orphans; return how many were running at first."""
-    first = left = descendants(os.getpid())
+def program_processes() -> list[int]:
+    """Return the processes below this supervisor of a program, except those of its loggers."""
+    return [pid for pid in descendants(os.getpid()) if not _is_of_logger(pid)]
+
+
+def logger_processes() -> set[int]:
+    """Return the processes that loggers of this supervisor have started."""
+    return {pid for pid in children_by_parent().get(os.getpid(), ()) if _is_of_logger(pid)}
+
+
+def _is_of_logger(pid: int) -> bool:
+    """Return True if the process has the supervisor's environment; a program's has one variable more."""
+    environment = _environment(pid)
+    return FOLDER_VARIABLE.encode() in environment and PROGRAM_VARIABLE.encode() not in environment
+
+
+def end_program_processes(children: Collection[int]) -> int:
+    """Kill the ``program_processes``, orphans included; return how many were running at first.
+
+    ``children``: those of ``reap_orphans``.
+    """
+    first = left = program_processes()
     deadline = time.monotonic() + _END_LIMIT_S
     while left and time.monotonic() < deadline:
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        reap_orphans(0)
+        reap_orphans(children)
         time.sleep(_POLL_S)
-        left = descendants(os.getpid())
-    reap_orphans(0)
+        left = program_processes()
+    reap_orphans(children)
     return len(first)
 
 

@@ -33,11 +33,12 @@ from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.processes import (
     adopt_orphans,
     awaited_commands,
-    descendants,
     die_with,
-    end_descendants,
+    end_program_processes,
     handles,
+    logger_processes,
     outlive_parent,
+    program_processes,
     reap_orphans,
 )
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
@@ -95,6 +96,8 @@ class _Supervisor:
         #: When this rank's program last sent a message or touched its file, and the file's time then.
         self._message_at: float | None = None
         self._message_time = 0.0
+        #: The program, and processes of loggers.
+        self._children: set[int] = set()
         #: Whether the program handles SIGTERM.
         self._catches_stop = False
         #: The launcher with which this process would have died, without ending the program's processes.
@@ -163,6 +166,7 @@ class _Supervisor:
         if self._metrics is not None:
             self._metrics.read_output(child)
             self._metrics.start_loggers()
+        self._children = {child.pid, *logger_processes()}
         state = "failed"
         try:
             code = self._judge(self._wait(child))
@@ -192,9 +196,9 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (kill_at is not None and descendants(os.getpid())):
+        while child.poll() is None or (kill_at is not None and program_processes()):
             self._beat()
-            reap_orphans(child.pid)
+            reap_orphans(self._children)
             if self._flag and kill_at is None:
                 limit_s = self._stop_limit_s()
                 kill_at = time.monotonic() + limit_s
@@ -223,7 +227,7 @@ class _Supervisor:
 
     def _finish(self) -> None:
         """End the processes that the program has left behind, then read its last rows."""
-        if left := end_descendants():
+        if left := end_program_processes(self._children):
             print(f"hpc-train: the program has left {counted(left, 'process')} behind: ended", flush=True)
         if self._metrics is not None:
             self._metrics.finish()  # without those processes its output has an end
@@ -244,7 +248,7 @@ class _Supervisor:
 
     def _end_hung(self, child: subprocess.Popen[bytes]) -> NoReturn:
         """Have all processes of the program print their stacks, and end them. Raises _HungError."""
-        for pid in descendants(os.getpid()):
+        for pid in program_processes():
             with suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
         deadline = time.monotonic() + _STACKS_S
@@ -317,7 +321,7 @@ class _Supervisor:
     def _die_with_launcher(self) -> None:
         """End the program and this process as if the kernel had killed both with the launcher."""
         if self._launcher is not None and os.getppid() != self._launcher:
-            end_descendants()
+            end_program_processes(self._children)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
