@@ -13,6 +13,7 @@ from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
 from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT
@@ -169,10 +170,10 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     ``changes``: ``KEY=VALUE`` to resume with, for changes of the experiment file since.
     """
     if status.state == "completed":
-        export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
+        export = _weights_command(paths)
         best = best_checkpoint(paths)
         weights = f"the weights of its best checkpoint ({best})" if best else "its weights"
-        return [f"`{export}` writes {weights}"] if has_saved(paths) else []
+        return [f"`{shlex.join(export)}` writes {weights}"] if export and has_saved(paths) else []
     resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":
@@ -192,6 +193,14 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     if record is not None and record.cause == "user error":
         return [f"fix what the message names, then {continues}"]
     return [continues]
+
+
+def _weights_command(paths: RunPaths) -> Sequence[str]:
+    try:
+        job = effective_experiment(paths, newest_number(paths))
+    except BadFileError:  # its file is damaged
+        return ()
+    return workload_of(job).weights_command(run_name(paths))
 
 
 def has_saved(paths: RunPaths) -> bool:

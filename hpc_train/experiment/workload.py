@@ -86,6 +86,10 @@ class Workload(Generic[J_contra]):
         """Return the bytes of shared memory that ranks on one node need for data; None if unknown."""
         return None
 
+    def weights_command(self, run: str) -> Sequence[str]:
+        """Return the command that writes the weights of a run; empty if its own files contain them."""
+        return ()
+
     def step_layout(
         self, job: J_contra, ranks: int, per_node: int, micro_batch_size: int | None
     ) -> StepLayout | None:

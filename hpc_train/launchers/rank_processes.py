@@ -20,7 +20,7 @@ from hpc_train.rank import signals
 from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
-from hpc_train.run.processes import Process, descendants, exit_code, start_in_own_session
+from hpc_train.run.processes import Process, descendants, end_program, exit_code, start_in_own_session
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.storage_errors import named_errors
 
@@ -55,6 +55,7 @@ class RankProcesses:
         command: Sequence[str],
         variables: Mapping[str, str] | None = None,
     ) -> None:
+        self._run, self._attempt = paths.folder, attempt
         self.ended: list[RankProcess] = []
         self._all: list[RankProcess] = []
         if (code := linked(paths)) is not None:
@@ -111,6 +112,7 @@ class RankProcesses:
         for rank in self._running():
             exit_code(rank.popen, block=True)
         self.collect()
+        end_program(self._run, self._attempt)  # of a rank that was killed alone
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._all if rank.exit_code is None]

@@ -132,10 +132,15 @@ def _file_entries(manifest: Path, files: object) -> dict[str, FileEntry]:
     return {name: file_entry(manifest, name, entry) for name, entry in files.items()}
 
 
+def is_plain_name(name: str) -> bool:
+    """Return True if a checkpoint may have a file of that name, relative to its folder."""
+    # A name with a slash in front or only dots would make a reader leave the checkpoint's folder.
+    return _PLAIN_NAME.fullmatch(name) is not None
+
+
 def file_entry(manifest: Path, name: str, data: object) -> FileEntry:
     """Return the entry of the file ``name`` in a manifest or index. Raises BadFileError if it is invalid."""
-    # A name with a slash or only dots would make a reader leave the checkpoint's folder.
-    if not _PLAIN_NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
     entry = decoded(FileEntry, data)
     if entry is None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
+from hpc_train.run.processes import end_program
 
 #: Assumed: a process in an uninterruptible write to a slow disk may take that long to end.
 _KILL_LIMIT_S = 30.0
@@ -87,6 +88,7 @@ def end_living(paths: RunPaths, *, take_over: bool = False) -> AttemptRecord | N
     if is_living or (is_living is None and not take_over):
         return record
     number = newest_number(paths)
+    end_program(paths.folder, number)
     sent = {rank: rank.send(signal.SIGKILL, paths.folder, number) for rank in record.rank_processes}
     for process in (rank for rank, was_sent in sent.items() if was_sent):
         process.wait(_KILL_LIMIT_S)

@@ -86,6 +86,13 @@ def iter_rows(path: Path) -> Iterator[Row]:
     yield from filter(None, map(parse_row, lines_of(path)))
 
 
+def newest_row(path: Path) -> Row | None:
+    """Return the last row of the file; None without one."""
+    with suppress(FileNotFoundError, UnreadableFileError), open_regular(path) as file:
+        return next(filter(None, (parse_row(line) for _, line in lines_from_end(file))), None)
+    return None
+
+
 def evaluation_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
     for line in lines_of(path):

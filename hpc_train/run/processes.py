@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,8 @@ from hpc_train.run.file_shapes import decoded, encoded
 #: The attempt that a rank belongs to, and its run folder; set by the launcher.
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
+#: The run folder, in the environment of programs and of the processes that they start.
+PROGRAM_VARIABLE = "HPC_TRAIN_RUN"
 _POLL_S = 0.02
 _Pid = Annotated[int, lambda pid: 0 < pid < 2**31]
 
@@ -193,7 +195,7 @@ def _pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 _PR_SET_CHILD_SUBREAPER = 36
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
 #: For killed processes to end: one in a system call of a dead file server may not.
@@ -211,6 +213,35 @@ def die_with(parent: int) -> None:
         os._exit(int(ExitCode.PEER_LOST))
 
 
+def outlive_parent() -> int | None:
+    """Undo the ``die_with`` of the process that started this one, if any; return the parent's pid.
+
+    For a process that has to end others first: it compares ``os.getppid()`` with the result.
+    """
+    if sys.platform != "linux":
+        return None
+    parent, libc, death_signal = os.getppid(), ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(death_signal))
+    if not death_signal.value:
+        return None
+    libc.prctl(_PR_SET_PDEATHSIG, 0)
+    return parent
+
+
+def end_program(run: Path, attempt: int) -> None:
+    """Kill what is left of a program of that attempt on this machine, whoever its parent is now.
+
+    Processes whose supervisor was killed, such as torchrun's, have no other trace than their environment.
+    """
+    for entry in Path("/proc").iterdir():
+        environment = _environment(int(entry.name)) if entry.name.isdecimal() else {}
+        folder = environment.get(PROGRAM_VARIABLE.encode())
+        if folder is not None and folder == environment.get(FOLDER_VARIABLE.encode()):
+            process = Process.of(int(entry.name))
+            if process is not None and process.pid != os.getpid():
+                process.send(signal.SIGKILL, run, attempt)
+
+
 def end_daemons() -> None:
     """Kill daemonic children; call it before ``os._exit``, which does not end them."""
     with suppress(Exception):  # another thread may be starting one
@@ -225,11 +256,11 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap_orphans(child: int) -> None:
-    """Collect adopted processes that have ended; ``child``: the process whose exit status is kept."""
+def reap_orphans(children: Collection[int]) -> None:
+    """Collect adopted processes that have ended, but not ``children``, whose exit status others wait for."""
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid == child:
+            if ended.si_pid in children:
                 return
             os.waitpid(ended.si_pid, 0)
 
@@ -256,18 +287,37 @@ def descendants(pid: int) -> list[int]:
     return below
 
 
-def end_descendants() -> int:
-    """Kill the processes below this one, which has adopted orphans; return how many were running at first."""
-    first = left = descendants(os.getpid())
+def program_processes() -> list[int]:
+    """Return the processes below this supervisor of a program, except those of its loggers."""
+    return [pid for pid in descendants(os.getpid()) if not _is_of_logger(pid)]
+
+
+def logger_processes() -> set[int]:
+    """Return the processes that loggers of this supervisor have started."""
+    return {pid for pid in children_by_parent().get(os.getpid(), ()) if _is_of_logger(pid)}
+
+
+def _is_of_logger(pid: int) -> bool:
+    """Return True if the process has the supervisor's environment; a program's has one variable more."""
+    environment = _environment(pid)
+    return FOLDER_VARIABLE.encode() in environment and PROGRAM_VARIABLE.encode() not in environment
+
+
+def end_program_processes(children: Collection[int]) -> int:
+    """Kill the ``program_processes``, orphans included; return how many were running at first.
+
+    ``children``: those of ``reap_orphans``.
+    """
+    first = left = program_processes()
     deadline = time.monotonic() + _END_LIMIT_S
     while left and time.monotonic() < deadline:
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        reap_orphans(0)
+        reap_orphans(children)
         time.sleep(_POLL_S)
-        left = descendants(os.getpid())
-    reap_orphans(0)
+        left = program_processes()
+    reap_orphans(children)
     return len(first)
 
 

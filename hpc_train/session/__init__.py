@@ -41,6 +41,7 @@ __all__ = [
     "load_state",
     "log",
     "metric",
+    "per_rank",
     "progress",
     "sampler",
     "save_state",
@@ -60,20 +61,37 @@ def load_state(**objects: Any) -> int:
 
     Objects have ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, scalers, the sampler
     of ``session.sampler``), are a ``torch.Generator``, or a dict or list of plain values, which is changed in
-    place. They are the same on all ranks: rank 0 saves them. The state of the random number generators of
-    Python, NumPy and torch is restored on each rank; ranks beyond those of the checkpoint derive theirs from
-    its step. Wrappers of DDP and ``torch.compile`` may differ from the time of the save.
+    place. They are the same on all ranks, and rank 0 saves them, except for those in ``per_rank``. The state
+    of the random number generators of Python, NumPy and torch is restored on each rank; ranks beyond those of
+    the checkpoint derive theirs from its step. Wrappers of DDP and ``torch.compile`` may differ from the time
+    of the save.
 
     Call it once, when everything is built, before the first step. ``end_step`` and ``save_state`` save the
     same objects. Raises TypeError for an object that can't be saved, such as one of FSDP, and BadFileError if
     the checkpoint lacks one.
+
+    If early stopping had ended the run with that checkpoint, and the script was killed before its own end,
+    the next ``end_step`` restores the objects once more and returns True: the step before it has no effect.
     """
     from hpc_train.session.objects import check, restore
 
     check(objects)
     _session.objects = objects
     folder = latest()
-    return 0 if folder is None else restore(folder, objects, _session.rank)
+    _session.ended_in = folder if _session.is_finished else None
+    return 0 if folder is None else restore(folder, objects, _session.rank, _session.ranks)
+
+
+def per_rank(value: Any) -> Any:
+    """Return an object for ``load_state`` that is saved by each rank, and restored on the same rank.
+
+    For state that differs between ranks, like ``buffer=session.per_rank(buffer)``: a dict or list of plain
+    values and tensors, or another object of ``load_state``. ``load_state`` raises BadFileError on another
+    number of ranks than the checkpoint's.
+    """
+    from hpc_train.session.objects import PerRank
+
+    return PerRank(value)
 
 
 def save_state(step: int, **objects: Any) -> None:
@@ -105,6 +123,12 @@ def end_step(step: int, total: int | None = None, *, save_every: int | None = No
     session = _session
     if session.objects is None:
         raise RuntimeError("session.end_step: call session.load_state(model=…, optimizer=…) before the loop")
+    if session.ended_in is not None:
+        from hpc_train.session.objects import restore
+
+        restore(session.ended_in, session.objects, session.rank, session.ranks)
+        session.has_ended(step)
+        return True
     if total is not None and session.rank == 0:
         session.add_progress(step, total)
     every = session.settings.get("every_steps") or ("every_s" not in session.settings and save_every) or None

@@ -46,7 +46,7 @@ _CHECKPOINT = "lightning.ckpt"
 def latest() -> str | None:
     """Return the ``ckpt_path`` of the newest intact checkpoint; None if there is none. Collective."""
     if "RANK" not in os.environ:  # Lightning has not started the other ranks, or has and this is one
-        session._session.rank, session._session.ranks = 0, 1
+        session._session.set_ranks(0, 1)
     folder = session.latest()
     return None if folder is None else str(folder / _CHECKPOINT)
 
@@ -108,7 +108,7 @@ class SessionCallback(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Handle signals, follow the position of training data, and run after the other callbacks."""
-        session._session.rank, session._session.ranks = trainer.global_rank, trainer.world_size
+        session._session.set_ranks(trainer.global_rank, trainer.world_size)
         if stage != "fit":
             return
         session._session.handle_signals()

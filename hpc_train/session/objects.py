@@ -1,7 +1,8 @@
 """The state of a script's objects in a checkpoint: tensors as safetensors, the rest as JSON, no pickles.
 
 ``state-0.safetensors`` has the objects, as rank 0 has them, and its random number generators;
-``state-<rank>.safetensors`` those of another rank. The file's metadata describe what is not a tensor.
+``state-<rank>.safetensors`` those of another rank, and its objects that differ between ranks. The file's
+metadata describe what is not a tensor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,22 @@ _SHARDED = ("FullyShardedDataParallel", "DTensor", "ShardedTensor", "ZeroRedunda
 _DCP = "write it with torch.distributed.checkpoint into the folder of session.checkpoint"
 
 
+class PerRank:
+    """An object that differs between ranks. See ``session.per_rank``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _split(objects: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the objects, and the names of those that differ between ranks."""
+    names = [name for name, value in objects.items() if isinstance(value, PerRank)]
+    return {name: value.value if name in names else value for name, value in objects.items()}, names
+
+
 def check(objects: Mapping[str, Any]) -> None:
     """Raise TypeError for an object that can't be saved and restored in place."""
-    for name, value in objects.items():
+    for name, value in _split(objects)[0].items():
         sharded = next((kind for kind in _kinds(value) if kind in _SHARDED), None)
         if sharded:
             raise TypeError(f"session: {name} is sharded over the ranks ({sharded}); {_DCP}")
@@ -54,11 +68,14 @@ def _kinds(value: Any) -> Iterator[str]:
 def staged(step: int, objects: Mapping[str, Any], rank: int) -> Callable[[Path], None]:
     """Copy the state into memory; return the function that writes it into a folder."""
     copied = _Copied()
+    values, per_rank = _split(objects)
     described: dict[str, Any] = {"step": step, "random": copied.plain(_random_state(), "random")}
-    if rank == 0:
-        described["objects"] = {
-            name: copied.plain(_state_of(value, step), name) for name, value in objects.items()
-        }
+    described["per_rank"] = per_rank
+    described["objects"] = {
+        name: copied.plain(_state_of(value, step), name)
+        for name, value in values.items()
+        if rank == 0 or name in per_rank
+    }
     copied.sources.clear()
     metadata = {"format": "pt", "hpc_train": json.dumps(described)}
 
@@ -69,21 +86,26 @@ def staged(step: int, objects: Mapping[str, Any], rank: int) -> Callable[[Path],
     return write
 
 
-def restore(folder: Path, objects: Mapping[str, Any], rank: int) -> int:
+def restore(folder: Path, objects: Mapping[str, Any], rank: int, ranks: int) -> int:
     """Restore the objects and this rank's generators from a checkpoint; return its step.
 
-    Raises BadFileError if it was not written by ``save_state``, or lacks an object.
+    Raises BadFileError if it was not written by ``save_state``, lacks an object, or has objects that differ
+    between ranks and was written by another number of ranks.
     """
     saved = _read(folder, 0)
-    for name, value in objects.items():
+    own = saved if rank == 0 else _read(folder, rank) if _file(folder, rank).exists() else None
+    values, per_rank = _split(objects)
+    _check_per_rank(folder, values, per_rank, saved, ranks)
+    for name, value in values.items():
         if name not in saved["objects"]:
             names = ", ".join(saved["objects"])
             raise BadFileError(
                 f"session.load_state: {folder} has no {name}, only {names}; remove it from load_state, or "
                 "start a new run with `hpc-train submit --new`"
             )
-        _load(name, value, saved["objects"][name])
-    own = saved if rank == 0 else _read(folder, rank) if _file(folder, rank).exists() else None
+        of_rank = own if name in per_rank else saved
+        assert of_rank is not None, "the checkpoint has as many ranks"
+        _load(name, value, of_rank["objects"][name])
 
     def restore_random() -> None:
         if own is None:
@@ -92,11 +114,32 @@ def restore(folder: Path, objects: Mapping[str, Any], rank: int) -> int:
             _restore_random(own["random"])
 
     restore_random()
-    for value in objects.values():
+    for value in values.values():
         if isinstance(value, PositionedSampler):
             # A loader draws a seed when a pass begins; the pass that was interrupted has done so before.
             value.on_resume = restore_random
     return int(saved["step"])
+
+
+def _check_per_rank(
+    folder: Path, values: Mapping[str, Any], per_rank: Sequence[str], saved: Mapping[str, Any], ranks: int
+) -> None:
+    """Raise BadFileError if an object is per rank only now, only at the save, or of other ranks."""
+    before = saved.get("per_rank", ())
+    for name in values.keys() & saved["objects"].keys():
+        if (name in before) != (name in per_rank):
+            was, now = ("", "not ") if name in before else ("not ", "")
+            remedy = f"{'write' if name in before else 'omit'} session.per_rank for it"
+            raise BadFileError(
+                f"session.load_state: {name} is {now}per rank, but {was}in {folder}; {remedy}, or start a "
+                "new run with `hpc-train submit --new`"
+            )
+    num_saved = len(list(folder.glob("state-*.safetensors")))
+    if per_rank and num_saved != ranks:
+        raise BadFileError(
+            f"session.load_state: {per_rank[0]} differs between ranks, and {folder} has it for {num_saved} "
+            f"ranks, not for {ranks}; resume on {num_saved} ranks, or remove it from load_state"
+        )
 
 
 def _file(folder: Path, rank: int) -> Path:

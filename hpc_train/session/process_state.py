@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -58,17 +59,23 @@ class SessionState:
         self.best_step = -1
         #: What ``load_state`` has restored, and ``end_step`` saves.
         self.objects: dict[str, Any] | None = None
+        #: The checkpoint of ``load_state``, if early stopping had ended the run when it was saved. Nothing
+        #: counts any more: ``end_step`` restores it and ends the script, which was killed before it could.
+        self.ended_in: Path | None = None
         #: Signal → our handler.
         self._handlers: dict[int, Any] = {}
         #: How ranks exchange flags: in shared memory on one node, else over a group of gloo. See ``_begin``.
         self._shared: SharedFlags | None = None
         self._group: Any = None
         self._exchange: tuple[Any, Any] | None = None
+        #: Flags of an exchange that ``decide`` has ended, for the next ``all_flags``.
+        self._agreed = 0
         self._selection: Selection | None = None
         self._saving: Saving | None = None
         self.saved_at = time.monotonic()
         self._messages: Any = None
-        #: Rows that have not been written yet: time, step, split, metrics; and the newest progress.
+        #: Rows that have not been written yet: time, step, split, metrics; and the newest progress. The
+        #: thread of a save writes them, too.
         self._rows: list[tuple[float, int, str, dict[str, float]]] = []
         self._progress: tuple[int, int] | None = None
         self._lock = threading.Lock()
@@ -96,14 +103,35 @@ class SessionState:
 
     def all_flags(self, *, may_save: bool = False) -> int:
         """Return the flags that any rank had set at the previous call; alone, in this one. Collective."""
+        self._check_ranks()
         flags = STOP if self.is_stopping else 0
         if self.ranks == 1:
             return flags | self._save_flag(may_save=may_save)
-        agreed = self._wait()
+        agreed, self._agreed = self._agreed | self._wait(), 0
         if agreed & SAVE:
             self.saved_at = time.monotonic()
         self._begin(flags | self._save_flag(may_save=may_save))
         return agreed
+
+    def set_ranks(self, rank: int, ranks: int) -> None:
+        """Replace the ranks of the environment by those of a library that starts ranks by itself."""
+        if (rank, ranks) != (self.rank, self.ranks):
+            self.rank, self.ranks, self._saving = rank, ranks, None
+
+    def _check_ranks(self) -> None:
+        """Raise RuntimeError if ``torch.distributed`` has other ranks than the environment at the import.
+
+        Each of them would be rank 0 of its own session, and overwrite the checkpoints of the others.
+        """
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return
+        if (there := dist.get_world_size()) != self.ranks:
+            raise RuntimeError(
+                f"session: torch.distributed has {there} ranks, but WORLD_SIZE was {self.ranks} when "
+                "hpc_train.session was imported; start the ranks with torchrun or `per: rank`, or set RANK "
+                "and WORLD_SIZE before the import"
+            )
 
     def _save_flag(self, *, may_save: bool) -> int:
         """Return the flag of a save that is due by this rank's clock; only rank 0's counts."""
@@ -150,14 +178,16 @@ class SessionState:
 
     def decide(self, step: int, metrics: dict[str, float]) -> None:
         """Follow ``checkpoint.best`` and ``early_stopping``. Collective; rank 0's metrics count."""
-        if not (self.settings.get("best") or self.settings.get("early_stopping")):
+        if self.ended_in is not None or not (
+            self.settings.get("best") or self.settings.get("early_stopping")
+        ):
             return
         flags = 0
         if self.rank == 0:
             is_best, is_last = self.selection.add(step, metrics)
             flags = _BEST * is_best | _FINISHED * is_last
         if self.ranks > 1:  # at once: the decision is on the weights of this step
-            self.is_stopping |= bool(self._wait() & STOP)
+            self._agreed |= self._wait()
             self._begin(flags)
             flags = self._wait()
         self.is_finished |= bool(flags & _FINISHED)
@@ -197,6 +227,12 @@ class SessionState:
                 with suppress(OSError):
                     os.utime(file.fileno())
 
+    def _sync_rows(self) -> None:
+        """Write waiting rows and sync them to disk; the supervisor may be killed before it reads them."""
+        self.send()
+        if self._messages is not None and not self._messages.closed:
+            os.fsync(self._messages.fileno())
+
     def beat(self) -> None:
         """Write waiting rows, or change the time of the file of messages, twice per second at most."""
         at = time.monotonic()
@@ -206,20 +242,24 @@ class SessionState:
 
     def add_row(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Add a row. It is written with others: a message takes longer than the step of a small model."""
-        if self.run is not None:
-            self._rows.append((time.time(), step, split, metrics))
+        if self.run is not None and self.ended_in is None:
+            with self._lock:
+                self._rows.append((time.time(), step, split, metrics))
             self.beat()
 
     def add_progress(self, step: int, total: int) -> None:
         """Set the newest progress."""
-        if self.run is not None:
-            self._progress = (step, total)
+        if self.run is not None and self.ended_in is None:
+            with self._lock:
+                self._progress = (step, total)
             self.beat()
 
     def _file(self) -> Any:
         if self.run is not None and self._messages is None:
             path = self.run / "attempts" / str(self.attempt) / f"rank-{self.rank}.session"
             self._messages = path.open("a", encoding="utf-8")
+            if self._messages.tell():  # of a process that may have been killed within a line
+                self._messages.write("\n")
             atexit.register(self.send)
         return self._messages
 
@@ -229,16 +269,25 @@ class SessionState:
     def saving(self) -> Saving:
         """The checkpoints of this attempt."""
         if self._saving is None:
+            self._check_ranks()
             from hpc_train.session.storage import Saving
 
             self._saving = Saving(
-                self.run, self.attempt, self.rank, self.ranks, self.settings.get("keep"), self.beat
+                self.run,
+                self.attempt,
+                self.rank,
+                self.ranks,
+                self.settings.get("keep"),
+                self.beat,
+                self._sync_rows,
             )
         return self._saving
 
     def resumed_from(self, folder: Path | None) -> Path | None:
-        """Continue to follow the metrics as of the checkpoint, on all ranks."""
+        """Continue to follow the metrics as of the checkpoint, on all ranks; later rows are withdrawn."""
         if folder is not None:
+            if self.rank == 0:
+                self.send("resumed", int(folder.name.removeprefix("step-")))
             self.selection.restore(json.loads((folder / "state.json").read_text("utf-8")))
             self.is_finished = self.selection.reason is not None
         return folder

@@ -19,24 +19,28 @@ class Reports:
 
     def __init__(self) -> None:
         self._step = 0
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        #: Metrics of the step that have been sent: Lightning logs those of a checkpoint once more after it.
+        self._sent = set[str]()
         self._shown_at = float("-inf")
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the numbers among ``metrics`` to the row of ``step``; a new step sends the previous row."""
         if step != self._step:
             self.send()
+            self._sent.clear()
         self._step = step
         self._metrics |= {
             name: float(value)
             for name, value in metrics.items()
-            if isinstance(value, Real) and name not in _NO_METRICS
+            if _is_number(value) and name not in _NO_METRICS and name not in self._sent
         }
 
     def send(self) -> None:
         """Send the row, if there is one. Call it before a checkpoint and at the end."""
         if self._metrics:
             session.log(self._step, **self._metrics)
+        self._sent |= self._metrics.keys()
         self._metrics = {}
 
     def progress(self, step: int, total: float) -> None:
@@ -45,6 +49,11 @@ class Reports:
         if 0 < total < float("inf") and (step >= total or at - self._shown_at >= _PROGRESS_S):
             self._shown_at = at
             session.progress(step, int(total))
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for numbers and for tensors without dimensions."""
+    return isinstance(value, Real) or getattr(value, "ndim", None) == 0
 
 
 def say_stop(step: int) -> None:

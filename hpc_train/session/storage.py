@@ -13,9 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.best import BEST, Best
-from hpc_train.run.checkpoints import FileEntry, Manifest, committed, hash_file, prune, set_aside, verify
+from hpc_train.run.checkpoints import (
+    FileEntry,
+    Manifest,
+    committed,
+    hash_file,
+    is_plain_name,
+    move_away,
+    prune,
+    set_aside,
+    verify,
+)
 from hpc_train.run.file_shapes import decoded
 from hpc_train.run.files import sync_folder, write_json
 
@@ -24,10 +35,16 @@ _POLL_S = 0.01
 _KEEP = 3
 #: Files by which ranks tell that they are ready to write, have written, and have hashed their share.
 _READY, _LEFT, _HASHED = ".ready", ".left", ".hashed"
+#: Set by torchrun, which may start all ranks again within one attempt.
+_RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 class Saving:
-    """Saves and finds the checkpoints of one attempt. ``beat`` is called while this rank waits for others."""
+    """Saves and finds the checkpoints of one attempt. ``beat`` is called while this rank waits for others.
+
+    ``sync_rows`` syncs the rows up to now to disk: no resume repeats them once a checkpoint contains their
+    steps.
+    """
 
     def __init__(
         self,
@@ -37,12 +54,15 @@ class Saving:
         ranks: int,
         keep: int | None,
         beat: Callable[[], None],
+        sync_rows: Callable[[], None],
     ) -> None:
         self._run = RunPaths(Path.cwd() if run is None else run)
         self._has_launcher = run is not None
-        self._rank, self._ranks, self._beat = rank, ranks, beat
+        self._rank, self._ranks, self._beat, self._sync_rows = rank, ranks, beat, sync_rows
         self._attempt = attempt if run is not None or ranks == 1 else _start_number()
         self._keep = keep or _KEEP
+        #: Collective calls so far: part of the names of files by which ranks find each other in this call.
+        self._number = 0
         #: Of the asynchronous save: its thread, and the error by which it failed.
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -96,38 +116,41 @@ class Saving:
 
     def begin(self, step: int) -> Path:
         """Return the folder into which this rank writes. Collective."""
+        self._number += 1
         folder = self._unfinished(step)
+        ready = folder / self._mark(_READY)
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            (folder / _READY).touch()
-        self._await([folder / _READY])
+            ready.touch()
+        self._await([ready])
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any]) -> None:
         """Hash and sync the files once all ranks have written, and give the folder its name. Collective.
 
-        ``state``: entries for ``state.json``; only rank 0's are used.
+        ``state``: entries for ``state.json``; only rank 0's are used. Raises BadFileError for a file that a
+        checkpoint can't have.
         """
         folder, target = self._unfinished(step), self._run.checkpoint(step)
-        (folder / f"{_LEFT}-{self._rank}").touch()
-        self._await([folder / f"{_LEFT}-{rank}" for rank in range(self._ranks)])
-        names = sorted(
-            str(path.relative_to(folder))
-            for path in folder.rglob("*")
-            if path.is_file() and not _is_mark(folder, path)
-        )
-        hashed = {name: _hashed(folder / name) for name in names[self._rank :: self._ranks]}
-        _write_whole(folder / f"{_HASHED}-{self._rank}", json.dumps(hashed))
+        is_repeated = target.manifest.exists()
+        (folder / self._mark(_LEFT, self._rank)).touch()
+        self._await([folder / self._mark(_LEFT, rank) for rank in range(self._ranks)])
+        hashed = {name: _hashed(folder / name) for name in _names(folder)[self._rank :: self._ranks]}
+        _write_whole(folder / self._mark(_HASHED, self._rank), json.dumps(hashed))
         if self._rank == 0:
-            self._await([folder / f"{_HASHED}-{rank}" for rank in range(self._ranks)])
+            self._await([folder / self._mark(_HASHED, rank) for rank in range(self._ranks)])
             self._finish(folder, target, step, state)
         self._await([target.manifest])
+        while is_repeated and folder.exists():
+            self._pause()
 
     def latest(self) -> Path | None:
         """Return the folder of the newest intact checkpoint. Collective."""
+        self.wait()  # the thread of a save counts calls, too
+        self._number += 1
         checkpoints = self._run.checkpoints
-        answer = checkpoints / f".resume-{self._attempt}"
+        answer = checkpoints / self._mark(f".resume-{self._attempt}")
         if self._rank > 0:
             self._await([answer])
             name = answer.read_text(encoding="utf-8")
@@ -137,6 +160,11 @@ class Saving:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 _write_whole(answer, name)
         return checkpoints / name if name else None
+
+    def _mark(self, name: str, *rank: int) -> str:
+        """Return the name of a file by which ranks find each other, in this call only."""
+        restart = os.environ.get(_RESTART_VARIABLE, "0")
+        return "-".join(map(str, (name, *rank, restart, self._number)))
 
     def _newest_intact(self) -> str:
         candidates = committed(self._run, self._attempt) if self._has_launcher else self._complete()
@@ -152,8 +180,10 @@ class Saving:
         files = {
             name: FileEntry(*entry)
             for rank in range(self._ranks)
-            for name, entry in json.loads((folder / f"{_HASHED}-{rank}").read_text("utf-8")).items()
+            for name, entry in json.loads((folder / self._mark(_HASHED, rank)).read_text("utf-8")).items()
         }
+        for name in set(_names(folder)) - files.keys():  # a network disk has shown another rank less
+            files[name] = FileEntry(*_hashed(folder / name))
         for path in list(folder.iterdir()):
             if _is_mark(folder, path):
                 path.unlink()
@@ -164,10 +194,13 @@ class Saving:
         Manifest(step, self._attempt, self._ranks, files, best).write(unfinished)
         for inner in {path.parent for path in folder.rglob("*")}:
             sync_folder(inner)
-        if target.folder.exists():  # the same step again, after one that is not intact
-            shutil.rmtree(target.folder)
+        self._sync_rows()
+        # The same step again, maybe after one that is not intact or does not count.
+        replaced = move_away(target.folder) if target.folder.exists() else None
         folder.rename(target.folder)
         sync_folder(target.folder.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         if self._has_launcher:
             prune(self._run, self._keep, self._attempt)
         else:
@@ -186,8 +219,11 @@ class Saving:
         """Wait until the files exist. If a rank dies meanwhile, its launcher ends this process."""
         for file in files:
             while not file.exists():
-                self._beat()
-                time.sleep(_POLL_S)
+                self._pause()
+
+    def _pause(self) -> None:
+        self._beat()
+        time.sleep(_POLL_S)
 
 
 def _start_number() -> int:
@@ -206,6 +242,31 @@ def _start_number() -> int:
 
 def _is_mark(folder: Path, path: Path) -> bool:
     return path.parent == folder and path.name.partition("-")[0] in {_READY, _LEFT, _HASHED}
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the files that ranks have written, relative to the folder.
+
+    Raises BadFileError for a name with which no checkpoint can be read, and for links: both would be noticed
+    only when a run resumes.
+    """
+    reserved = {path.name for path in (CheckpointPaths(folder).state, CheckpointPaths(folder).manifest)}
+    names = []
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if _is_mark(folder, path) or not (path.is_file() or path.is_symlink()):
+            continue
+        if name in reserved:
+            raise BadFileError(f"session.checkpoint: {name} is a file of hpc-train; choose another name")
+        if path.is_symlink():
+            raise BadFileError(f"session.checkpoint: {name} is a link; copy the file into the folder")
+        if not is_plain_name(name):
+            raise BadFileError(
+                f"session.checkpoint: {name!r} is not a plain file name; begin it with a letter or digit, "
+                "and use only letters, digits and . _ = , @ + - and blanks"
+            )
+        names.append(name)
+    return sorted(names)
 
 
 def _write_whole(path: Path, text: str) -> None:

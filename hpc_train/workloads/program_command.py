@@ -1,14 +1,32 @@
-"""The words of a program's command line: arguments rendered by their style, names in braces replaced."""
+"""A program's command line, with names in braces replaced and arguments in their style; its environment."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_train.experiment.config.program_section import ProgramConfig
+from hpc_train.experiment.config.schema import Program
+from hpc_train.paths import RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.run.files import read_json
+from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, PROGRAM_VARIABLE
+
+#: Variables of the supervisor's own Python.
+_OWN_VARIABLES = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HPC_TRAIN_TOKEN", "HPC_TRAIN_THREADS_BY_SHARE")
+
+
+class Meeting(NamedTuple):
+    """Where the programs of an attempt meet, and the folder in which they start."""
+
+    address: str
+    port: int
+    folder: str
 
 
 def executable(name: str) -> str:
@@ -62,3 +80,88 @@ def _as_text(value: Any) -> str:
         case float():
             return repr(value)
     return str(value)
+
+
+@dataclass(frozen=True)
+class ProgramStart:
+    """The start of a program on one rank of an attempt. ``resumes``: ``resume.if_exists`` exists."""
+
+    job: Program
+    paths: RunPaths
+    attempt: int
+    facts: RankFacts
+    meeting: Meeting
+    resumes: bool
+
+    def command(self) -> list[str]:
+        """Return the words of the command line."""
+        return command_of(self.job.program, self._values(), resumes=self.resumes)
+
+    def environment(self) -> dict[str, str]:
+        """Return this process's environment, torchrun's variables, the run's facts and ``program.env``."""
+        facts, program = self.facts, self.job.program
+        environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+        ranks: dict[str, Any] = {
+            "RANK": facts.rank,
+            "LOCAL_RANK": facts.local_rank,
+            "WORLD_SIZE": facts.world_size,
+            "LOCAL_WORLD_SIZE": facts.local_world_size,
+        }
+        for name in ranks:
+            environment.pop(name, None)
+        nodes: dict[str, Any] = {
+            "GROUP_RANK": facts.node,
+            "NODE_RANK": facts.node,
+            "GROUP_WORLD_SIZE": facts.num_nodes,
+            "MASTER_ADDR": self.meeting.address,
+            "MASTER_PORT": self.meeting.port,
+        }
+        wandb_id = (read_json(self.paths.run) or {}).get("wandb_id")
+        if wandb_id and self.job.logging.wandb is None:  # else the supervisor writes that run
+            environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"}
+        session = {
+            FOLDER_VARIABLE: self.paths.folder.absolute(),
+            ATTEMPT_VARIABLE: self.attempt,
+            PROGRAM_VARIABLE: self.paths.folder.absolute(),
+            "HPC_TRAIN_RESUME": int(self.resumes),
+            "HPC_TRAIN_SESSION": json.dumps(_session_settings(self.job)),
+            "PYTHONFAULTHANDLER": 1,  # SIGABRT prints the stacks
+        }
+        shared = session | nodes | (ranks if program.per == "rank" else {})
+        environment |= {name: str(value) for name, value in shared.items()}
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        if sys.prefix != sys.base_prefix:  # in a shell script python is that of a virtual environment, too
+            folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
+            environment["PATH"] = os.pathsep.join(folders)
+        values = self._values()
+        return environment | {name: text.format_map(values) for name, text in program.env.items()}
+
+    def _values(self) -> dict[str, str]:
+        """Return the values of the names in braces."""
+        values = {
+            "run": str(self.paths.folder.absolute()),
+            "name": self.job.name,
+            "seed": self.job.seed,
+            "attempt": self.attempt,
+            "nodes": self.facts.num_nodes,
+            "node_rank": self.facts.node,
+            "ranks": self.facts.world_size,
+            "ranks_per_node": self.facts.local_world_size,
+            "master_addr": self.meeting.address,
+            "master_port": self.meeting.port,
+        }
+        return {name: str(value) for name, value in values.items()}
+
+
+def _session_settings(job: Program) -> dict[str, Any]:
+    """Return the keys of the file that ``hpc_train.session`` applies."""
+    checkpoint, stopping = job.checkpoint, job.early_stopping
+    every_s = None if checkpoint.every_min is None else checkpoint.every_min * 60
+    settings = {
+        "keep": checkpoint.keep,
+        "every_steps": checkpoint.every_steps,
+        "every_s": every_s,
+        "best": checkpoint.best and checkpoint.best.model_dump(),
+        "early_stopping": stopping and stopping.model_dump(),
+    }
+    return {name: value for name, value in settings.items() if value is not None}

@@ -20,7 +20,15 @@ from hpc_train.loggers.threads import LoggerThread, call_all, start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BestSoFar, default_metric, goal_of
 from hpc_train.run.file_shapes import encoded
-from hpc_train.run.metric_rows import POSITION, MetricsFile, Row, evaluation_rows, iter_rows
+from hpc_train.run.metric_rows import (
+    POSITION,
+    MetricsFile,
+    Row,
+    evaluation_rows,
+    iter_rows,
+    lines_of,
+    newest_row,
+)
 
 #: A longer line is not searched.
 _MAX_LINE_BYTES = 1 << 16
@@ -38,7 +46,8 @@ class ProgramMetrics:
     """Reads the rows of one attempt: from ``session``, and from the source that the file names. Rank 0 only.
 
     They go to ``metrics.jsonl`` and the file's loggers. The first row of an attempt withdraws earlier
-    attempts' rows from its step on. A row whose step is not beyond the newest one of its split is dropped.
+    attempts' rows from its step on, unless ``session`` tells the step from which it resumes. A row whose step
+    is not beyond the newest one of its split, or behind that of another split, is dropped.
     """
 
     def __init__(self, job: Program, paths: RunPaths, attempt: int, folder: Path) -> None:
@@ -58,6 +67,9 @@ class ProgramMetrics:
         self.end_reason: str | None = None
         self._synced_at = time.monotonic()
         self._newest: dict[str, int] = {}
+        #: The step from which ``session`` has resumed.
+        self._resumed_step = -1
+        self._has_dropped = False
         #: Of all rows and messages; None before the first.
         self.newest_at: float | None = None
         #: The number of steps in all, if the program tells it.
@@ -196,6 +208,10 @@ class ProgramMetrics:
                 with self._lock:
                     for at, step, split, metrics in rows:
                         self._append(split, step, metrics, at)
+            case ["resumed", step] if self._writer is None:
+                with self._lock:
+                    self._resumed_step = step
+                    self._open(step)
             case ["progress", step, total]:
                 self._progress, self.total_steps = step, total
             case ["saved", step]:
@@ -224,13 +240,26 @@ class ProgramMetrics:
 
     def _append(self, split: str, step: int, metrics: Mapping[str, float], at: float) -> None:
         self.newest_at = time.monotonic()
-        if step <= self._newest.get(split, -1):
-            return
         writer = self._writer or self._open(step - 1)
+        newest = max(self._newest.values(), default=self._resumed_step)
+        if step <= self._newest.get(split, -1) or step < newest or writer.metrics.has(split, step):
+            self._print_dropped(split, step)
+            return
         self._newest[split] = step
         row = {"split": split, "step": step, "attempt": self._attempt, "time": at, **metrics}
         writer.write(row)
         self._follow(row)
+
+    def _print_dropped(self, split: str, step: int) -> None:
+        """Print once that a row is dropped: rows are in the order of their steps, one per step and split."""
+        if not self._has_dropped:
+            self._has_dropped = True
+            newest = max(self._newest.values(), default=self._resumed_step)
+            print(
+                f"hpc-train: a {split} row of step {step} is dropped, since there are rows up to step "
+                f"{newest}; write all values of a step at once, and count the steps of the whole training",
+                flush=True,
+            )
 
     def _open(self, resumed_step: int) -> MetricsWriter:
         self._writer = MetricsWriter(MetricsFile(self._paths.metrics, resumed_step), self._loggers, None)
@@ -250,6 +279,29 @@ class ProgramMetrics:
                 return
             self._best = BestSoFar(name, chosen.mode if chosen else goal_of(name))
         self._best.add_row(row)
+
+
+def recover_rows(job: Program, paths: RunPaths, attempt: int, folder: Path) -> None:
+    """Record rows of ``session`` that the supervisor of an earlier attempt had not read when it was killed.
+
+    A checkpoint may contain their steps, so that no resume repeats them. All messages of that attempt are
+    read again. Nothing is done with ``program.metrics``, whose rows have no other copy.
+    """
+    numbers = [earlier.number for earlier in paths.attempt_folders() if earlier.number < attempt]
+    if not numbers or job.program.metrics is not None:
+        return
+    before, last = max(numbers), None
+    for line in lines_of(paths.attempt(before).session(0)):
+        if line.startswith(b'["rows", ') and line.endswith(b"\n"):
+            last = line
+    recorded = newest_row(paths.metrics)
+    if last is None:
+        return
+    _, step, *_ = json.loads(last)[1][-1]
+    if recorded is None or (recorded.get("attempt", 0), recorded["step"]) < (before, step):
+        metrics = ProgramMetrics(job, paths, before, folder)
+        metrics.finish()
+        metrics.close("failed")
 
 
 def _number(value: object) -> float | None:

@@ -7,7 +7,6 @@ have ended, so that none is killed because another one was faster. Imports no to
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -15,10 +14,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UserError, counted
 from hpc_train.experiment.config.schema import Program
@@ -32,20 +31,20 @@ from hpc_train.run.attempts import EventLog, newest_number, tell_error
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json, tail_text, write_json, write_text
 from hpc_train.run.processes import (
-    ATTEMPT_VARIABLE,
-    FOLDER_VARIABLE,
     adopt_orphans,
     awaited_commands,
-    descendants,
     die_with,
-    end_descendants,
+    end_program_processes,
     handles,
+    logger_processes,
+    outlive_parent,
+    program_processes,
     reap_orphans,
 )
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
 from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
-from hpc_train.workloads.program_command import command_of
-from hpc_train.workloads.program_metrics import ProgramMetrics
+from hpc_train.workloads.program_command import Meeting, ProgramStart
+from hpc_train.workloads.program_metrics import ProgramMetrics, recover_rows
 
 _POLL_S = 0.05
 #: From the stop signal to SIGKILL, for a program that ignores it, if nothing else ends it.
@@ -63,8 +62,6 @@ _HEARTBEAT_S = 30.0
 _SIGNAL_S = 1.0
 _STATUS_S = 1.0
 _TAIL_BYTES = 1 << 14
-#: Variables of the supervisor's own Python.
-_OWN_VARIABLES = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HPC_TRAIN_TOKEN", "HPC_TRAIN_THREADS_BY_SHARE")
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
@@ -86,14 +83,6 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
         return error.exit_code if isinstance(error, HpcTrainError) else ExitCode.FAILED
 
 
-class _Meeting(NamedTuple):
-    """Where the programs of an attempt meet, and the folder in which they start."""
-
-    address: str
-    port: int
-    folder: str
-
-
 class _Supervisor:
     def __init__(
         self, paths: RunPaths, attempt: int, job: Program, facts: RankFacts, flag: signals.StopFlag
@@ -107,8 +96,12 @@ class _Supervisor:
         #: When this rank's program last sent a message or touched its file, and the file's time then.
         self._message_at: float | None = None
         self._message_time = 0.0
+        #: The program, and processes of loggers.
+        self._children: set[int] = set()
         #: Whether the program handles SIGTERM.
         self._catches_stop = False
+        #: The launcher with which this process would have died, without ending the program's processes.
+        self._launcher = outlive_parent()
 
     def run(self) -> ExitCode:
         """Return the exit code of this rank."""
@@ -124,7 +117,7 @@ class _Supervisor:
         per, facts = self._job.program.per, self._facts
         return per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0
 
-    def _prepare(self) -> _Meeting:
+    def _prepare(self) -> Meeting:
         """Make the working folder and publish the meeting. Rank 0 only."""
         assert self._events is not None
         self._events.note("rank")
@@ -132,38 +125,40 @@ class _Supervisor:
         folder = working_folder.make(self._paths, self._job.program.outputs)
         listener, hosts = listen(os.environ, self._facts.num_nodes, 1)
         with listener:  # the program's first rank takes the port after this
-            meeting = _Meeting(hosts[0], listener.getsockname()[1], str(folder))
+            meeting = Meeting(hosts[0], listener.getsockname()[1], str(folder))
         write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
         return meeting
 
-    def _await_meeting(self) -> _Meeting:
+    def _await_meeting(self) -> Meeting:
         deadline = time.monotonic() + _PREPARE_LIMIT_S
         while (published := read_json(self._attempt.program)) is None:
             self._leave_if_stopped()
             if time.monotonic() > deadline:
                 raise HpcTrainError(f"rank 0 has not prepared {self._paths.work} in {_PREPARE_LIMIT_S:g} s")
             time.sleep(_POLL_S)
-        return _Meeting(published["address"], published["port"], published["folder"])
+        return Meeting(published["address"], published["port"], published["folder"])
 
     def _leave_if_stopped(self) -> None:
+        self._die_with_launcher()
         if self._flag:
             self._note_signal()
             raise TryAgainError("a stop was requested before the program started")
 
     # The program.
 
-    def _follow(self, meeting: _Meeting) -> ExitCode:
-        program, folder = self._job.program, Path(meeting.folder)
-        values = self._values(meeting)
-        resumes = program.resume is not None and any(folder.glob(program.resume.if_exists))
-        command = command_of(program, values, resumes=resumes)
+    def _follow(self, meeting: Meeting) -> ExitCode:
+        folder, resume = Path(meeting.folder), self._job.program.resume
+        resumes = resume is not None and any(folder.glob(resume.if_exists))
+        start = ProgramStart(self._job, self._paths, self._number, self._facts, meeting, resumes)
+        command = start.command()
         if self._facts.rank == 0:
+            recover_rows(self._job, self._paths, self._number, folder)
             self._metrics = ProgramMetrics(self._job, self._paths, self._number, folder)
         self._leave_if_stopped()
         print(f"hpc-train: attempt {self._number}: {' '.join(command)}", flush=True)
         adopt_orphans()
         try:
-            child = self._start(command, folder, meeting, values, resumes=resumes)
+            child = self._start(command, folder, start.environment())
         except OSError as error:
             raise UserError(f"program.command: {command[0]}: {error.strerror or error}") from error
         if self._events is not None:
@@ -171,6 +166,7 @@ class _Supervisor:
         if self._metrics is not None:
             self._metrics.read_output(child)
             self._metrics.start_loggers()
+        self._children = {child.pid, *logger_processes()}
         state = "failed"
         try:
             code = self._judge(self._wait(child))
@@ -181,84 +177,18 @@ class _Supervisor:
         return code
 
     def _start(
-        self, command: list[str], folder: Path, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         piped = self._metrics is not None and self._metrics.reads_output
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=self._environment(meeting, values, resumes=resumes),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else None,
             stderr=subprocess.STDOUT if piped else None,
             preexec_fn=_prepare(os.getpid()),  # noqa: PLW1509 (no thread has been started)
         )
-
-    def _values(self, meeting: _Meeting) -> dict[str, str]:
-        facts = self._facts
-        values = {
-            "run": str(self._paths.folder.absolute()),
-            "name": self._job.name,
-            "seed": self._job.seed,
-            "attempt": self._number,
-            "nodes": facts.num_nodes,
-            "node_rank": facts.node,
-            "ranks": facts.world_size,
-            "ranks_per_node": facts.local_world_size,
-            "master_addr": meeting.address,
-            "master_port": meeting.port,
-        }
-        return {name: str(value) for name, value in values.items()}
-
-    def _environment(self, meeting: _Meeting, values: Mapping[str, str], *, resumes: bool) -> dict[str, str]:
-        facts, program = self._facts, self._job.program
-        environment = {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
-        ranks: dict[str, Any] = {
-            "RANK": facts.rank,
-            "LOCAL_RANK": facts.local_rank,
-            "WORLD_SIZE": facts.world_size,
-            "LOCAL_WORLD_SIZE": facts.local_world_size,
-        }
-        for name in ranks:
-            environment.pop(name, None)
-        nodes: dict[str, Any] = {
-            "GROUP_RANK": facts.node,
-            "NODE_RANK": facts.node,
-            "GROUP_WORLD_SIZE": facts.num_nodes,
-            "MASTER_ADDR": meeting.address,
-            "MASTER_PORT": meeting.port,
-        }
-        wandb_id = (read_json(self._paths.run) or {}).get("wandb_id")
-        if wandb_id and self._job.logging.wandb is None:  # else the supervisor writes that run
-            environment |= {"WANDB_RUN_ID": str(wandb_id), "WANDB_RESUME": "allow"}
-        session = {
-            FOLDER_VARIABLE: self._paths.folder.absolute(),
-            ATTEMPT_VARIABLE: self._number,
-            "HPC_TRAIN_RUN": self._paths.folder.absolute(),
-            "HPC_TRAIN_RESUME": int(resumes),
-            "HPC_TRAIN_SESSION": json.dumps(self._session_settings()),
-            "PYTHONFAULTHANDLER": 1,  # SIGABRT prints the stacks
-        }
-        shared = session | nodes | (ranks if program.per == "rank" else {})
-        environment |= {name: str(value) for name, value in shared.items()}
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        if sys.prefix != sys.base_prefix:  # in a shell script python is that of a virtual environment, too
-            folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
-            environment["PATH"] = os.pathsep.join(folders)
-        return environment | {name: text.format_map(values) for name, text in program.env.items()}
-
-    def _session_settings(self) -> dict[str, Any]:
-        """Return the keys of the file that ``hpc_train.session`` applies."""
-        checkpoint, stopping = self._job.checkpoint, self._job.early_stopping
-        every_s = None if checkpoint.every_min is None else checkpoint.every_min * 60
-        settings = {
-            "keep": checkpoint.keep,
-            "every_steps": checkpoint.every_steps,
-            "every_s": every_s,
-            "best": checkpoint.best and checkpoint.best.model_dump(),
-            "early_stopping": stopping and stopping.model_dump(),
-        }
-        return {name: value for name, value in settings.items() if value is not None}
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
         """Return the program's exit code; pass on a stop, and end a program that makes no progress.
@@ -266,9 +196,9 @@ class _Supervisor:
         After a stop the processes below a shell may still save when it has ended.
         """
         kill_at: float | None = None
-        while child.poll() is None or (kill_at is not None and descendants(os.getpid())):
+        while child.poll() is None or (kill_at is not None and program_processes()):
             self._beat()
-            reap_orphans(child.pid)
+            reap_orphans(self._children)
             if self._flag and kill_at is None:
                 limit_s = self._stop_limit_s()
                 kill_at = time.monotonic() + limit_s
@@ -297,7 +227,7 @@ class _Supervisor:
 
     def _finish(self) -> None:
         """End the processes that the program has left behind, then read its last rows."""
-        if left := end_descendants():
+        if left := end_program_processes(self._children):
             print(f"hpc-train: the program has left {counted(left, 'process')} behind: ended", flush=True)
         if self._metrics is not None:
             self._metrics.finish()  # without those processes its output has an end
@@ -318,7 +248,7 @@ class _Supervisor:
 
     def _end_hung(self, child: subprocess.Popen[bytes]) -> NoReturn:
         """Have all processes of the program print their stacks, and end them. Raises _HungError."""
-        for pid in descendants(os.getpid()):
+        for pid in program_processes():
             with suppress(OSError):
                 os.kill(pid, signal.SIGABRT)
         deadline = time.monotonic() + _STACKS_S
@@ -388,7 +318,14 @@ class _Supervisor:
             self._write_status("completed")
         return ExitCode.DONE
 
+    def _die_with_launcher(self) -> None:
+        """End the program and this process as if the kernel had killed both with the launcher."""
+        if self._launcher is not None and os.getppid() != self._launcher:
+            end_program_processes(self._children)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def _beat(self) -> None:
+        self._die_with_launcher()
         at = time.monotonic()
         if self._facts.local_rank == 0 and at - self._heartbeat_at >= _HEARTBEAT_S:
             self._heartbeat_at = at

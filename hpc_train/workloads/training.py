@@ -97,6 +97,10 @@ class TrainingWorkload(Workload[Experiment]):
         """Return the bytes of the images that loader processes read ahead."""
         return by_name.prefetched_bytes(job, ranks)
 
+    def weights_command(self, run: str) -> Sequence[str]:
+        """Return the command that exports the weights."""
+        return ("hpc-train", "export", run, "-o", "weights.safetensors")
+
     def step_layout(
         self, job: Experiment, ranks: int, per_node: int, micro_batch_size: int | None
     ) -> StepLayout | None:

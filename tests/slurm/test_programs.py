@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.runs import found_runs, hpc_train, start
+from tests.end_to_end.runs import found_runs, hpc_train, start, wait_for
+from tests.loggers.wandb_files import offline_rows
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
     ENVIRONMENT,
@@ -68,6 +70,52 @@ def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Pa
     assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
     assert sorted(paths.attempt(2).files_of_ranks(".session")) == [0, 1, 2, 3]
+
+
+#: It needs no torch.
+COUNTING_SCRIPT = """
+import time
+from hpc_train import session
+
+folder = session.latest()
+step = int((folder / "step.txt").read_text()) if folder else 0
+stops = False
+while step < 30 and not stops:
+    step += 1
+    time.sleep(0.3)
+    session.log(step, loss=1 / step)
+    stops = session.should_stop(step)
+    if stops or step % 5 == 0:
+        with session.checkpoint(step) as folder:
+            (folder / "step.txt").write_text(str(step))
+"""
+COUNTING_TEXT = """
+name: prog
+program: {command: [python, train.py]}
+logging: {wandb: {project: programs}}
+"""
+
+
+def test_the_wandb_run_of_a_session_continues_after_a_preemption(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm's SIGTERM reaches wandb's own process, too."""
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING_SCRIPT)
+    (paths,) = submit(tmp_path, "slurm.nodes=1", text=COUNTING_TEXT, script=script)
+    wait_for_step(paths, 6)
+    wait_for(lambda: any(paths.wandb.rglob("offline-run-*")), "wandb's start", LIMIT_S)
+    with high_job(cluster, records(paths)[-1].hosts):
+        ended = wait_for_attempt_end(paths, 1)
+    assert ended.cause == "preemption" and (ended.saved_step or 0) >= 6, account(paths)
+    start_now(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    rows = list(iter_rows(paths.metrics))
+    assert [(row["attempt"], row["step"]) for row in rows] == [
+        (1 + (step > (ended.saved_step or 0)), step) for step in range(1, 31)
+    ]
+    wandb_id = json.loads(paths.run.read_text())["wandb_id"]
+    files = sorted(paths.wandb.rglob("run-*.wandb"))
+    assert [file.stem for file in files] == [f"run-{wandb_id}"] * 2, account(paths)
+    assert offline_rows(files[-1]) == [_named(row) for row in rows]
 
 
 def test_a_program_that_ignores_sigterm_is_ended_before_slurm_does(cluster: Cluster, tmp_path: Path) -> None:

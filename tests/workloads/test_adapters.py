@@ -17,6 +17,7 @@ from hpc_train import session
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session.reports import Reports
+from hpc_train.session.storage import Saving
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
 
@@ -47,7 +48,9 @@ def test_metrics_of_one_step_are_one_row(rows: Any) -> None:
     assert rows == [(1, {"loss": 2.0, "val_loss": 3.0})]
     reports.send()
     reports.send()
-    assert rows[1:] == [(2, {"loss": 1.5})]
+    reports.add(2, {"loss": torch.tensor(1.5), "lr": torch.tensor(0.5), "images": torch.zeros(2)})
+    reports.send()
+    assert rows[1:] == [(2, {"loss": 1.5}), (2, {"lr": 0.5})]
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
@@ -142,6 +145,10 @@ def test_lightning_stops_and_resumes_with_the_same_weights_and_rows(
     monkeypatch.chdir(tmp_path / "quiet")
     quiet = fit(tmp_path, **options)
     expected, rows[:] = list(rows), []
+    saved, begin = list[tuple[int, int]](), Saving.begin
+    monkeypatch.setattr(
+        Saving, "begin", lambda self, step: saved.append((step, rows[-1][0])) or begin(self, step)
+    )
     monkeypatch.chdir(tmp_path)
     if stop_at == 24:
         assert weights(fit(tmp_path, stop_at, **options)) == weights(quiet)
@@ -149,6 +156,7 @@ def test_lightning_stops_and_resumes_with_the_same_weights_and_rows(
     with pytest.raises(SystemExit) as ended:
         fit(tmp_path, stop_at, **options)
     assert ended.value.code == 0 and 0 < len(rows) < len(expected)
+    assert saved and all(step == row for step, row in saved), "a checkpoint has the rows up to its step"
     before = len(rows)
     assert weights(fit(tmp_path, **options)) == weights(quiet)
     assert rows[before][0] == rows[before - 1][0] + 1

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.starting import has_saved, next_steps
 from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import iter_rows
+from hpc_train.run.run_status import read_status
 from tests.cli.commands import hpc_train
 from tests.end_to_end.runs import found_runs
 from tests.end_to_end.runs import hpc_train as as_a_process
+from tests.terminals import Terminal
 from tests.workloads.programs import SCRIPT, write_program
 
 pytestmark = pytest.mark.slow
@@ -98,3 +103,45 @@ def test_a_command(words: str, code: int, text: str, sweep: dict[str, RunPaths])
         json.loads(done.out)
     else:
         assert "Traceback" not in done.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_no_command_that_needs_our_trainer_is_suggested(sweep: dict[str, RunPaths]) -> None:
+    assert has_saved(sweep["1"]) and next_steps(sweep["1"], read_status(sweep["1"])) == []
+
+
+def test_watch_shows_programs(folder: Path) -> None:
+    environment = os.environ | {"HPC_TRAIN_RUNS": str(folder / "runs"), "NO_COLOR": "1"}
+    with Terminal("watch", "prog", cwd=folder, environment=environment, columns=120) as watching:
+        watching.until(r"completed .*4/4")
+        watching.until(r"failed")
+        watching.press("q")
+        assert watching.wait() == 0
+
+
+SEARCH = """
+name: searched
+program: {command: [python, train.py]}
+sweep:
+  search:
+    trials: 4
+    max_concurrent: 2
+    metric: loss
+    mode: min
+    parameters: {program.args.lr: {log_uniform: [0.1, 2]}}
+"""
+
+
+def test_a_search_starts_trials_and_reads_their_metrics(folder: Path, tmp_path: Path) -> None:
+    file = write_program(tmp_path, SEARCH, SCRIPT.with_name("commands_script.py"))
+    environment = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    done = as_a_process("search", file, "--local", "--devices", "1", cwd=file.parent, **environment)
+    assert done.code == 0, done.err
+    assert "searched: 2 of 4 trials; best loss " in done.err and "the search is complete" in done.err
+    values = {
+        json.loads(paths.resolved.read_text())["program"]["args"]["lr"]: list(iter_rows(paths.metrics))[-1][
+            "loss"
+        ]
+        for paths in found_runs(tmp_path)
+    }
+    assert len(values) == 4 and all(rate == loss for rate, loss in values.items())

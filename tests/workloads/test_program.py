@@ -20,6 +20,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.workloads.program import ProgramWorkload
 from hpc_train.workloads.program_command import command_of, executable, rendered
+from hpc_train.workloads.program_metrics import recover_rows
 from hpc_train.workloads.supervisor import has_stopped
 from tests.workloads.programs import TEXT, program_metrics, write_program
 
@@ -138,6 +139,71 @@ def test_the_next_attempt_withdraws_the_rows_that_it_repeats(tmp_path: Path) -> 
         metrics.finish()
     rows = [(row["step"], row["attempt"]) for row in iter_rows(tmp_path / "metrics.jsonl")]
     assert rows == [*((step, 1) for step in range(1, 6)), *((step, 2) for step in range(6, 10))]
+
+
+def test_a_resume_of_a_session_withdraws_the_rows_behind_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the next row comes later, and if evaluations are not counted in steps of the training."""
+    for attempt, messages in enumerate((
+        [["rows", [[1.0, step, "train", {"loss": 1.0}] for step in range(1, 8)]]],
+        [["resumed", 5]],
+        [["resumed", 5], ["rows", [[2.0, 5, "val", {"loss": 3.0}], [2.0, 2, "val", {"loss": 3.0}]]]],
+        [["resumed", 5], ["rows", [[2.0, 5, "train", {"loss": 3.0}], [2.0, 8, "train", {"loss": 2.0}]]]],
+    ), start=1):  # fmt: skip
+        metrics = program_metrics(tmp_path, attempt)
+        file = RunPaths(tmp_path).attempt(attempt).session(0)
+        file.write_text("".join(json.dumps(message) + "\n" for message in messages))
+        metrics.finish()
+        has_dropped = "is dropped" in capsys.readouterr().out
+        assert has_dropped == (attempt > 2)
+    rows = [(row["split"], row["step"], row["attempt"]) for row in iter_rows(tmp_path / "metrics.jsonl")]
+    assert rows == [*(("train", step, 1) for step in range(1, 6)), ("val", 5, 3), ("train", 8, 4)]
+
+
+def test_rows_that_a_killed_supervisor_had_not_read_are_recovered(tmp_path: Path) -> None:
+    rows = [[1.0, step, "train", {"loss": 1.0}] for step in range(1, 7)]
+    messages = [["rows", rows[:3]], ["saved", 2], ["rows", rows[3:]], ["saved", 5]]
+    lines = [json.dumps(message) + "\n" for message in messages]
+    metrics = program_metrics(tmp_path, 1)
+    file = RunPaths(tmp_path).attempt(1).session(0)
+    file.write_text("".join(lines[:2]))
+    metrics.poll()
+    file.write_text("".join(lines) + '["rows", [[1')
+    for attempt in (2, 3):  # the supervisor of the second attempt is killed, too
+        metrics = program_metrics(tmp_path, attempt)
+        recover_rows(metrics._job, RunPaths(tmp_path), attempt, tmp_path)
+        recovered = [row["step"] for row in iter_rows(tmp_path / "metrics.jsonl")]
+        assert recovered == [1, 2, 3, 4, 5, 6]
+        RunPaths(tmp_path).attempt(attempt).session(0).write_text('["resumed", 5]\n')
+        metrics.finish()
+        assert [row["step"] for row in iter_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+        if attempt == 2:
+            messages = [["resumed", 5], ["rows", [[2.0, 6, "train", {"loss": 2.0}]]]]
+            RunPaths(tmp_path).attempt(2).session(0).write_text(
+                "".join(json.dumps(message) + "\n" for message in messages)
+            )
+
+
+def test_a_row_behind_those_of_another_split_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation that counts epochs: without the order of steps, a resume would repeat rows."""
+    metrics = program_metrics(tmp_path)
+    rows = [
+        [1.0, 10, "train", {"loss": 2.0}],
+        [1.0, 1, "val", {"loss": 1.0}],
+        [1.0, 11, "train", {"loss": 3.0}],
+    ]
+    RunPaths(tmp_path).attempt(1).session(0).write_text(json.dumps(["rows", rows]) + "\n")
+    metrics.finish()
+    assert [(row["split"], row["step"]) for row in iter_rows(tmp_path / "metrics.jsonl")] == [
+        ("train", 10),
+        ("train", 11),
+    ]
+    assert (
+        capsys.readouterr().out.count("val row of step 1 is dropped, since there are rows up to step 10") == 1
+    )
 
 
 def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +17,14 @@ import torch
 
 from hpc_train import session
 from hpc_train.api import Run
+from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session.positions import PositionedSampler
+from hpc_train.session.process_state import SAVE, STOP
 from hpc_train.session.storage import Saving
+from hpc_train.training.distributed.shared_flags import SharedFlags
 from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import (
@@ -68,10 +75,94 @@ def test_a_damaged_checkpoint_is_set_aside(alone: Path, capsys: pytest.CaptureFi
 
 def test_all_ranks_resume_at_the_checkpoint_that_rank_0_chose(alone: Path) -> None:
     save(1)
-    first, second = (Saving(alone, 1, rank, 2, None, lambda: None) for rank in (0, 1))
-    chosen = first.latest()
-    assert chosen is not None and (alone / "checkpoints" / ".resume-1").read_text() == chosen.name
-    assert second.latest() == chosen
+    waits = threading.Event()
+    first, second = (Saving(alone, 1, rank, 2, None, waits.set, lambda: None) for rank in (0, 1))
+    for step in (1, 2):  # called again later, too
+        save(step)
+        waits.clear()
+        chosen: list[Path | None] = []
+        thread = threading.Thread(target=lambda chosen=chosen: chosen.append(second.latest()))
+        thread.start()
+        while thread.is_alive() and not waits.wait(0.01):
+            pass
+        chosen.append(first.latest())
+        thread.join(HANG_LIMIT_S)
+        assert [path and path.name for path in chosen] == [f"step-{step:08d}"] * 2
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "weights (1).pt", "link.pt"])
+def test_a_file_that_no_resume_could_read_is_refused_at_the_save(alone: Path, name: str) -> None:
+    (alone / "own.pt").touch()
+    with pytest.raises(BadFileError, match=re.escape(name)), session.checkpoint(1) as folder:
+        (folder / "good.pt").touch()
+        if name == "link.pt":
+            (folder / name).symlink_to(alone / "own.pt")
+        else:
+            (folder / name).touch()
+    assert session.latest() is None
+
+
+def test_the_same_step_is_saved_again_by_two_ranks(alone: Path) -> None:
+    """Whoever comes back from it finds the second version, with the files of both."""
+    seen: list[str] = []
+
+    def save_twice(rank: int) -> None:
+        saving = Saving(alone, 1, rank, 2, None, *[lambda: None] * 2)
+        for version in ("old", "new"):
+            folder = saving.begin(7)
+            (folder / f"rank-{rank}").write_text(version)
+            saving.commit(7, {})
+            committed_folder = alone / "checkpoints" / "step-00000007"
+            seen.extend((committed_folder / f"rank-{other}").read_text() for other in (0, 1))
+            both.wait()
+
+    both = threading.Barrier(2)
+    threads = [threading.Thread(target=save_twice, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_LIMIT_S)
+    assert seen == ["old"] * 4 + ["new"] * 4
+    assert [path.name for path in (alone / "checkpoints").iterdir()] == ["step-00000007"]
+
+
+def test_a_stop_is_seen_at_the_same_step_if_each_step_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in one process share the memory of their flags."""
+    best = {"metric": "accuracy", "mode": "max"}
+    monkeypatch.setenv("HPC_TRAIN_SESSION", json.dumps({"best": best, "every_s": 0.0}))
+    memory, stops, saves = mmap.mmap(-1, mmap.PAGESIZE), dict[int, int](), list[tuple[int, int]]()
+
+    def run(rank: int) -> None:
+        state = session.SessionState()
+        state.rank, state.ranks, state._group = rank, 2, object()
+        state._shared = SharedFlags(rank, 2, -1, memory, HANG_LIMIT_S)
+        for step in range(1, 7):
+            state.is_stopping |= (rank, step) == (1, 2)
+            state.decide(step, {"accuracy": 0.5})
+            flags = state.all_flags(may_save=True)
+            if flags & SAVE:
+                saves.append((rank, step))
+            if flags & STOP:
+                stops[rank] = step
+                return
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_LIMIT_S)
+    assert stops == {0: 3, 1: 3}
+    assert sorted(saves) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_ranks_that_the_environment_does_not_have_are_refused(
+    alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for call in (lambda: session.should_stop(1), session.latest):
+        with pytest.raises(RuntimeError, match=r"torch\.distributed has 2 ranks, but WORLD_SIZE was 1"):
+            call()
 
 
 def test_nothing_is_committed_if_the_script_raises(alone: Path) -> None:

@@ -128,7 +128,7 @@ def test_each_rank_has_its_own_generators_and_further_ranks_derive_theirs(tmp_pa
         numbers.append(torch.rand(1).item())
     restored = []
     for rank in (0, 1, 2, 3, 2):
-        assert restore(tmp_path, {}, rank) == 7
+        assert restore(tmp_path, {}, rank, 4) == 7
         restored.append(torch.rand(1).item())
     assert restored[:2] == numbers and restored[4] == restored[2]
     assert len(set(restored)) == 4
@@ -141,7 +141,7 @@ def test_tied_weights_are_written_once_and_temporary_tensors_are_not_mixed_up(tm
     expected = [torch.Generator().manual_seed(number).get_state() for number in (1, 2)]
     staged(1, {"model": model, "first": first, "second": second}, 0)(tmp_path)
     copies = {"first": torch.Generator(), "second": torch.Generator()}
-    restore(tmp_path, {"model": model, **copies}, 0)
+    restore(tmp_path, {"model": model, **copies}, 0, 1)
     assert all(torch.equal(a.get_state(), b) for a, b in zip(copies.values(), expected, strict=True))
     text = (tmp_path / "state-0.safetensors").read_bytes().partition(b'"__metadata__"')[2]
     assert text.count(b'"model.1.weight":{"dtype"') == 0
@@ -157,8 +157,28 @@ def test_tied_weights_are_written_once_and_temporary_tensors_are_not_mixed_up(tm
 def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
     staged(1, {"extra": {"value": value}}, 0)(tmp_path)
     extra: dict[str, Any] = {"other": 1}
-    restore(tmp_path, {"extra": extra}, 0)
+    restore(tmp_path, {"extra": extra}, 0, 1)
     assert repr(extra) == repr({"value": value})
+
+
+def test_an_object_per_rank_is_restored_on_the_same_rank(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        buffer = {"samples": torch.full((2,), float(rank)), "places": [rank]}
+        staged(7, {"buffer": session.per_rank(buffer), "counters": {"rank": rank}}, rank)(tmp_path)
+    for rank in (0, 1):
+        objects: dict[str, Any] = {"buffer": session.per_rank({}), "counters": {}}
+        assert restore(tmp_path, objects, rank, 2) == 7
+        assert objects["counters"] == {"rank": 0}
+        assert repr(objects["buffer"].value) == repr(
+            {"samples": torch.full((2,), float(rank)), "places": [rank]}
+        )
+    with pytest.raises(BadFileError, match=r"buffer differs between ranks, and .* for 2 ranks, not for 3"):
+        restore(tmp_path, {"buffer": session.per_rank({})}, 0, 3)
+    with pytest.raises(BadFileError, match=r"buffer is not per rank, but in .* write session\.per_rank"):
+        restore(tmp_path, {"buffer": {}}, 0, 2)
+    with pytest.raises(BadFileError, match=r"counters is per rank, but not in .* omit session\.per_rank"):
+        restore(tmp_path, {"counters": session.per_rank({})}, 0, 2)
+    assert restore(tmp_path, {"counters": {}}, 0, 3) == 7  # the buffer is not wanted any more
 
 
 class Sharded(nn.Linear):
@@ -285,6 +305,38 @@ def test_early_stopping_ends_the_script_and_a_resume_counts_on(begin: Callable[.
     begin(early_stopping=STOPPING | {"patience": 4})  # changed at the resume
     session.load_state(counters={})
     assert evaluate([0.1, 0.1, 0.1], step=3) == 5
+
+
+def test_a_script_killed_between_early_stoppings_save_and_its_end_trains_no_further_step(
+    begin: Callable[..., None],
+) -> None:
+    settings = {"early_stopping": STOPPING, "launched": True}
+    begin(**settings)
+    state = {"steps": 0}
+
+    def run(first: int) -> int:
+        for step in range(first + 1, 9):
+            state["steps"] += 1
+            session.log(step, loss=1.0)
+            session.metric(step, accuracy=0.5)
+            if session.end_step(step, 20):
+                return step
+        return 0
+
+    assert run(session.load_state(state=state)) == 3
+    write_json(Path("attempts/1/attempt.json"), {"version": 1})
+    begin(**settings)
+    assert session.load_state(state=state) == 3
+    assert run(3) == 4 and state == {"steps": 3}
+    assert session._session._rows == [] and [path.name for path in Path("checkpoints").iterdir()] == [
+        "step-00000003"
+    ]
+    session._session._messages.flush()
+    messages = [
+        json.loads(line) for line in Path("attempts/1/rank-0.session").read_text().split("\n") if line
+    ]
+    assert [message[1] for message in messages if message[0] == "finished"] == [3, 4]
+    assert max(step for kind, *rest in messages if kind == "rows" for _, step, *_ in rest[0]) == 3
 
 
 def test_a_metric_that_the_file_names_must_be_there(begin: Callable[..., None]) -> None:

@@ -86,12 +86,41 @@ def test_a_program_without_metrics_for_long_is_hung_and_shows_its_stacks(folder:
 def test_a_process_that_a_program_leaves_behind_is_ended(folder: Path) -> None:
     done, paths = submit(folder, "program.args.behave='leaves a child'")
     assert done.code == 0, done.err
-    alive = [
+    assert processes_in(paths.work) == []
+
+
+#: As of torchrun: a process of the program's own session.
+WORKER_SCRIPT = """
+import subprocess
+import sys
+
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).wait()
+"""
+
+
+@pytest.mark.parametrize("killed", ["launcher", "rank"])
+def test_no_process_of_a_program_outlives_a_launcher_or_rank_that_was_killed(
+    folder: Path, killed: str
+) -> None:
+    file = write_program(folder, "name: prog\nprogram: {command: [python, train.py], per: node}\n")
+    (file.parent / "train.py").write_text(WORKER_SCRIPT)
+    process = start("submit", file, "--local", "--devices", "2", cwd=file.parent)
+    wait_for(lambda: any(folder.glob("runs/*/*/work")), "the working folder")
+    paths = only_run(folder)
+    wait_for(lambda: len(processes_in(paths.work)) == 2, "the program and its worker")
+    record = read_record(paths.attempt(1))
+    assert record is not None
+    os.kill(process.pid if killed == "launcher" else record.rank_processes[0].pid, signal.SIGKILL)
+    wait_for(lambda: not processes_in(paths.work), "the end of the program and its worker")
+    process.communicate(timeout=HANG_LIMIT_S)
+
+
+def processes_in(work: Path) -> list[Path]:
+    return [
         entry
         for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and str(paths.work).encode() in _folder_of(entry)
+        if entry.name.isdecimal() and os.fsencode(work) in _folder_of(entry)
     ]
-    assert alive == []
 
 
 def _folder_of(process: Path) -> bytes:
