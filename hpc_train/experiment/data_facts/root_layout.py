@@ -15,22 +15,40 @@ from hpc_train.experiment.data_facts.data_size import train_file
 VALIDATION = ("val", "test")
 #: Folders that macOS adds to an archive: never a class.
 ARCHIVE_FOLDERS = ("__MACOSX", "_MACOSX")
+#: First bytes of files that a clone has in place of large files → the command that fetches the content.
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "git lfs pull",
+    b"/annex/objects/": "git annex get .",
+}
+#: Maximum size of such a file; the specification of Git LFS has the same limit.
+_MAX_POINTER_BYTES = 1024
 #: Maximum number of names in a message.
 _MAX_NAMES = 5
 #: Names of files that look like text or tokens, including compressed files and other splits.
 _LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
 
 
-def why_not_read(path: Path) -> str | None:
-    """Return the reason why a data file must not be opened: it is not a regular file, nor a link to one.
+def pointer_problem(start: bytes | bytearray) -> str | None:
+    """Return the reason why content with this start is not that of its file, but a placeholder; else None."""
+    command = next((command for magic, command in _POINTERS.items() if start.startswith(magic)), None)
+    return command and f"is a pointer file of Git, not the content (run `{command}` in its repository)"
 
-    None if it may be opened, or does not exist. Opening a pipe may block forever; a device may be endless.
+
+def why_not_read(path: Path) -> str | None:
+    """Return the reason why a data file must not be read: it is not a regular file, nor a link to one.
+
+    Likewise for a pointer of Git LFS. None if it may be read, or does not exist. Opening a pipe may block
+    forever; a device may be endless.
     """
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
+        mode = status.st_mode
+        if stat.S_ISREG(mode):
+            if status.st_size > _MAX_POINTER_BYTES:
+                return None
+            with path.open("rb") as file:
+                return pointer_problem(file.read(_MAX_POINTER_BYTES))
     except (OSError, ValueError):
-        return None
-    if stat.S_ISREG(mode):
         return None
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file"

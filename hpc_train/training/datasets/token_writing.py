@@ -221,11 +221,12 @@ def _documents(path: Path, args: TokensArgs) -> Iterator[_Document]:
 
 
 def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
+    content = content.removeprefix(BOM_UTF8)
     if args.tokenizer == "bytes":
         return content.decode(errors="surrogateescape")
     remedy = "convert it to UTF-8, or write data.args: {tokenizer: bytes}"
     try:
-        text = content.removeprefix(BOM_UTF8).decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise BadFileError(
             f"data.root: {path} is not UTF-8 text (at byte {error.start}); {remedy}"
@@ -271,6 +272,19 @@ def refusing_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, 
         return entry
 
     return entries
+
+
+def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; a hook for ``json``, which by default keeps the last of equal keys.
+
+    Raises ValueError if a key is there twice.
+    """
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        names = [key for key, _ in pairs]
+        repeated = next(key for key in entry if names.count(key) > 1)
+        raise ValueError(f"an object has the key {shortened(repeated)!r} twice")
+    return entry
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[Tokens]:

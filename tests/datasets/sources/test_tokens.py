@@ -460,6 +460,7 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
     (tmp_path / "train" / "b.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
     names = prepared(tmp_path, tokenizer="characters", sequence_length=1).info.class_names
     assert names == ("\n", "\r", "a", "b", "c", "")
+    assert len(prepared(tmp_path, tokenizer="bytes", sequence_length=1).train) == len("ab.c.a\r\n.") - 1
     (tmp_path / "train" / "b.txt").write_bytes("ab".encode("utf-16-le"))
     with pytest.raises(
         BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF-16 .*; convert"
