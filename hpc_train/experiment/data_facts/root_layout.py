@@ -22,6 +22,8 @@ _POINTERS = {
 }
 #: Maximum size of such a file; the specification of Git LFS has the same limit.
 _MAX_POINTER_BYTES = 1024
+#: Names of the folder of the training data elsewhere.
+_LIKE_TRAIN = ("train", "training", "train_set", "trainset", "train_images")
 #: Maximum number of names in a message.
 _MAX_NAMES = 5
 #: Names of files that look like text or tokens, including compressed files and other splits.
@@ -94,8 +96,12 @@ def image_folder(root: Path) -> Problem | None:
         return _problem(f"{root} is not a folder on this machine", "fix the path")
     train = root / "train"
     if not train.is_dir():
-        inside = _listed(sorted(path.name for path in root.iterdir())) or "nothing"
-        message = f"{root} has no folder train (it contains {inside})"
+        names = sorted(path.name for path in root.iterdir())
+        message = f"{root} has no folder train (it contains {_listed(names) or 'nothing'})"
+        if root.name == "train" and class_folders(root):
+            return _problem(message, f"write data.root: {root.parent}")
+        if other := [name for name in names if name.lower() in _LIKE_TRAIN and (root / name).is_dir()]:
+            return _problem(message, f"rename {other[0]} to train")
         return _problem(message, "the images must be in train/<class>/")
     val = validation_folder(root)
     for folder in (train, *([] if val is None else [val])):
@@ -131,6 +137,13 @@ def annotation_files(root: Path) -> dict[str, Path]:
 def coco(root: Path) -> Problem | None:
     """Return the problem if ``coco`` lacks a file or folder below ``root``."""
     if not (root / "train.json").is_file():
+        published = sorted((root / "annotations").glob("instances_train*.json"))
+        if published:
+            folder = published[0].stem.removeprefix("instances_")
+            links = f"ln -s annotations/{published[0].name} train.json; ln -s {folder} train"
+            return _problem(
+                f"{root} contains no train.json", f"run `cd {root}; {links}`, and likewise for val"
+            )
         remedy = "write the folder that contains it, and the images in train/"
         return _problem(f"{root} contains no train.json", remedy)
     for path in annotation_files(root).values():

@@ -182,8 +182,17 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hash_of_file(path)}
         for path, time_ns in times.items()
     }
+    _report_same(texts, {path: seen[str(path.relative_to(root))]["xxh3_128"] for path in times})
     index = {"version": VERSION, "fingerprint": index_digest(content), "sources": seen} | content
     write_json(folder / INDEX, index, sync=True)
+
+
+def _report_same(texts: _Sources, hashes: Mapping[Path, str]) -> None:
+    """Print the validation files that have the content of a training file."""
+    train = {hashes[path]: path for path in texts["train"]}
+    same = [path.name for path in texts["val"] if hashes[path] in train]
+    if same:
+        say(f"data.root: {listed(same, 5)}: its content is that of a training file, so it validates nothing")
 
 
 def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:

@@ -9,8 +9,10 @@ repository (``auto_map``) nor a kernel of the hub that its configuration names.
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from hpc_train.errors import BadFileError
@@ -50,6 +52,10 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
             keep_report(model, hub_report(model, f"hf/{rest}", random))
         else:
             model = kind.from_config(settings, trust_remote_code=_TRUST)
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        raise BadFileError(
+            f"model.name: hf/{rest} has damaged weights: {error}; get its files again"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         _refuse_own_code(rest, error)
         raise BadFileError(

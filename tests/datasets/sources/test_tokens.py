@@ -468,6 +468,16 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
         prepared(tmp_path, tokenizer="characters")
 
 
+def test_a_validation_text_that_is_the_training_text_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("train.txt", "ab"), ("val.txt", "ab"), ("val-2.txt", "abc")):
+        (tmp_path / name).write_text(text * 20)
+    prepared(tmp_path, tokenizer="characters", sequence_length=4)
+    printed = "".join(capsys.readouterr())
+    assert "data.root: val.txt: its content is that of a training file" in printed
+
+
 def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train" / "linked").mkdir(parents=True)
     corpus(tmp_path / "train" / "linked")
