@@ -38,6 +38,8 @@ def _executable_remedy(name: str) -> str:
     variable, equals, value = name.partition("=")
     if equals and variable.isidentifier():
         return f"write program.env: {{{variable}: '{value}'}}, and take it out of the command"
+    if Path(name).suffix in {".py", ".sh"} and "/" in name and not Path(name).exists():
+        return "write the path of a file that exists"
     if " " in name.strip() or Path(name).suffix in {".py", ".sh"}:
         shell = {".py": "python ", ".sh": "bash "}.get(Path(name).suffix, "") if Path(name).is_file() else ""
         return f"write command: {listed(shell + name)}"

@@ -27,6 +27,8 @@ def make(root: Path, paths: Sequence[str]) -> Path:
     [
         ("imagefolder", ["val/ant/1.png"], r"has no folder train \(it contains val\); the images must be in"),
         ("imagefolder", [], r"has no folder train \(it contains nothing\)"),
+        ("imagefolder", ["Train/ant/1.png"], r"has no folder train .*; rename Train to train"),
+        ("imagefolder", ["training/ant/1.png", "val"], r"has no folder train .*; rename training to train"),
         (
             "imagefolder",
             ["train/1.png"],
@@ -36,6 +38,11 @@ def make(root: Path, paths: Sequence[str]) -> Path:
         ("segmentation_folder", ["train/1.png"], "there is no folder .*train/images on this machine"),
         ("segmentation_folder", ["train/images", "train/masks", "test/images"], "no folder .*test/masks"),
         ("coco", ["train/1.jpg"], "contains no train.json; write the folder that contains it"),
+        (
+            "coco",
+            ["annotations/instances_train2017.json", "train2017/1.jpg"],
+            r"no train.json; run `cd .*; ln -s annotations/instances_\w+.json train.json; ln -s \w+ train`",
+        ),
         ("coco", ["train.json"], "there is no folder .*train on this machine; put the images of train.json"),
         ("coco", ["train.json", "train/1.jpg", "val.json"], "there is no folder .*val on this machine"),
         ("text", ["val.txt"], "has no file train.txt"),
@@ -49,6 +56,12 @@ def test_what_a_root_lacks_is_named(name: str, paths: Sequence[str], message: st
     with pytest.raises(BadFileError, match=rf"^data\.root: .*{message}") as raised:
         build_source(data)
     assert str(raised.value) == str(problem)
+
+
+def test_the_training_folder_itself_is_not_the_root(tmp_path: Path) -> None:
+    make(tmp_path / "data", ["train/ant/1.png"])
+    problem = misplaced(DataConfig(name="imagefolder", root=str(tmp_path / "data" / "train")))
+    assert problem is not None and problem.remedy == f"write data.root: {tmp_path / 'data'}"
 
 
 @pytest.mark.parametrize(

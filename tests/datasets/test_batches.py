@@ -115,7 +115,7 @@ def test_careless_data_sets_draw_new_numbers_each_epoch() -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError("truncated"), r"^data: sample 5 \(folder/5\.png\) can't be read: OSError: truncated$"),
+        (OSError("truncated"), r"^data: sample 5 \(folder/5\.png\) can't be read: OSError: truncated; "),
         (KeyError("x"), r"sample 5 .* KeyError: 'x' \(at .*samples\.py:\d+\)$"),
     ],
 )

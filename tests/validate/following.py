@@ -25,6 +25,7 @@ _ENDS = (
     " without quotes",
     " below ",
     " on line",
+    " for a",
 )
 _LINE = re.compile(r"[^ ]*?:(\d+):(\d+): (.*)", re.DOTALL)
 
@@ -168,6 +169,8 @@ def _target(path: list[Any], key: str, below: str | None) -> list[Any]:
             if each[-1] == below and dotted.startswith(".".join(map(str, each)))
         ]
         return [*min(sections, key=len), key]
+    if key in path[:-1]:  # a whole list, for a problem with one of its items
+        return path[: path.index(key) + 1]
     parent: KeyPath = tuple(path[:-1])
     if parent[:2] == ("sweep", "grid") or parent[-1:] == ("parameters",):
         return [*parent, key]

@@ -17,7 +17,10 @@ from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
+from hpc_train.rank.env import RankFacts
+from hpc_train.rank.signals import StopFlag
 from hpc_train.run.metric_rows import iter_rows
+from hpc_train.workloads import supervisor
 from hpc_train.workloads.program import ProgramWorkload
 from hpc_train.workloads.program_command import command_of, executable, rendered
 from hpc_train.workloads.program_metrics import recover_rows
@@ -76,6 +79,26 @@ def test_a_file_with_a_program_is_a_job_of_its_own_kind(tmp_path: Path) -> None:
     first, second = make_plan(loaded).runs
     assert first.id != second.id and first.total_steps is None and first.layout is None
     assert isinstance(second.experiment, Program) and second.experiment.program.args["lr"] == 0.2
+
+
+def test_homes_and_variables_are_expanded_in_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell reads what a program receives."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/scratch/d")
+    text = TEXT.replace("train.py]", "train.py, --data=~/d]").replace(
+        "args: {steps: 20}", "args: {steps: 20, a: ~/x, b: $DATA/x, c: 2~3, d: $x}\n  env: {E: '${DATA}'}"
+    )
+    with pytest.raises(BadFileError) as caught:
+        load(write_program(tmp_path, text))
+    remedies = [str(line).rpartition("; ")[2] for line in caught.value.problems]
+    assert remedies == [
+        "write --data=/home/me/d",
+        "write /home/me/x",
+        "write /scratch/d/x",
+        "write /scratch/d",
+    ]
 
 
 def test_a_key_of_our_trainer_does_not_go_with_a_program(tmp_path: Path) -> None:
@@ -204,6 +227,27 @@ def test_a_row_behind_those_of_another_split_is_dropped(
     assert (
         capsys.readouterr().out.count("val row of step 1 is dropped, since there are rows up to step 10") == 1
     )
+
+
+@pytest.mark.parametrize(("quiet_s", "is_hung"), [(119, False), (121, True)])
+def test_a_program_is_hung_after_the_minutes_of_the_file(
+    quiet_s: int, is_hung: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    job = Program.model_validate({
+        "name": "prog",
+        "program": {"command": ["python"]},
+        "recovery": {"hang_after_min": 2},
+    })  # fmt: skip
+    (tmp_path / "attempts" / "1").mkdir(parents=True)
+    rank = supervisor._Supervisor(RunPaths(tmp_path), 1, job, RankFacts(), StopFlag())
+    now[0] += 10_000
+    assert not rank._is_hung(), "it has not shown progress yet"
+    RunPaths(tmp_path).attempt(1).session(0).write_text("")
+    assert not rank._is_hung()
+    now[0] += quiet_s
+    assert rank._is_hung() == is_hung
 
 
 def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:

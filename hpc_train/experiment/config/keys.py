@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import pairwise
@@ -59,6 +59,10 @@ _BY_KEY_PATH: tuple[KeyPath, ...] = (GRID, *PARAMETERS)
 JOB = "slurm"
 #: The section in place of our trainer's.
 PROGRAM = "program"
+#: The required sections of our trainer's file.
+_TRAINING = ("task", "model", "data", "optimization")
+#: Sections whose keys other tools and sbatch write at the top level.
+_OF_JOBS = ("slurm", "environment", "sweep", "logging")
 
 
 class BadKeyError(Exception):
@@ -151,19 +155,44 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
     return Problem(path, "unknown key", _remedy(path, rest), on_key=True, code="key.unknown")
 
 
+def job_key(path: KeyPath) -> KeyPath | None:
+    """Return the key of the cluster or of the environment that an unknown key means, in any file."""
+    meant = meant_path(path)
+    return meant if meant and meant[0] in _OF_JOBS and meant[-1] != "every_steps" else None
+
+
 def argument_remedy(key: str) -> str:
     """Return the remedy for a name, in a file with a program, that is probably an argument of the script."""
-    return f"write {PROGRAM}.args.{key.rpartition('.')[2]} for an argument of the script"
+    if beside := program_key(key):
+        return f"write {PROGRAM}.{beside}"
+    return f"write {PROGRAM}.args.{key.rpartition('.')[2].lstrip('-')} for an argument of the script"
+
+
+def means_program(data: Mapping[str, Any]) -> bool:
+    """Return True for a file without a section ``program`` that has its command, or its name misspelled."""
+    if any(key in data for key in (PROGRAM, *_TRAINING)):
+        return False
+    return any(
+        program_key(key) == "command" or nearest(key, (PROGRAM,)) for key in data if isinstance(key, str)
+    )
+
+
+def program_key(name: str) -> str | None:
+    """Return the key of the section ``program`` that has this name, or that other tools call so."""
+    return name if name in known_keys((PROGRAM,)) else key_beside((PROGRAM, name))
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
     if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
         return with_blank(*unspaced)
     if path[0] == PROGRAM:  # the user's own names, of which ours are no synonyms
+        if beside := key_beside(path):
+            return f"did you mean {beside}?"
         if close := nearest(str(path[-1]), known_keys(path[:-1])):
             return f"did you mean {close}?"
         if len(path) == 2:
-            return argument_remedy(str(path[-1]))
+            of_job = job_key((path[-1],))
+            return f"write {dotted(of_job)}" if of_job else argument_remedy(str(path[-1]))
         return f"take it out; {dotted(path[:-1])} has the keys {', '.join(known_keys(path[:-1]))}"
     called = key_for(path)
     if called and called != dotted(path):

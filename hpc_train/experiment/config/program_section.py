@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from hpc_train.experiment.config.fields import PositiveFloat, Section, pattern
+from hpc_train.experiment.config.marked_yaml import resolve_scalar
 
 #: Names that ``{…}`` may have in ``command``, ``args`` and ``env`` → their meaning.
 PLACEHOLDERS = {
@@ -30,8 +33,13 @@ _NEEDS_QUOTES = re.compile(
     r"[^A-Za-z0-9_./=+-]|^[^A-Za-z_./-]|^-$|^-[^-A-Za-z]|^(true|false|null|yes|no|on|off|y|n)$", re.I
 )
 #: Words that are operators of the shell, and variables.
-_SHELL_SYNTAX = re.compile(r"^(\||\|\||&|&&|;|\d*>>?|<|\d?>&\d|&>>?)$|\$(\w+|\{\w+\}|\()")
-_SHELL_LINE = re.compile(r"^\w+=\S*\s|(^|\s)([|&;<>]|\d?>)|;(\s|$)|[$`*]")
+_SHELL_SYNTAX = re.compile(
+    r"^(\||\|\||&|&&|;|<|\d?>&\d|&>>?)$|^\d?>>?(?=[\w./~-]*$)|`[^`]+`|\$(\w+|\{\w+\}|\()"
+)
+_SHELL_LINE = re.compile(
+    r"^\w+=\S*\s|(^|\s)([|&;<>]|\d?>)|;(\s|$)|[$`*]|^(cd|source|\.|export|module|set|ulimit|umask|unset)\s"
+)
+_IS_NUMBER = re.compile(r"-[\d.][\d.e+-]*")
 #: In a command, braces are those of our own names.
 _BRACED_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _Word = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -52,9 +60,90 @@ _Argument = Annotated[
 
 
 def _as_words(value: object) -> object:
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        raise ValueError(f"needs a list, since no shell reads it; write command: {listed(value)}")
+    if isinstance(value, list) and any(isinstance(word, list) for word in value):
+        words = [part for word in value for part in (word if isinstance(word, list) else [word])]
+        raise ValueError(f"needs one list of words; write command: {listed(shlex.join(map(str, words)))}")
+    if isinstance(value, dict) or value == []:
+        texts = [text for text in as_items(value) if isinstance(text, str)]
+        line = " && ".join(texts) or "python train.py"
+        raise ValueError(f"needs a list of words; write command: {listed(line)}")
+    return value
+
+
+def as_items(value: object) -> list[object]:
+    """Return the values of a mapping or the items of a list."""
+    return list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+
+
+def _as_arguments(value: object) -> object:
+    """Refuse options as of a command line, with the mapping to write."""
+    pairs: dict[str, object] = {}
+    if isinstance(value, dict):
+        names = [name for name in value if isinstance(name, str)]
+        if not any(name.startswith("-") and name.strip("-") for name in names):
+            return value
+        pairs = {str(name).lstrip("-"): item for name, item in value.items()}
+        raise ValueError(f"needs names without dashes; write args: {_in_flow(pairs)}")
+    if not isinstance(value, str | list):
         return value
-    raise ValueError(f"needs a list, since no shell reads it; write command: {listed(value)}")
+    words = value.split() if isinstance(value, str) else [str(word) for word in value]
+    name = ""
+    for word in words:
+        if word.startswith("-") and not _IS_NUMBER.fullmatch(word):
+            name, equals, text = word.lstrip("-").partition("=")
+            pairs[name] = resolve_scalar(text) if equals else True
+        elif name and pairs[name] is True:
+            pairs[name] = resolve_scalar(word)
+        else:
+            raise ValueError("needs a mapping; append the words to program.command, and take args out")
+    raise ValueError(f"needs a mapping; write args: {_in_flow(pairs)}")
+
+
+def _as_variables(value: object) -> object:
+    """Refuse ``[A=1]``, with the mapping to write."""
+    if not isinstance(value, list) or not all(isinstance(word, str) and "=" in word for word in value):
+        return value
+    pairs = {name: text for name, _, text in (word.partition("=") for word in value)}
+    raise ValueError(f"needs a mapping; write env: {_in_flow(pairs)}")
+
+
+def _as_outputs(value: object) -> object:
+    paths = [value] if isinstance(value, str) else value
+    for path in paths if isinstance(paths, list) else ():
+        if isinstance(path, str) and path.startswith(("/", "~")) and PurePosixPath(path).name.isprintable():
+            inner = [
+                PurePosixPath(each).name if each.startswith(("/", "~")) else each
+                for each in paths
+                if isinstance(each, str)
+            ]
+            listed_paths = ", ".join(map(one_word, inner))
+            raise ValueError(
+                f"{path} is not below the folder in which the program starts, where each run has its own "
+                f"files; write outputs: [{listed_paths}]"
+            )
+    return paths
+
+
+def _as_resume(value: object) -> object:
+    if not isinstance(value, str) or not value or value.startswith(("/", "~")):
+        return value
+    raise ValueError(f"needs a mapping; write resume: {{if_exists: {json.dumps(value)}, args: [--resume]}}")
+
+
+def _as_metrics(value: object) -> object:
+    if not isinstance(value, str | list) or not value:
+        return value
+    file = value if isinstance(value, str) and value.endswith((".jsonl", ".json")) else "out/metrics.jsonl"
+    if isinstance(value, str) and "(?P<" in value:
+        raise ValueError(f"needs a mapping; write metrics: {{regex: {json.dumps(value)}}}")
+    raise ValueError(f"needs a mapping; write metrics: {{jsonl: {json.dumps(file)}}}")
+
+
+def _in_flow(pairs: Mapping[str, object]) -> str:
+    """Return a mapping of YAML on one line; text that YAML would read otherwise is quoted."""
+    return "{" + ", ".join(f"{name}: {json.dumps(item)}" for name, item in pairs.items()) + "}"
 
 
 def shell_syntax(word: str) -> str | None:
@@ -71,8 +160,15 @@ def as_section(value: object) -> object:
     raise ValueError(f"needs a section; write program: {{command: {command}}}")
 
 
+def one_word(text: str) -> str:
+    """Return text as a value of YAML, in quotes if it needs them."""
+    return json.dumps(text) if _NEEDS_QUOTES.search(text) else text
+
+
 def listed(text: str) -> str:
     """Return a command line as a list of YAML; one with syntax of the shell as a command of bash."""
+    lines = text.replace("\\\n", " ").strip().splitlines()
+    text = " && ".join(line.strip() for line in lines if line.strip())
     if _SHELL_LINE.search(text):
         line = _BRACED_VARIABLE.sub(r"$\1", text)
         return f"[bash, -c, {json.dumps(line)}]"
@@ -80,9 +176,9 @@ def listed(text: str) -> str:
         words = shlex.split(text)
     except ValueError:  # a quote that is not closed
         words = text.split()
-    if words[:1] and words[0].endswith(".py") and "/" not in words[0]:
-        words = ["python", *words]
-    return f"[{', '.join(json.dumps(word) if _NEEDS_QUOTES.search(word) else word for word in words)}]"
+    if words[:1] and words[0].endswith((".py", ".sh")) and "/" not in words[0]:
+        words = ["python" if words[0].endswith(".py") else "bash", *words]
+    return f"[{', '.join(map(one_word, words))}]"
 
 
 class ProgramConfig(Section):
@@ -100,21 +196,21 @@ class ProgramConfig(Section):
     per: Literal["rank", "node", "job"] = "rank"
     """How often the command is started: once per ``rank``, with torchrun's variables; once per ``node``, for
     scripts that start their own ranks, as torchrun does; or once per ``job``, on the first node."""
-    args: dict[_Argument, Any] = {}
+    args: Annotated[dict[_Argument, Any], BeforeValidator(_as_arguments)] = {}
     """Further arguments by name, rendered in the order of the file by ``style``. ``true``: the name alone (in
     the style ``key=value`` the word true); ``false`` and null: not given (there: false and null); a list: its
     items after the name (there: ``[a,b]``). Sweeps vary ``program.args.<name>``."""
     style: Literal["--key=value", "--key value", "key=value"] = "--key=value"
     """How an argument is written: ``key=value`` is that of Hydra and OmegaConf."""
-    env: dict[_Variable, str] = {}
+    env: Annotated[dict[_Variable, str], BeforeValidator(_as_variables)] = {}
     """Environment variables of the program. Secrets belong into the environment of ``submit``."""
-    outputs: Annotated[list[_RelativePath], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []
+    outputs: Annotated[list[_RelativePath], BeforeValidator(_as_outputs)] = []
     """Folders or files that the program writes, such as ``out``: each run has its own, kept over attempts.
     Other entries of the folder of ``submit`` are shared by all runs."""
-    resume: ResumeConfig | None = None
+    resume: Annotated[ResumeConfig | None, BeforeValidator(_as_resume)] = None
     """Arguments for a script that continues from its own checkpoint. Default: it gets the same arguments in
     each attempt."""
-    metrics: MetricsConfig | None = None
+    metrics: Annotated[MetricsConfig | None, BeforeValidator(_as_metrics)] = None
     """The metrics that the program writes. Default: none are read."""
     kill_after_s: PositiveFloat | None = None
     """Seconds from a stop signal until a program that has not ended is killed. Default: 60; on Slurm slightly

@@ -262,6 +262,24 @@ _WITHIN: dict[KeyPath, dict[str, str]] = {
     ("sweep", "random"): {
         "count": "runs num_runs n num n_runs trials n_trials num_trials num_samples samples"
     },
+    ("program",): {
+        "command": "cmd script entrypoint entry_point run main exec executable train_script",
+        "env": "environment environ vars variables env_vars envs",
+        "outputs": "output output_dir out_dir out output_folder save_dir writes",
+        "args": "arguments options params parameters kwargs flags argv",
+        "per": "start_per launch_per",
+        "metrics": "metric",
+        "kill_after_s": "grace_s grace_period kill_after timeout_s",
+        "resume": "restart on_restart",
+    },
+    ("program", "resume"): {
+        "if_exists": "checkpoint ckpt checkpoint_path path file exists if_exist when from",
+        "args": "arguments options flags with add",
+    },
+    ("program", "metrics"): {
+        "regex": "pattern regexp re expression",
+        "jsonl": "file json path json_lines",
+    },
     ("sweep", "search"): {
         "trials": "count runs num_runs n n_trials num_trials num_samples max_trials",
         "method": "sampler algorithm",

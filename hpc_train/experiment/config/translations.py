@@ -7,7 +7,8 @@ of the command line and of sweeps.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpc_train.errors import shortened
@@ -16,15 +17,19 @@ from hpc_train.experiment.config.keys import (
     BadKeyError,
     argument_remedy,
     as_mapping,
+    job_key,
     known_keys,
+    means_program,
     meant_path,
     members,
     node_at,
+    program_key,
     split_key,
     unknown_key,
 )
 from hpc_train.experiment.config.marked_yaml import resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon
+from hpc_train.experiment.config.program_section import listed
 from hpc_train.experiment.config.remedies import (
     completed,
     fits,
@@ -45,6 +50,8 @@ _MAX_LENGTH = 160
 _MAIN = ("name", "type", "class_path", "_target_", "stage", "dtype")
 #: Values that turn a feature off.
 _OFF = {"false", "none", "no", "off"}
+#: Parts of another tool's sweep that are not parameters.
+_PARTS_OF_SWEEPS = ("command", "metric", "early_terminate", "run_cap", "program", "method")
 
 
 def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
@@ -52,12 +59,20 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
     if path[0] == PROGRAM or (len(path) == 1 and node_at(path) is not None):
         yield unknown_key(path)  # the user's own names, or a key of the other kind of file
         return
-    if PROGRAM in data and len(path) == 1:
-        name = str(path[0])
-        likely = suggestion(name, known_keys(()), argument_remedy(name))
+    is_of_program = program_key(str(path[-1])) is not None
+    if PROGRAM in data and len(path) == 1 and (is_of_program or job_key(path) is None):
+        likely = argument_remedy(name := str(path[0]))
+        likely = likely if is_of_program else suggestion(name, known_keys(()), likely)
         yield Problem(path, "unknown key", likely, on_key=True, code="key.unknown")
         return
     value = _at(data, path)
+    if len(path) == 1 and program_key(str(path[0])) == "command" and isinstance(value, str | list) and value:
+        line = value if isinstance(value, str) else shlex.join(map(str, value))
+        command = f"write {PROGRAM}: {{command: {listed(line)}}}"
+        if not means_program(data):
+            command += " for a training script of your own, in place of task, model, data and optimization"
+        yield Problem(path, "unknown key", command, on_key=True, code="key.unknown")
+        return
     if value in ({}, []):
         yield Problem(path, "unknown key", "take it out", on_key=True, code="key.unknown")
         return
@@ -76,7 +91,7 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
         return
     answer = (
         _gres(path, value)
-        or _part_of_sweep(path, value)
+        or _part_of_sweep(path, value, data)
         or _part_of_distribution(path, data)
         or _nested(path, value, data)
         or _translation(path, value, data)
@@ -262,14 +277,15 @@ def _nested(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
     return f"{_write((keys[end - 1],), value)} below {keys[end - 2]}:" if end > 1 else _write(keys[:1], value)
 
 
-def _part_of_sweep(path: KeyPath, value: Any) -> str | None:
+def _part_of_sweep(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
     """Return the part of ``sweep`` for swept keys, also in the form of wandb and Ray."""
     section, name = path[:-1], str(path[-1])
     if section not in (("sweep",), ("sweep", "random"), ("sweep", "search")):
         return None
-    swept = _swept_values({name: value})
+    key_of = _swept_argument if PROGRAM in data else _swept_key
+    swept = _swept_values({name: value}, key_of)
     if not swept and isinstance(value, dict) and section == ("sweep",):
-        swept = _swept_values(value)
+        swept = _swept_values(value, key_of)
     if not swept:
         return None
     if section == ("sweep",) and all(isinstance(values, list) for values in swept.values()):
@@ -296,11 +312,17 @@ def _part_of_distribution(path: KeyPath, data: Mapping[str, Any]) -> str | None:
     )
 
 
-def _swept_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+def _swept_argument(name: str) -> str | None:
+    """Return the key of an argument of the script; None for another part of a sweep."""
+    key = name.rpartition(".")[2].lstrip("-")
+    return None if name.startswith(_PARTS_OF_SWEEPS) else f"{PROGRAM}.args.{key}"
+
+
+def _swept_values(values: Mapping[str, Any], key_of: Callable[[str], str | None]) -> dict[str, Any] | None:
     """Return lists and distributions by dotted key of the file; None if another tool's sweep has others."""
     swept: dict[str, Any] = {}
     for name, value in _leaves(values):
-        key = _swept_key(name)
+        key = key_of(name)
         if key is None or not isinstance(value, list | dict):
             return None
         swept[key] = value

@@ -29,6 +29,8 @@ _METRIC = {
 #: Key of the file → its value → the value's names in other tools.
 _VALUES: dict[str, dict[str, str]] = {
     "device": {"cuda": "gpu gpus nvidia cuda use_cuda"},
+    "program.style": {"key=value": "hydra omegaconf", "--key=value": "argparse click absl fire --key"},
+    "program.per": {"rank": "gpu task process worker", "node": "machine host", "job": "once run"},
     "precision": {
         "fp32": "32 float float32 torch.float32 32_true full high highest no",
         "bf16": (

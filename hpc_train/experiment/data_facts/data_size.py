@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -81,11 +82,13 @@ def count_sequences(data: DataConfig) -> int | None:
 
 
 def _count_tokens(path: Path, args: TextArgs) -> int | None:
-    if args.tokens == "bytes":
-        return path.stat().st_size
     deadline = time.monotonic() + COUNT_LIMIT_S
-    count = 0
     with path.open("rb") as file:
+        has_mark = file.read(len(BOM_UTF8)) == BOM_UTF8
+        if args.tokens == "bytes":
+            return path.stat().st_size - len(BOM_UTF8) * has_mark
+        file.seek(0)
+        count = -1 if has_mark else 0
         while block := file.read(_READ_BYTES):
             if time.monotonic() > deadline:
                 return None

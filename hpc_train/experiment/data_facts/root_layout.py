@@ -15,22 +15,42 @@ from hpc_train.experiment.data_facts.data_size import train_file
 VALIDATION = ("val", "test")
 #: Folders that macOS adds to an archive: never a class.
 ARCHIVE_FOLDERS = ("__MACOSX", "_MACOSX")
+#: First bytes of files that a clone has in place of large files → the command that fetches the content.
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "git lfs pull",
+    b"/annex/objects/": "git annex get .",
+}
+#: Maximum size of such a file; the specification of Git LFS has the same limit.
+_MAX_POINTER_BYTES = 1024
+#: Names of the folder of the training data elsewhere.
+_LIKE_TRAIN = ("train", "training", "train_set", "trainset", "train_images")
 #: Maximum number of names in a message.
 _MAX_NAMES = 5
 #: Names of files that look like text or tokens, including compressed files and other splits.
 _LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
 
 
-def why_not_read(path: Path) -> str | None:
-    """Return the reason why a data file must not be opened: it is not a regular file, nor a link to one.
+def pointer_problem(start: bytes | bytearray) -> str | None:
+    """Return the reason why content with this start is not that of its file, but a placeholder; else None."""
+    command = next((command for magic, command in _POINTERS.items() if start.startswith(magic)), None)
+    return command and f"is a pointer file of Git, not the content (run `{command}` in its repository)"
 
-    None if it may be opened, or does not exist. Opening a pipe may block forever; a device may be endless.
+
+def why_not_read(path: Path) -> str | None:
+    """Return the reason why a data file must not be read: it is not a regular file, nor a link to one.
+
+    Likewise for a pointer of Git LFS. None if it may be read, or does not exist. Opening a pipe may block
+    forever; a device may be endless.
     """
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
+        mode = status.st_mode
+        if stat.S_ISREG(mode):
+            if status.st_size > _MAX_POINTER_BYTES:
+                return None
+            with path.open("rb") as file:
+                return pointer_problem(file.read(_MAX_POINTER_BYTES))
     except (OSError, ValueError):
-        return None
-    if stat.S_ISREG(mode):
         return None
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file"
@@ -76,8 +96,12 @@ def image_folder(root: Path) -> Problem | None:
         return _problem(f"{root} is not a folder on this machine", "fix the path")
     train = root / "train"
     if not train.is_dir():
-        inside = _listed(sorted(path.name for path in root.iterdir())) or "nothing"
-        message = f"{root} has no folder train (it contains {inside})"
+        names = sorted(path.name for path in root.iterdir())
+        message = f"{root} has no folder train (it contains {_listed(names) or 'nothing'})"
+        if root.name == "train" and class_folders(root):
+            return _problem(message, f"write data.root: {root.parent}")
+        if other := [name for name in names if name.lower() in _LIKE_TRAIN and (root / name).is_dir()]:
+            return _problem(message, f"rename {other[0]} to train")
         return _problem(message, "the images must be in train/<class>/")
     val = validation_folder(root)
     for folder in (train, *([] if val is None else [val])):
@@ -113,6 +137,13 @@ def annotation_files(root: Path) -> dict[str, Path]:
 def coco(root: Path) -> Problem | None:
     """Return the problem if ``coco`` lacks a file or folder below ``root``."""
     if not (root / "train.json").is_file():
+        published = sorted((root / "annotations").glob("instances_train*.json"))
+        if published:
+            folder = published[0].stem.removeprefix("instances_")
+            links = f"ln -s annotations/{published[0].name} train.json; ln -s {folder} train"
+            return _problem(
+                f"{root} contains no train.json", f"run `cd {root}; {links}`, and likewise for val"
+            )
         remedy = "write the folder that contains it, and the images in train/"
         return _problem(f"{root} contains no train.json", remedy)
     for path in annotation_files(root).values():

@@ -21,6 +21,7 @@ from hpc_train.experiment.config.keys import (
     argument_remedy,
     as_mapping,
     known_keys,
+    means_program,
     members,
     node_at,
     replaced,
@@ -239,6 +240,8 @@ def _judge(
         experiment = judged = kind_of(data).model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
+        if means_program(data):  # not what our trainer's file lacks
+            problems = [problem for problem in problems if problem.code != "key.missing"]
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
     failed = reported | failed_paths(problems, data)
     problems = [problem for problem in problems if problem.path not in reported]

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import string
-from collections.abc import Iterator
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import cast
 
 from hpc_train.experiment.config.problems import KeyPath, Problem
-from hpc_train.experiment.config.program_section import PLACEHOLDERS, ProgramConfig, listed, shell_syntax
+from hpc_train.experiment.config.program_section import (
+    PLACEHOLDERS,
+    ProgramConfig,
+    listed,
+    one_word,
+    shell_syntax,
+)
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
+from hpc_train.experiment.config.synonyms import table_of
 from hpc_train.experiment.validate.base import rule
 from hpc_train.registry import suggestion
+
+#: Variables of each rank, whose values a command line can't have.
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+#: Names of other tools → names in braces.
+_MEANT = table_of({
+    "ranks": "world_size num_ranks num_processes nprocs ntasks",
+    "ranks_per_node": "gpus ngpus num_gpus nproc_per_node gpus_per_node local_world_size devices",
+    "nodes": "nnodes num_nodes n_nodes",
+    "node_rank": "machine_rank nodeid node_id",
+    "master_addr": "master_address main_process_ip host head_node master",
+    "master_port": "port main_process_port",
+    "run": "run_dir run_folder output_dir out_dir log_dir workdir",
+    "name": "experiment experiment_name exp_name job_name",
+})  # fmt: skip
+#: Commands that only a shell has.
+_BUILTINS = {"cd", "source", ".", "export", "module", "set", "ulimit", "umask", "unset", "exec", "eval"}
+_SHELLS = {"bash", "sh", "zsh"}
+#: A home folder at the beginning of a path, also after ``--data=``.
+_HOME = re.compile(r"(?:^|(?<==))~[\w.-]*(?=/|$)")
+_VARIABLE = re.compile(r"\$(?:[A-Z][A-Z0-9_]*\b|\{[A-Z][A-Z0-9_]*\})")
+#: Programs that start the ranks of a node → options for several nodes, without which each node trains alone.
+_RENDEZVOUS = {
+    "--nnodes": "--nnodes={nodes}",
+    "--node-rank": "--node-rank={node_rank}",
+    "--master-addr": "--master-addr={master_addr}",
+    "--master-port": "--master-port={master_port}",
+}
+_STARTERS = {
+    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), _RENDEZVOUS),
+    "accelerate": {
+        "--num-machines": "--num_machines={nodes}",
+        "--machine-rank": "--machine_rank={node_rank}",
+        "--main-process-ip": "--main_process_ip={master_addr}",
+        "--main-process-port": "--main_process_port={master_port}",
+    },
+}
+#: Programs that start processes on all nodes of a job.
+_OF_THE_CLUSTER = {"srun", "mpirun", "mpiexec", "sbatch"}
+_COMMANDS = {"python", "python3", "torchrun", "accelerate", "bash", "sh"}
 
 
 def _program(job: Job) -> ProgramConfig:
@@ -33,19 +80,32 @@ def _texts(program: ProgramConfig) -> Iterator[tuple[KeyPath, str]]:
         yield ("program", "resume", "args", index), word
 
 
+def _meant(field: str, text: str) -> str | None:
+    """Return the remedy for another tool's name of a placeholder, or for the name of a rank's variable."""
+    if field.upper() in _OF_RANKS:
+        return f"take it out; the script reads its rank from the environment variable {field.upper()}"
+    meant = _MEANT.get(field.lower())
+    return None if meant is None else f"write {one_word(text.replace(f'{{{field}}}', f'{{{meant}}}'))}"
+
+
 @rule("program.placeholder", "program")
 def names_in_braces_exist(job: Job) -> Iterator[Problem]:
     """A name in braces is one of ``PLACEHOLDERS``."""
     for path, text in _texts(_program(job)):
         try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+            parts = string.Formatter().parse(_VARIABLE.sub("", text))
+            fields = [field for _, field, _, _ in parts if field is not None]
         except ValueError as error:
             yield Problem(path, f"{text!r}: {error}", "write {{ and }} for braces that belong to the text")
             continue
-        for field in fields:
-            if field not in PLACEHOLDERS:
-                remedy = suggestion(field, PLACEHOLDERS, "write {{ and }} for braces that belong to the text")
-                yield Problem(path, f"there is no {{{field}}}", remedy)
+        unknown = [field for field in fields if field not in PLACEHOLDERS]
+        doubled = re.sub(r"([{}])", r"\1\1", text)
+        for field in unknown[:1]:
+            default = "write {{ and }} for braces that belong to the text"
+            if unknown == fields and not field.isidentifier():
+                default = f"write {one_word(doubled)}"
+            remedy = _meant(field, text) or suggestion(field, PLACEHOLDERS, default)
+            yield Problem(path, f"there is no {{{field}}}", remedy)
 
 
 @rule("program.shared-job", "program", "slurm.runs_per_job")
@@ -61,14 +121,72 @@ def runs_share_a_job_by_ranks(job: Job) -> Iterator[Problem]:
 def words_need_no_shell(job: Job) -> Iterator[Problem]:
     """No word of the command is syntax of a shell, unless it is a shell's own."""
     command = _program(job).command
-    if PurePosixPath(command[0]).name in {"bash", "sh", "zsh", "srun"}:
+    if PurePosixPath(command[0]).name in _SHELLS:
         return
     for index, word in enumerate(command):
-        if (syntax := shell_syntax(word)) is not None:
+        is_builtin = index == 0 and word in _BUILTINS
+        if (syntax := word if is_builtin else shell_syntax(word)) is not None:
             line = " ".join(part if shell_syntax(part) else shlex.quote(part) for part in command)
             message = f"{syntax} is for a shell, and none reads the command"
             yield Problem(("program", "command", index), message, f"write command: {listed(line)}")
             return
+
+
+@rule("program.expanded", "program")
+def values_need_no_shell(job: Job) -> Iterator[Problem]:
+    """No text that the program receives begins a path with ``~`` or names a variable: no shell expands it.
+
+    ``program.shell`` has a remedy for variables in the words of the command.
+    """
+    command = _program(job).command
+    for path, text in _texts(_program(job)):
+        is_command = path[:2] == ("program", "command")
+        if is_command and PurePosixPath(command[0]).name in _SHELLS:
+            continue
+        if match := _HOME.search(text):
+            whole = _HOME.sub(lambda found: str(Path(found[0]).expanduser()), text)
+            yield Problem(path, f"{match[0]} is for a shell, and none reads it", f"write {one_word(whole)}")
+        elif not is_command and (match := _VARIABLE.search(text)):
+            whole = os.path.expandvars(text)
+            remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
+            yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
+
+
+@rule("program.starter", "program", "slurm.nodes")
+def starters_of_ranks_start_once_per_node(job: Job) -> Iterator[Problem]:
+    """A command that starts ranks itself is started once per node, and knows the nodes."""
+    program, path = _program(job), ("program", "command", 0)
+    name = PurePosixPath(program.command[0]).name
+    if name in _OF_THE_CLUSTER:
+        if program.per == "rank":
+            message = f"{name} would start its processes once per rank: hpc-train starts the ranks itself"
+            rest = list(_without_options(program.command[1:]))
+            remedy = f"write command: {listed(shlex.join(rest))}" if rest else "write program.per: job"
+            yield Problem(path, message, remedy)
+        return
+    starter = next((word for word in program.command[:3] if PurePosixPath(word).name in _STARTERS), None)
+    if starter is None:
+        return
+    options = {word.partition("=")[0].replace("_", "-") for word in program.command}
+    if program.per == "rank":
+        message = f"{starter} starts the ranks of a node itself, and per: rank starts it once per rank"
+        yield Problem(path, message, "write program.per: node")
+    elif program.per == "node" and job.slurm is not None and job.slurm.nodes > 1:
+        needed = _STARTERS[PurePosixPath(starter).name]
+        if "--standalone" in options or not any(option in options for option in needed):
+            index = program.command.index("launch" if "launch" in program.command else starter)
+            words = [word for word in program.command if word != "--standalone"]
+            line = listed(shlex.join([*words[: index + 1], *needed.values(), *words[index + 1 :]]))
+            message = f"without --nnodes the ranks of {job.slurm.nodes} nodes train separately"
+            yield Problem(path, message.replace("--nnodes", next(iter(needed))), f"write command: {line}")
+
+
+def _without_options(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words from the first one that begins a command, such as python."""
+    start = next(
+        (n for n, word in enumerate(words) if word in _COMMANDS or word.endswith((".py", ".sh"))), None
+    )
+    yield from words[start:] if start is not None else ()
 
 
 @rule("program.argument", "program")

@@ -26,17 +26,19 @@ from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MI
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm.batch_job import (
-    JOB,
     NUM_NODES,
     BatchJob,
     allocated_hosts,
     answer,
+    ends_at,
     granted,
     job_time,
     limit_words,
     nodes_of_ranks,
     output_of,
+    preempted_at,
     say,
+    still_runs,
     time_limit_s,
     used_gpu_hours,
     warning_s,
@@ -170,17 +172,19 @@ def _has_nodes(
 def _can_stay(job: BatchJob, record: AttemptRecord, environ: Mapping[str, str]) -> bool:
     """Return True if nothing else wants the job's nodes and enough time is left.
 
-    The time until the warning before the limit must be enough for the start, as long as this attempt's, and
-    for a checkpoint.
+    What Slurm's answers lack counts as not given, since a requeue is always possible. The time until the
+    warning before the limit must be enough for the start, as long as this attempt's, and for a checkpoint.
     """
     is_stopped = bool(_stops) or noted_signal(job.paths.attempt(record.attempt)) is not None
-    if is_stopped or not environ.get(JOB):
+    if is_stopped or not still_runs(environ, job.restart):
         return False
     begun_s = _seconds(record.events.get("begin", record.start))
-    if (job_time("PreemptTime", environ) or 0.0) >= begun_s - 1:
+    preempted_s = preempted_at(environ)
+    if preempted_s is None or preempted_s >= begun_s - 1:
         return False
-    end_s = job_time("EndTime", environ)
-    if end_s is not None and end_s - time.time() < _needed_s(job, record, begun_s):
+    first = next((each for each in job.earlier(record.attempt) if each.restart == record.restart), record)
+    end_s = ends_at(environ, _seconds(first.start), record.time_limit_s)
+    if end_s is None or end_s - time.time() < _needed_s(job, record, begun_s):
         say("too little time is left to restart in place")
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -47,6 +48,8 @@ _MAX_NODES = 100_000
 _SINFO_LIMIT_S = 30.0
 #: Not ``power*``: nodes that are switched off to save power are not broken.
 _GONE = ("down", "fail")
+#: Slurm's words for a time that is not set.
+_NEVER = ("None", "Unknown", "N/A", "NONE")
 
 
 @dataclass(frozen=True)
@@ -259,8 +262,8 @@ def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str
 
 def time_limit_s(environ: Mapping[str, str]) -> float | None:
     """Return the job's time limit in seconds; None if it is unknown or unlimited."""
-    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get(JOB, ""))
-    return (seconds(shown[1]) or None) if shown else None
+    shown = _fields(environ).get("TimeLimit", "")
+    return (seconds(shown) or None) if re.fullmatch(r"[\d:-]+", shown) else None
 
 
 def warning_s(submission: SubmissionPaths) -> float:
@@ -275,20 +278,61 @@ def _parameters(submission: SubmissionPaths) -> dict[str, Any]:
     return batch.get("parameters") or {}
 
 
+def _fields(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields of ``scontrol show job``; without the last one of a line that ends within it."""
+    return dict(re.findall(r"(?<!\S)(\w+)=(\S*)\s", environ.get(JOB, "")))
+
+
+def still_runs(environ: Mapping[str, str], restart: int) -> bool:
+    """Return True if Slurm's answer shows this start of the job as running.
+
+    If Slurm considers the node dead, the job may wait or run again elsewhere.
+    """
+    fields = _fields(environ)
+    return fields.get("JobState") == "RUNNING" and fields.get("Restarts", str(restart)) == str(restart)
+
+
 def job_time(name: str, environ: Mapping[str, str]) -> float | None:
     """Return a time of the job, such as ``EndTime``, in seconds since 1970; None if unknown or not set."""
-    shown = re.search(rf"(?:^|\s){name}=([\d:T-]+)(?:\s|$)", environ.get(JOB, ""))
+    time = _time(_fields(environ).get(name, ""))
+    return None if time == math.inf else time
+
+
+def preempted_at(environ: Mapping[str, str]) -> float | None:
+    """Return the last preemption of the job in seconds since 1970, 0 for none; None if that is unknown."""
+    fields = _fields(environ)
+    if "PreemptTime" in fields:
+        time = _time(fields["PreemptTime"])
+        return 0.0 if time == math.inf else time
+    return 0.0 if "SuspendTime" in fields else None  # Slurm omits it in front of this field, if there is none
+
+
+def ends_at(environ: Mapping[str, str], begun_s: float, limit_s: float | None) -> float | None:
+    """Return the end of the job in seconds since 1970, infinity without a limit; None if it is unknown.
+
+    ``begun_s``, ``limit_s``: its begin and granted time, for an answer without its end.
+    """
+    shown = _fields(environ).get("EndTime")
+    if shown is not None:
+        return _time(shown)
+    return None if limit_s is None else begun_s + limit_s
+
+
+def _time(text: str) -> float | None:
+    """Return a time of Slurm in seconds since 1970, infinity for a word such as None; None if damaged."""
+    if text in _NEVER:
+        return math.inf
     with suppress(ValueError):
-        return None if shown is None else datetime.fromisoformat(shown[1]).timestamp()
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
     return None
 
 
 def gone_nodes(hosts: Sequence[str]) -> list[str]:
-    """Return the nodes that Slurm reports as down or does not know; none if it can't be reached."""
+    """Return the nodes that Slurm reports as down; a node that it does not list may work."""
     nodes = bad_nodes.names(hosts)
     if not nodes:
         return []
-    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
+    command = ["sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
     with suppress(OSError, subprocess.SubprocessError):  # in a container there is none
         done = subprocess.run(

@@ -345,9 +345,10 @@ def end_cancelled(folder: Folder) -> RunStatus:
 
 
 def _has_just_ended(job: JobState) -> bool:
+    """Return True if the job ended within the last seconds, by clocks that may differ by as much."""
     if job.ended is None:
         return False
-    return timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(job.ended) < _GRACE
+    return abs(datetime.now(UTC) - datetime.fromisoformat(job.ended)) < _GRACE
 
 
 def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagnosis:

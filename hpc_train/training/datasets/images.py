@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.root_layout import pointer_problem
 from hpc_train.run.files import UnreadableFileError, read_regular
 from hpc_train.training.datasets.base import RawImage, RawInput, RawTarget, Split
 from hpc_train.training.datasets.targets import as_target
@@ -100,6 +101,8 @@ def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Ite
     image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError,
     SyntaxError or ValueError like Pillow.
     """
+    if (problem := pointer_problem(content)) is not None:
+        raise UnidentifiedImageError(f"the file {problem}")
     with _limited_to(max_pixels):
         try:
             image = open_lazily(io.BytesIO(content))

@@ -33,6 +33,7 @@ from hpc_train.experiment.data_facts.listed_data import (
     index_header,
     index_path,
 )
+from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.storage_errors import storage_error
 
@@ -149,7 +150,15 @@ def index_of(
     """Return the index of ``files``, or the result of ``make``; with ``download`` it is written."""
     if download:
         return ensure_index(data, files, layout, make)
-    return open_index(data, files, layout) or make()
+    return open_index(data, files, layout) or _made(files, make)
+
+
+def _made(files: Sequence[Path], make: Callable[[], Index]) -> Index:
+    """Return the result of ``make``. Raises BadFileError for a file that is a pointer of Git LFS."""
+    for path in files:
+        if (why := why_not_read(path)) is not None:
+            raise BadFileError(f"data.root: {path} {why}; put the file itself there")
+    return make()
 
 
 def ensure_index(data: DataConfig, files: Sequence[Path], layout: Layout, make: Callable[[], Index]) -> Index:
@@ -161,7 +170,7 @@ def ensure_index(data: DataConfig, files: Sequence[Path], layout: Layout, make: 
     if (existing := open_index(data, files, layout)) is not None:
         say(f"data.root: the index {path} is intact and up to date")
         return existing
-    index = make()
+    index = _made(files, make)
     if index_path(data, files) != path:
         raise BadFileError(
             f"data.root: the files in {data.root} changed while they were indexed; run prepare again"

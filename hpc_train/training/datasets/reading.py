@@ -181,7 +181,7 @@ class SlotReader(Dataset[Read | Failure]):
         if isinstance(cause, MemoryError):
             raise _transient(sample) from cause
         if not self._skip_bad:
-            raise _unreadable(sample) from cause
+            raise _unusable(sample, cause) from cause
         return sample
 
     def _one_by_one(
@@ -326,7 +326,12 @@ def _has_rows(part: Any, count: int) -> bool:
 
 
 def _unusable(sample: BadSample, error: Exception) -> BadFileError:
-    return error.of_sample(sample.title) if isinstance(error, MisfitError) else _unreadable(sample)
+    if isinstance(error, MisfitError):
+        return error.of_sample(sample.title)
+    unreadable = _unreadable(sample)
+    if isinstance(error, (OSError, SyntaxError)) and "`" not in sample.why:  # of Pillow, without a remedy
+        return BadFileError(f"{unreadable}; replace the file, or write data.on_bad_sample: skip")
+    return unreadable
 
 
 def _transient(sample: BadSample) -> TransientStorageError:

@@ -182,8 +182,17 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hash_of_file(path)}
         for path, time_ns in times.items()
     }
+    _report_same(texts, {path: seen[str(path.relative_to(root))]["xxh3_128"] for path in times})
     index = {"version": VERSION, "fingerprint": index_digest(content), "sources": seen} | content
     write_json(folder / INDEX, index, sync=True)
+
+
+def _report_same(texts: _Sources, hashes: Mapping[Path, str]) -> None:
+    """Print the validation files that have the content of a training file."""
+    train = {hashes[path]: path for path in texts["train"]}
+    same = [path.name for path in texts["val"] if hashes[path] in train]
+    if same:
+        say(f"data.root: {listed(same, 5)}: its content is that of a training file, so it validates nothing")
 
 
 def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:
@@ -221,11 +230,12 @@ def _documents(path: Path, args: TokensArgs) -> Iterator[_Document]:
 
 
 def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
+    content = content.removeprefix(BOM_UTF8)
     if args.tokenizer == "bytes":
         return content.decode(errors="surrogateescape")
     remedy = "convert it to UTF-8, or write data.args: {tokenizer: bytes}"
     try:
-        text = content.removeprefix(BOM_UTF8).decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise BadFileError(
             f"data.root: {path} is not UTF-8 text (at byte {error.start}); {remedy}"
@@ -271,6 +281,19 @@ def refusing_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, 
         return entry
 
     return entries
+
+
+def without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; a hook for ``json``, which by default keeps the last of equal keys.
+
+    Raises ValueError if a key is there twice.
+    """
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        names = [key for key, _ in pairs]
+        repeated = next(key for key in entry if names.count(key) > 1)
+        raise ValueError(f"an object has the key {shortened(repeated)!r} twice")
+    return entry
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[Tokens]:

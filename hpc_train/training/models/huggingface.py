@@ -8,12 +8,16 @@ repository (``auto_map``) nor a kernel of the hub that its configuration names.
 
 from __future__ import annotations
 
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import ModelConfig
+from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.registry import importing
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.weights import hub_report, keep_report, load_weights
@@ -34,6 +38,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     settings = _settings(transformers, rest, config, info, download=download)
     try:
         if config.pretrained is True:
+            _refuse_pointers(rest)
             model, loaded = kind.from_pretrained(
                 rest,
                 config=settings,
@@ -47,6 +52,10 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
             keep_report(model, hub_report(model, f"hf/{rest}", random))
         else:
             model = kind.from_config(settings, trust_remote_code=_TRUST)
+    except (SafetensorError, UnpicklingError, EOFError) as error:
+        raise BadFileError(
+            f"model.name: hf/{rest} has damaged weights: {error}; get its files again"
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         _refuse_own_code(rest, error)
         raise BadFileError(
@@ -90,6 +99,13 @@ def _settings(transformers: Any, rest: str, config: ModelConfig, info: DataInfo,
             f"num_classes: {settings.num_labels}, or omit it"
         )
     return settings
+
+
+def _refuse_pointers(rest: str) -> None:
+    """Raise BadFileError if the folder was cloned without the content of its weights."""
+    for path in sorted((*Path(rest).glob("*.safetensors"), *Path(rest).glob("*.bin"))):
+        if (why := why_not_read(path)) is not None:
+            raise BadFileError(f"model.name: {path} {why}; put the weights themselves there")
 
 
 def _refuse_own_code(rest: str, error: Exception) -> None:

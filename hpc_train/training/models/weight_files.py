@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.data_facts.root_layout import why_not_read
 
 StateDict = dict[str, Tensor]
 
@@ -43,6 +44,8 @@ def read_weights(path: str, key: str) -> tuple[StateDict, str]:
         raise BadFileError(
             f"{key}: there is no file {path}; write true for the hub's weights, or an existing path"
         )
+    if (why := why_not_read(Path(path))) is not None:
+        raise BadFileError(f"{key}: {path} {why}; give another file")
     try:
         content: object = load_file(path) if _is_safetensors(path) else _read_pickled(path, key)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:

@@ -157,6 +157,14 @@ def test_damaged_or_missing_files_and_other_categories_are_refused(root: Path) -
         BadFileError, match=r"^data\.root: .*/val\.json is not valid JSON \(.*\); write it again"
     ):
         build(root)
+    for old, new, key in (
+        ('{"images"', '{"categories": [], "images"', "categories"),
+        ('"bbox"', '"bbox": [0, 0, 1, 1], "bbox"', "bbox"),
+    ):
+        assert old in text
+        (root / "val.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(BadFileError, match=rf"val\.json is not valid JSON \(.*the key '{key}' twice\)"):
+            build(root)
     (root / "val.json").write_text(text.replace("bright", "light"))
     with pytest.raises(
         BadFileError, match=r"^data\.root: the categories in .*/val\.json differ from those of"

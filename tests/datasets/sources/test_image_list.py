@@ -274,6 +274,12 @@ def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> Non
             r"^data\.root: .*train\.csv:3 has 1 cells, and the header 2; fix the row",
         ),
         ("path,target\n,b\n", {}, r"train\.csv:2 has no path; fill it in, or remove the row"),
+        ("path;target\na;b\n", {}, r"has cells separated by semicolons; write it with commas"),
+        ("path\ttarget\na\tb\n", {}, r"has cells separated by tabs; write it with commas"),
+        ("path, target\na, b\n", {}, r"has blanks around 'target' in its header; remove the blanks"),
+        ("0.jpg,cat\n1.jpg,dog\n", {}, r"has no header, but 0.jpg, cat; add the line path,target"),
+        ("# by me\npath,target\na,b\n", {}, r"begins with a comment; remove the lines above"),
+        ("path,target\nhttps://a.b/0.jpg,b\n", {}, r"train\.csv:2 names .* is a URL; download the files"),
         ("path,target\na,\n", {}, r"train\.csv:2 has no target; fill it in"),
         ('path,target\na,"b\n', {}, r"train\.csv:\d: unexpected end of data; fix the row"),
         ("path,target\na,b\n", {"target": "number"}, r"train\.csv:2 has 'b' in target, not a number"),
@@ -398,6 +404,22 @@ def test_a_number_that_float32_lacks_is_an_error(root: Path, cell: str) -> None:
     (root / "train.csv").write_text(f"path,target\n{file_of(0)},1\n{file_of(1)},{cell}\n", encoding="utf-8")
     with pytest.raises(BadFileError, match=r"train\.csv:3 has .* in target, not a number"):
         build(root, target="number")
+
+
+def test_a_name_of_windows_is_refused_with_the_one_to_write(root: Path) -> None:
+    (root / "part").mkdir()
+    (root / file_of(0)).rename(root / "part" / "0.jpg")
+    (root / "train.csv").write_text("path,target\npart\\0.jpg,a\n")
+    with pytest.raises(BadFileError, match=r"train\.csv:2 .* has backslashes, .*; write part/0\.jpg"):
+        build(root)
+
+
+def test_amounts_read_as_classes_are_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "val.csv").unlink()
+    rows = "".join(f"{file_of(number)},0.1{number}\n" for number in range(1, 4))
+    (root / "train.csv").write_text(f"path,target\n{rows}")
+    build(root, download=True)
+    assert "3 of 3 classes are numbers with a fraction (0.11, 0.12, 0.13)" in "".join(capsys.readouterr())
 
 
 def test_only_files_below_the_root_or_the_roots_are_named(root: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.by_name import training_samples
 from hpc_train.training.datasets.base import ArraySplit, DataSource
 from hpc_train.training.datasets.batches import evaluation_batches, training_batches
 from hpc_train.training.datasets.building import build_source
@@ -106,6 +107,23 @@ def test_more_than_256_characters_have_numbers_of_their_own(tmp_path: Path) -> N
     text = "".join(map(chr, range(0x400, 0x400 + 300)))
     source = built(folder(tmp_path / "data", text), sequence_length=1)
     assert whole(source.train)[0].flatten().tolist() == list(range(299))
+
+
+@pytest.mark.parametrize("tokens", ["characters", "bytes"])
+def test_a_byte_order_mark_is_not_text(tokens: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"abcd" * 5)
+    source = built(path, sequence_length=3, tokens=tokens, val_fraction=0)
+    config = DataConfig(name="text", root=str(path), args={"sequence_length": 3, "tokens": tokens})
+    path.write_bytes(b"abcd" * 5)
+    plain = built(path, sequence_length=3, tokens=tokens, val_fraction=0)
+    assert source.info == plain.info and len(source.train) == len(plain.train) == 6
+    assert torch.equal(whole(source.train)[0], whole(plain.train)[0])
+    counts = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        path.write_bytes(mark + b"abcd" * 5)
+        counts.append(training_samples(config))
+    assert counts == [5, 5]
 
 
 def test_bytes_need_no_utf8(tmp_path: Path) -> None:

@@ -460,11 +460,22 @@ def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: 
     (tmp_path / "train" / "b.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
     names = prepared(tmp_path, tokenizer="characters", sequence_length=1).info.class_names
     assert names == ("\n", "\r", "a", "b", "c", "")
+    assert len(prepared(tmp_path, tokenizer="bytes", sequence_length=1).train) == len("ab.c.a\r\n.") - 1
     (tmp_path / "train" / "b.txt").write_bytes("ab".encode("utf-16-le"))
     with pytest.raises(
         BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF-16 .*; convert"
     ):
         prepared(tmp_path, tokenizer="characters")
+
+
+def test_a_validation_text_that_is_the_training_text_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("train.txt", "ab"), ("val.txt", "ab"), ("val-2.txt", "abc")):
+        (tmp_path / name).write_text(text * 20)
+    prepared(tmp_path, tokenizer="characters", sequence_length=4)
+    printed = "".join(capsys.readouterr())
+    assert "data.root: val.txt: its content is that of a training file" in printed
 
 
 def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

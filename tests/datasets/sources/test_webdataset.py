@@ -127,6 +127,15 @@ def test_prepare_reports_classes_without_samples(root: Path, capsys: pytest.Capt
     assert said.count("data.root: 2 of 5 classes have no validation sample: 3, 4") == 1
 
 
+def test_prepare_reports_shards_that_are_read_twice(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(root, train=["train-00.tar", "train-00.tar"], val="train-00.tar")
+    printed = "".join(capsys.readouterr())
+    assert "train names train-00.tar more than once" in printed
+    assert "train and val both name train-00.tar" in printed
+    build(root, train="train-00.tar", val=None)
+    assert "name" not in "".join(capsys.readouterr())
+
+
 def test_resume_and_ranks_read_the_same(root: Path) -> None:
     build(root)
     assert_exact(lambda: build(root, download=False))

@@ -82,6 +82,21 @@ def local(seconds: float) -> str:
 
 
 JOB = "JobId=12 JobState=RUNNING Restarts=0 PreemptTime={preempted} TimeLimit=02:00:00 EndTime={end} x=1"
+#: The lines of versions with other fields, and lines that are damaged or late: only a whole one permits it.
+_SHOWN = {
+    "JobId=12 JobState=RUNNING Restarts=0 TimeLimit=02:00:00 EndTime=Unknown SuspendTime=None x=1": "again",
+    "JobId=12 JobState=RUNNING Restarts=0 TimeLimit=02:00:00 PreemptTime=None x=1": "again",
+    "JobId=12 JobState=RUNNING Restarts=0 TimeLimit=00:03:00 PreemptTime=None x=1": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=0 PreemptTime=None x=1": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=0 TimeLimit=02:00:00 EndTime=Unknown Dead": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=0 PreemptTime=None EndTime=2026-11- x=1": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=0 PreemptTime=2026-11-0 EndTime=Unknown x=1": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=0 EndTime=Unknown PreemptTime=None": "requeue 75",
+    "JobId=12 JobState=RUNNING Restarts=1 PreemptTime=None EndTime=Unknown x=1": "requeue 75",
+    "JobId=12 JobState=COMPLETING Restarts=0 PreemptTime=None EndTime=Unknown x=1": "requeue 75",
+    "JobId=12 JobState=RUNNING": "requeue 75",
+    "": "requeue 75",
+}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +131,13 @@ def test_a_crash_restarts_in_place_if_the_nodes_are_left_to_the_job(
     environ = batch.environ | {"HPC_TRAIN_JOB": JOB.format(**times)}
     assert after(batch.submission, 76, environ) == answer
     assert read_status(batch.paths).state == "requeued"
+
+
+@pytest.mark.parametrize("shown", _SHOWN)
+def test_what_slurm_does_not_state_permits_no_restart_in_place(shown: str, batch: Batch) -> None:
+    batch.rank(1, 1, TRACEBACK)
+    environ = batch.environ | {"HPC_TRAIN_JOB": shown}
+    assert after(batch.submission, 76, environ) == _SHOWN[shown]
 
 
 def test_an_attempt_in_place_says_so_and_the_next_quick_failure_is_requeued(batch: Batch) -> None:
@@ -429,6 +451,7 @@ def test_an_attempt_records_the_granted_time_limit_at_its_start(batch: Batch) ->
         (_TWO_MINUTES["HPC_TRAIN_JOB"], (120, 1800, 60)),
         ("JobId=12 TimeLimit=1-00:00:00 Requeue=1", (86400, None, None)),
         ("JobId=12 TimeLimit=UNLIMITED Requeue=1", (None, None, None)),
+        ("JobId=12 Requeue=1 TimeLimit=00:02", (None, None, None)),  # the answer is cut there
         ("", (None, None, None)),
     ):
         write_status(batch.paths, RunStatus("requeued", 0, 10, attempt=1))

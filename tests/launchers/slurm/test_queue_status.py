@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +228,22 @@ def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
     assert found.reason == "job 12_3 ended before any rank started; see `hpc-train logs abc`"
 
 
-def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(paths: RunPaths) -> None:
+@pytest.mark.parametrize("ahead_s", [0, 4])
+def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(
+    paths: RunPaths, ahead_s: int
+) -> None:
+    """Also if slurmctld's clock is ahead of this one."""
     begin(paths, "12")
-    just_now = datetime.now(UTC).isoformat()
+    just_now = (datetime.now(UTC) + timedelta(seconds=ahead_s)).isoformat()
     found = _stand(paths, job("12", "FAILED", ended=just_now))
     assert (found.state, found.reason) == ("running", "its job has just ended: FAILED")
     assert read_status(paths).state == "running"
+
+
+def test_a_job_whose_end_is_far_from_this_clock_is_diagnosed_at_once(paths: RunPaths) -> None:
+    begin(paths, "12")
+    later = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    assert _stand(paths, job("12", "FAILED", ended=later)).state == "failed"
 
 
 def test_a_requeue_that_did_not_happen_is_an_end(paths: RunPaths) -> None:

@@ -36,6 +36,7 @@ from hpc_train.training.datasets.index_files import Array, Index, Layout, index_
 from hpc_train.training.datasets.sources.infer import mean_and_std
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.training.datasets.sources.values import MAX_INTEGER, text_problem
+from hpc_train.training.datasets.token_writing import without_repeated
 from hpc_train.training.datasets.types import DataInfo
 
 #: Pixels by which a box may exceed its image, because coordinates are often rounded. It is clipped.
@@ -204,7 +205,7 @@ class _AnnotationFile:
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         try:
-            document = json.loads(self.path.read_bytes())
+            document = json.loads(self.path.read_bytes(), object_pairs_hook=without_repeated)
         except (ValueError, RecursionError) as error:
             raise self._error(f"is not valid JSON ({error})", "write it again, or get it again") from error
         for key in ("images", "annotations", "categories"):

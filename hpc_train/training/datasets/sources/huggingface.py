@@ -22,6 +22,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.listed_data import HuggingFaceArgs
+from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.run.files import read_text
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, root_of
 from hpc_train.training.datasets.images import image_content
@@ -231,10 +232,8 @@ def _check_data_files(root: Path) -> None:
         names = NamedFiles(state.parent, ())
         for name in files:
             path = Path(names.path(names.checked(name, str(state))))
-            if path.exists() and not path.is_file():
-                raise BadFileError(
-                    f"data.root: {path} is not a regular file; write the data set again by save_to_disk"
-                )
+            if (why := why_not_read(path)) is not None:
+                raise BadFileError(f"data.root: {path} {why}; write the data set again by save_to_disk")
 
 
 def _splits_of(root: Path) -> list[Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, listed, shortened
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.experiment.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.images import image_content
@@ -28,6 +29,9 @@ from hpc_train.training.datasets.sources.values import ClassNumbers, Place, as_n
 from hpc_train.training.datasets.types import DataInfo
 
 _PARQUET = ".parquet"
+#: Characters that separate cells in other lists, and their names.
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", ",": "commas", "|": "vertical bars"}
+_SEPARATOR_NAMES = {".csv": "commas", ".tsv": "tabs"}
 #: Arrays of a split, in the index.
 ARRAYS = frozenset({"targets", "lines", "ends", "bytes"})
 
@@ -214,9 +218,33 @@ def _place(path: Path, header: Sequence[str], args: ImageListArgs, column: str) 
     key = "path_column" if column == args.path_column else "target_column"
     names = ", ".join(map(shortened, header[:10])) or "nothing"
     how = "has no column" if column not in header else "has twice the column"
+    if (problem := _header_problem(path, header, column, args)) is not None:
+        raise BadFileError(f"data.root: {path} {problem}")
     raise BadFileError(
         f"data.args.{key}: {path} {how} {shortened(column)!r} (its header: {names}); write one of the header"
     )
+
+
+def _header_problem(path: Path, header: Sequence[str], column: str, args: ImageListArgs) -> str | None:
+    """Return what a list has in place of a header, with the remedy; None if it has one with other names."""
+    needed = [args.path_column, *args.columns]
+    if path.suffix == _PARQUET or column in header:
+        return None
+    for separator, name in _OTHER_SEPARATORS.items():
+        if len(header) == 1 and column in header[0].split(separator):
+            return (
+                f"has cells separated by {name}; write it with {_SEPARATOR_NAMES[path.suffix]} between cells"
+            )
+    if column in [cell.strip() for cell in header]:
+        return f"has blanks around {column!r} in its header; remove the blanks around all cells"
+    if any(cell.lower().endswith(IMAGE_EXTENSIONS) for cell in header):
+        separator = SEPARATORS[path.suffix]
+        return (
+            f"has no header, but {listed(list(header), 5)}; add the line {separator.join(needed)} at its top"
+        )
+    if header and header[0].lstrip().startswith("#"):
+        return "begins with a comment; remove the lines above its header"
+    return None
 
 
 def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:

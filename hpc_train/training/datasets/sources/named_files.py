@@ -8,6 +8,7 @@ linked.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,10 @@ from hpc_train.errors import BadFileError, counted, listed, printable, shortened
 from hpc_train.experiment.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
 from hpc_train.paths import expanded
 from hpc_train.training.datasets.sources.values import alike, cell_text, text_problem
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: A class name that is a number with a fraction.
+_FRACTION = re.compile(r"-?\d*\.\d*[1-9]\d*(e[+-]?\d+)?", re.IGNORECASE)
 
 
 class NamedFiles:
@@ -36,6 +41,12 @@ class NamedFiles:
             raise _name_error(name, where, f"is {type(name).__name__}, not text", "write its path as text")
         if problem := text_problem(name):
             raise _name_error(name, where, problem.removeprefix("which "), "fix the name")
+        if _URL.match(name):
+            raise _name_error(name, where, "is a URL", "download the files, and write their paths")
+        if "\\" in name and not os.path.exists(self._in_folder(name)):  # noqa: PTH110  (Path: takes longer)
+            forward = name.replace("\\", "/")
+            if os.path.exists(self._in_folder(forward)):  # noqa: PTH110
+                raise _name_error(name, where, "has backslashes, as on Windows", f"write {forward}")
         if (name.startswith("/") or ".." in name) and not self._is_allowed(name):
             raise _name_error(
                 name,
@@ -57,7 +68,10 @@ class NamedFiles:
 
     def path(self, name: bytes) -> str:
         """Return the path of a checked name."""
-        return os.path.join(self._folder, os.fsdecode(name))  # noqa: PTH118  (Path: takes longer)
+        return self._in_folder(os.fsdecode(name))
+
+    def _in_folder(self, name: str) -> str:
+        return os.path.join(self._folder, name)  # noqa: PTH118  (Path: takes longer)
 
 
 def _name_error(name: Any, where: str, problem: str, remedy: str) -> BadFileError:
@@ -121,6 +135,12 @@ def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
     """Yield remarks on the classes. ``classes``: split → class numbers (N,) from 0."""
     yield from spelling_remarks(names)
+    fractions = [name for name in names if _FRACTION.fullmatch(name)]
+    if fractions and len(fractions) > len(names) // 2:
+        yield (
+            f"{len(fractions)} of {len(names)} classes are numbers with a fraction ({listed(fractions, 3)}); "
+            "if they are amounts, write data.args.target: number, and task: regression"
+        )
     for split, numbers in classes.items():
         present = set(numbers.tolist())
         absent = [shortened(name) for number, name in enumerate(names) if number not in present]

@@ -9,6 +9,7 @@ Legend: B sequences, T tokens of a sequence.
 from __future__ import annotations
 
 import sys
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,20 @@ def _parts(root: Path, args: TextArgs) -> tuple[_Codes, _Codes | None]:
             f"data.args.val_fraction: {root} is a folder, whose val.txt is for validation; take it out"
         )
     val = root / "val.txt"
-    if (why := why_not_read(val)) is not None:
-        raise BadFileError(f"data.root: {val} {why}; put the text itself there, or remove it")
-    return codes, _read(val, args) if val.is_file() else None
+    return codes, _read(val, args) if val.exists() else None
 
 
 def _read(path: Path, args: TextArgs) -> _Codes:
+    """Return the characters or bytes of a file, without a byte order mark."""
+    if (why := why_not_read(path)) is not None:
+        raise BadFileError(f"data.root: {path} {why}; put the text itself there, or remove it")
     try:
         if args.tokens == "bytes":
-            return np.fromfile(path, np.uint8)
+            content = np.fromfile(path, np.uint8)
+            return content[len(BOM_UTF8) :] if content[: len(BOM_UTF8)].tobytes() == BOM_UTF8 else content
         # Decoded from bytes, so that line ends are kept.
-        codes: _Codes = np.frombuffer(path.read_bytes().decode().encode("utf-32-le"), np.uint32)
+        text = path.read_bytes().decode("utf-8-sig")
+        codes: _Codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         if not codes.all():
             raise BadFileError(
                 f"data.root: {path} has a NUL character (number {int(codes.argmin())}), like UTF-16 or "

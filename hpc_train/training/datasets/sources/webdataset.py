@@ -13,6 +13,7 @@ import json
 import math
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
@@ -102,6 +103,8 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     shards = shard_files(root_of(config), args)
     for split, paths in shards.items():
         _check_files(split, paths)
+    for remark in _shard_remarks(shards) if download else ():
+        say(f"data.args: {remark}")
     index = _index(config, args, shards, download)
     if download and args.target == "class":
         targets = {split: arrays["targets"] for split, arrays in index.splits.items()}
@@ -127,6 +130,16 @@ def _check_files(split: str, paths: list[Path]) -> None:
         raise BadFileError(
             f"data.args.{split}: {missing[0]} is not a file on this machine{more}; fix data.root or the name"
         )
+
+
+def _shard_remarks(shards: dict[str, list[Path]]) -> Iterator[str]:
+    """Yield remarks on shards that are read twice, or as training and validation data."""
+    for split, paths in shards.items():
+        repeated = [path.name for path, count in Counter(paths).items() if count > 1]
+        if repeated:
+            yield f"{split} names {listed(repeated, 5)} more than once, so an epoch has these samples twice"
+    if shared := sorted(path.name for path in set(shards["train"]).intersection(shards.get("val", ()))):
+        yield f"train and val both name {listed(shared, 5)}, so the validation data are training data"
 
 
 def _index(config: DataConfig, args: WebdatasetArgs, shards: dict[str, list[Path]], download: bool) -> Index:
