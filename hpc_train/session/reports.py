@@ -19,7 +19,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._step = 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Any] = {}
         #: Metrics of the step that have been sent: Lightning logs those of a checkpoint once more after it.
         self._sent = set[str]()
         self._shown_at = float("-inf")
