@@ -60,6 +60,10 @@ FRESH_FIRST_ATTEMPT = "HPC_TRAIN_TEST_FRESH_FIRST_ATTEMPT"
 DOOR = "HPC_TRAIN_TEST_WARM"
 #: In a forked worker's environment until it imports this module: process and ``DOOR`` of its fork server.
 _OWN_SERVER = "HPC_TRAIN_TEST_WARM_SERVER"
+#: For a fork server: the modules that it imports besides the usual ones, with commas.
+_LIBRARIES = "HPC_TRAIN_TEST_LIBRARIES"
+#: For a fork server: numpy's library and pyarrow's allocator start no threads, which forks would lack.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _HOOK = Path(__file__).parent / "warm_site"
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
@@ -122,12 +126,13 @@ class ForkServer:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ChildProcessError: not our child
         return pid
 
-    def close(self) -> None:
-        """End the server; what it forked lives on."""
+    def close(self) -> int:
+        """End the server, what it forked lives on; return its wait status."""
         self._end.close()
-        os.waitpid(self.pid, 0)
+        status = os.waitpid(self.pid, 0)[1]
         if self._door:
             shutil.rmtree(Path(self._door).parent)
+        return status
 
 
 def _can_change(own: Mapping[str, str], environment: Mapping[str, str]) -> bool:
@@ -191,12 +196,16 @@ def _started_server() -> ForkServer:
     if own := os.environ.pop(_OWN_SERVER, None):
         pid, _, path = own.partition(" ")
         return ForkServer(socket.socket(fileno=_SERVER_FILE), int(pid), path)
+    return _start_server()
+
+
+def _start_server(*libraries: str) -> ForkServer:
     ours, theirs, door, path = _make_sockets(with_door=True)
     assert door is not None
     variables = {name: value for name, value in _AT_IMPORT.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
         [sys.executable, __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
-        env=variables | {"OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _ROOM},
+        env=variables | _ONE_THREAD | {_LIBRARIES: ",".join(libraries), "ROOM": "-" * _ROOM},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno(), door.fileno()],
         start_new_session=True,
@@ -205,6 +214,23 @@ def _started_server() -> ForkServer:
     door.close()
     process.returncode = 0  # ``ForkServer`` waits for it
     return ForkServer(ours, process.pid, path, _AT_IMPORT)
+
+
+@contextmanager
+def door_with(*libraries: str) -> Iterator[str | None]:
+    """A while in which another fork server listens at the ``DOOR`` that it yields; None: no rank is forked.
+
+    It has imported these modules, too: for scripts that would take seconds for that at each start.
+    """
+    if FRESH in os.environ:
+        yield None
+        return
+    server = _start_server(*libraries)
+    try:
+        yield server.for_jobs()[DOOR]
+    finally:
+        status = server.close()
+    assert status == 0, "scripts were started as usual: the server could not import what it should"
 
 
 def server_pid() -> int | None:
@@ -627,11 +653,16 @@ def main() -> None:
     # its option -P, forks would have that option too.
     imports: Any = importlib.import_module("warm_imports")
     sys.path.remove(str(Path(__file__).parent))
+    environment = dict(os.environ)
+    for name in filter(None, os.environ[_LIBRARIES].split(",")):
+        importlib.import_module(name)
+    os.environ.clear()  # Lightning sets a variable that torch reads at its import
+    os.environ.update(environment)
     imports.import_all()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
     gc.enable()
     _use_large_pages()
-    for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
+    for name in (*_ONE_THREAD, "ROOM", _LIBRARIES):
         del os.environ[name]
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork loses other threads"
     end: socket.socket = socket.socket(fileno=int(sys.argv[2]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _imp
 import importlib.util
-import pkgutil
 import runpy
 import sys
 import types
@@ -95,14 +94,12 @@ def _code(loader: SourceFileLoader, name: str) -> types.CodeType:
 
 
 def _names() -> Iterator[str]:
-    yield _OURS.name
-    for found in pkgutil.walk_packages([str(_OURS)], f"{_OURS.name}.", onerror=_raise):
-        if not found.name.startswith(tuple(f"{_OURS.name}.{name}" for name in _NOT_IMPORTED)):
-            yield found.name
-
-
-def _raise(name: str) -> None:
-    raise ImportError(name)
+    """``pkgutil.walk_packages`` would import packages that are left out, such as ``session``."""
+    for file in sorted(_OURS.rglob("*.py")):
+        parts = file.relative_to(_OURS.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if not name.startswith(tuple(f"{_OURS.name}.{name}" for name in _NOT_IMPORTED)):
+            yield name
 
 
 def _imported_as(module: types.ModuleType, code: types.CodeType) -> _Imported:

@@ -209,8 +209,7 @@ class _Fitted:
         sizes = [None] if images is None else self._image_sizes(images)
         cost = self._recipe.cost
         table = _GPU_EPOCHS if cost is None else _CPU_EPOCHS
-        most = next(epochs for limit, epochs in table if samples <= limit)
-        most = _TEXT_EPOCHS if images is None else most
+        most = _TEXT_EPOCHS if images is None else next(epochs for limit, epochs in table if samples <= limit)
         if cost is None or not samples:
             return most, sizes[0]
         cost = _OTHER_COST if self._is_other_model else cost
@@ -269,9 +268,7 @@ class _Fitted:
             self._comments["optimization", "optimizer"] = f"lr: {lr} for a batch of {batch}, {rule}"
         if not has_classes:
             optimization.pop("label_smoothing", None)
-        sizes = {
-            "epochs": self._epochs, "global_batch_size": self._batch, "micro_batch_size": self._micro
-        }  # fmt: skip
+        sizes = {"epochs": self._epochs, "global_batch_size": self._batch, "micro_batch_size": self._micro}
         warmup = {"name": "cosine", "warmup_epochs": _rounded(min(5, self._epochs / 10))}
         return {**sizes, **optimization, "optimizer": optimizer, "schedule": warmup}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ import pytest
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.metric_rows import iter_rows
-from tests import warm
 from tests.end_to_end.runs import ONE_THREAD, found_runs, hpc_train, last_step, wait_for
 from tests.loggers.wandb_files import read_run
 from tests.slurm.cluster import Cluster
@@ -40,7 +38,8 @@ from tests.slurm.experiments import (
 )
 from tests.slurm.runs import high_job
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.examples import HELD, MODES, NAMES, copied, same_weights, weights
+from tests.workloads.examples import MODES, NAMES, copied, same_weights, weights
+from tests.workloads.programs import HELD, forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -67,13 +66,10 @@ class Disturbed:
         self.name, self.has_session = name, mode == "session"
         self.held = folder / "held"
         code = copied(name, folder / "code")
-        shutil.copy(HELD, code)
         self.held.mkdir()
         (self.held / "after").write_text(str(SAVE_EVERY + 3))
         script = "train_session.py" if self.has_session else "train.py"
-        command = json.dumps(warm.task(HELD.name, script))
-        words = [f"program.command={command}", f"program.env.HELD={self.held}"]
-        words += [f"program.env.{warm.DOOR}={door}" for door in [warm.for_jobs().get(warm.DOOR)] if door]
+        words = [*forked(code, script), f"program.env.HELD={self.held}"]
         self.logs = name == LOGGED and not self.has_session
         words += ["program.args.wandb=true"] if self.logs else []
         self.environment = ENVIRONMENT | {"HPC_TRAIN_RUNS": str(folder / "runs")}

@@ -13,8 +13,6 @@ from tests.end_to_end.runs import REPOSITORY
 
 PROGRAMS = REPOSITORY / "examples" / "programs"
 NAMES = sorted(path.parent.name for path in PROGRAMS.glob("*/train.py"))
-#: Runs a script that a test holds.
-HELD = Path(__file__).with_name("held.py")
 #: Names of the files of a program: its script as it is, with ``resume``; and with a session.
 MODES = ("plain", "session")
 

@@ -1,8 +1,8 @@
-"""Runs a training script that waits after some optimizer steps until it is signalled or released.
+"""Runs a training script that may be a fork (tests/warm.py), or waits until it is signalled or released.
 
     python held.py train.py --steps=40
 
-The folder ``HELD`` has a file ``after`` with the number of steps of each process; without it nothing waits.
+If the folder ``HELD`` has a file ``after`` with a number of optimizer steps, each process waits after it.
 """
 
 import collections
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-folder, attempt = Path(os.environ["HELD"]), os.environ["HPC_TRAIN_ATTEMPT"]
+folder, attempt = Path(os.environ.get("HELD", "/nonexistent")), os.environ.get("HPC_TRAIN_ATTEMPT")
 after, left = folder / "after", folder / f"left-{attempt}"
 #: Receives the number of each signal that the script handles, whoever has installed the handler.
 signals, written = os.pipe2(os.O_NONBLOCK)
@@ -47,7 +47,8 @@ def hold(optimizer: object, *_: object) -> None:
         time.sleep(0.02)
 
 
-# A fork has its server's settings.
+# A fork has its server's settings, and must not have its session.
+assert "hpc_train.session" not in sys.modules
 faulthandler.enable()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])

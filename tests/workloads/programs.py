@@ -12,7 +12,10 @@ import torch
 from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import RunPaths
 from hpc_train.workloads.program_metrics import ProgramMetrics
+from tests import warm
 
+#: Runs a script in a fork, and one that a test holds.
+HELD = Path(__file__).with_name("held.py")
 SCRIPT = Path(__file__).with_name("script.py")
 TEXT = r"""
 name: prog
@@ -51,6 +54,17 @@ def write_program(folder: Path, text: str = TEXT, script: Path = SCRIPT) -> Path
     file = code / "exp.yaml"
     file.write_text(text)
     return file
+
+
+def forked(code: Path, script: str = "train.py", door: str | None = None) -> list[str]:
+    """Return overrides with which the script in ``code`` is forked, so that it need not import torch.
+
+    ``door``: of a server that has imported more, by default pytest's own.
+    """
+    shutil.copy(HELD, code)
+    door = door or warm.for_jobs().get(warm.DOOR)
+    command = f"program.command={json.dumps(warm.task(HELD.name, script))}"
+    return [command, *([f"program.env.{warm.DOOR}={door}"] if door else [])]
 
 
 def result(paths: RunPaths) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpc_train import session
-from hpc_train.paths import RunPaths
-from hpc_train.run.metric_rows import iter_rows
 from hpc_train.session.reports import Reports
 from hpc_train.session.storage import Saving
-from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
-from tests.waiting import HANG_LIMIT_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "programs"
 
@@ -294,7 +289,7 @@ def test_a_state_of_accelerate_is_restored_bitwise(
     assert resumed == accelerate_script(9)
 
 
-# The examples on two ranks.
+# The examples: on two ranks in test_examples.py.
 
 
 @pytest.mark.parametrize("name", ["lightning", "huggingface"])
@@ -310,50 +305,3 @@ def test_the_lines_on_the_page_are_those_of_the_example(name: str) -> None:
     )
     assert sorted(shown) == sorted(line for line in set(with_session) - set(plain) if line)
     assert len(shown) <= 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps", "stop"), [("lightning", 60, 30), ("huggingface", 40, 18)])
-def test_an_example_on_two_ranks_resumes_bitwise(
-    name: str, steps: int, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
-    code = tmp_path / "code"
-    code.mkdir()
-    for file in ("train_session.py", "session.yaml"):
-        (code / file).write_bytes((EXAMPLES / name / file).read_bytes())
-    words = ("submit", "session.yaml", f"program.args.steps={steps}", "--local", "--devices", "2")
-    process = start(*words, "program.args.sleep=0.2", cwd=code)
-    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
-    wait_for(lambda: last_step(only_run(tmp_path)) >= stop, f"step {stop}")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_LIMIT_S)
-    paths = only_run(tmp_path)
-    stopped = status(paths)
-    assert (stopped["state"], stopped["total_steps"]) == ("interrupted", steps)
-    assert stop <= stopped["step"] < steps, paths.attempt(1).log(0).read_text()
-    assert f"saved step {stopped['step']}" in paths.attempt(1).log(0).read_text()
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
-    again = hpc_train(*words, cwd=code)
-    assert again.code == 0, again.err
-    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
-    assert final(paths) == final(quiet)
-    assert logged(paths) == logged(quiet)
-    assert [step for step, split, _ in logged(paths) if split == "train"] == list(range(1, steps + 1))
-    verified = hpc_train("verify", paths.folder)
-    assert verified.code == 0, verified.err
-
-
-def final(paths: RunPaths) -> list[Any]:
-    state = torch.load(paths.work / "out" / "weights.pt")
-    return weights(SimpleNamespace(state_dict=lambda: state))
-
-
-def logged(paths: RunPaths) -> list[Any]:
-    """Return the rows of a run without times, by split and step."""
-    rows = [
-        (row["step"], row["split"], {name: row[name] for name in ("loss", "accuracy") if name in row})
-        for row in iter_rows(paths.metrics)
-    ]
-    return sorted(rows, key=lambda row: (row[1], row[0]))

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.experiment.config.schema import Program
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.workload import workload_of
-from tests.end_to_end.runs import ONE_THREAD, REPOSITORY
+from hpc_train.paths import RunPaths
+from hpc_train.run.metric_rows import iter_rows
+from tests import warm
+from tests.end_to_end.runs import (
+    ONE_THREAD,
+    REPOSITORY,
+    found_runs,
+    hpc_train,
+    last_step,
+    only_run,
+    start,
+    status,
+    wait_for,
+)
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.examples import MODES, NAMES, PROGRAMS, copied, same_weights, weights
+from tests.workloads.programs import HELD, forked
 
 _MAX_LINES = 5
+_GPT2 = "transformers.models.gpt2.modeling_gpt2"
+_LIBRARIES = ("lightning.pytorch", "sklearn.datasets", "transformers.trainer", _GPT2)
 
 
 def lines(path: Path) -> list[str]:
@@ -61,14 +81,26 @@ def test_the_page_names_each() -> None:
     assert [name for name in NAMES if f"](programs/{name}/train_session.py)" not in page] == []
 
 
+@pytest.fixture(scope="module")
+def door() -> Iterator[str | None]:
+    """The scripts' own server: each would take 8 s of CPU time to import Lightning, 5 s for transformers."""
+    with warm.door_with(*_LIBRARIES) as door:
+        yield door
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_both_scripts_run_without_a_launcher_to_the_same_weights(name: str, tmp_path: Path) -> None:
+def test_both_scripts_run_without_a_launcher_to_the_same_weights(
+    name: str, door: str | None, tmp_path: Path
+) -> None:
+    environment = os.environ | ONE_THREAD | {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    if door:
+        environment[warm.DOOR] = door
     ends = []
     for script in ("train.py", "train_session.py"):
         code = copied(name, tmp_path / script)
-        command = [sys.executable, script]
-        environment = ONE_THREAD | {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+        shutil.copy(HELD, code)
+        command = warm.task(HELD.name, script)
         done = subprocess.run(
             command, cwd=code, env=environment, capture_output=True, text=True, check=False,
             timeout=HANG_LIMIT_S,
@@ -82,12 +114,52 @@ def test_both_scripts_run_without_a_launcher_to_the_same_weights(name: str, tmp_
 def test_a_second_start_without_a_launcher_resumes_on_all_ranks(tmp_path: Path) -> None:
     code = copied("gan", tmp_path / "code")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for start, end in ((0, 20), (20, 25)):
-        command = [*launch, "train_session.py", f"--steps={end}"]
+    for first, last in ((0, 20), (20, 25)):
+        command = [*launch, "train_session.py", f"--steps={last}"]
         done = subprocess.run(
             command, cwd=code, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False,
             timeout=HANG_LIMIT_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         shown = [line.partition(":")[0] for line in done.stdout.splitlines()]
-        assert shown == [f"step {step}" for step in range(start + 1, end + 1)]
+        assert shown == [f"step {step}" for step in range(first + 1, last + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps", "stop"), [("lightning", 60, 30), ("huggingface", 40, 18)])
+def test_an_example_on_two_ranks_resumes_bitwise(
+    name: str, steps: int, stop: int, door: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    code = copied(name, tmp_path / "code")
+    words = ["submit", "session.yaml", f"program.args.steps={steps}", "--local", "--devices", "2"]
+    words += forked(code, "train_session.py", door)
+    process = start(*words, "program.args.sleep=0.2", cwd=code)
+    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
+    wait_for(lambda: last_step(only_run(tmp_path)) >= stop, f"step {stop}")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    paths = only_run(tmp_path)
+    stopped = status(paths)
+    assert (stopped["state"], stopped["total_steps"]) == ("interrupted", steps)
+    assert stop <= stopped["step"] < steps, paths.attempt(1).log(0).read_text()
+    assert f"saved step {stopped['step']}" in paths.attempt(1).log(0).read_text()
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    again = hpc_train(*words, cwd=code)
+    assert again.code == 0, again.err
+    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
+    assert same_weights(weights(paths.work), weights(quiet.work))
+    assert logged(paths) == logged(quiet)
+    assert [step for step, split, _ in logged(paths) if split == "train"] == list(range(1, steps + 1))
+    verified = hpc_train("verify", paths.folder)
+    assert verified.code == 0, verified.err
+
+
+def logged(paths: RunPaths) -> list[Any]:
+    """Return the rows of a run without times, by split and step."""
+    rows = [
+        (row["step"], row["split"], {name: row[name] for name in ("loss", "accuracy") if name in row})
+        for row in iter_rows(paths.metrics)
+    ]
+    return sorted(rows, key=lambda row: (row[1], row[0]))

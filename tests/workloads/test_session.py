@@ -33,6 +33,7 @@ from tests.workloads.programs import (
     SESSION_SCRIPT,
     SESSION_TEXT,
     final_weights,
+    forked,
     write_program,
 )
 
@@ -263,7 +264,8 @@ def test_a_script_with_five_lines_resumes_to_the_same_bits(
     plain = [sys.executable, "train.py", "--output", "plain.pt"]
     subprocess.run(plain, cwd=code, check=True, timeout=HANG_LIMIT_S)
     assert (code / "plain.pt").exists()
-    process = start("submit", "exp.yaml", "program.args.sleep=0.2", "--local", "--devices", "2", cwd=code)
+    words = (*forked(code), "--local", "--devices", "2")
+    process = start("submit", "exp.yaml", "program.args.sleep=0.2", *words, cwd=code)
     wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
     wait_for(lambda: last_step(only_run(tmp_path)) >= 12, "step 12")
     process.send_signal(signal.SIGINT)
@@ -277,7 +279,7 @@ def test_a_script_with_five_lines_resumes_to_the_same_bits(
     assert record is not None and record.checkpoints[0] == f"step-{stopped['step']:08d}"
     assert f"starts at {stopped['step']}" in paths.attempt(2).log(0).read_text()
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
-    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", "--local", "--devices", "2", cwd=code)
+    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", *words, cwd=code)
     assert again.code == 0, again.err
     (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
     assert final_weights(paths) == final_weights(quiet)
@@ -292,7 +294,7 @@ def test_early_stopping_is_at_the_same_step_with_the_same_bits_after_a_resume(
     """With dropout and shuffled data on two ranks, and metrics that have the names of messages."""
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     code = write_program(tmp_path, END_STEP_TEXT, END_STEP_SCRIPT).parent
-    words = ("--local", "--devices", "2")
+    words = (*forked(code), "--local", "--devices", "2")
     process = start("submit", "exp.yaml", "program.args.sleep=0.2", *words, cwd=code)
     wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
     wait_for(lambda: last_step(only_run(tmp_path)) >= 11, "step 11")
