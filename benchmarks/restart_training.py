@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -28,7 +28,8 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit((__doc__ or "").split("\n\n")[1].strip())
     folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
-    dist.init_process_group("gloo")
+    # Seen with torchrun: restarted ranks that never connect. They end after a minute, and are started again.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Conv2d(1, 8, 4, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))

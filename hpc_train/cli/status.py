@@ -21,6 +21,7 @@ from hpc_train.recovery.history import saved_step
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 from hpc_train.report.run_files import RunFiles, layout_of
+from hpc_train.report.run_times import node_words
 from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples
 from hpc_train.run.attempts import newest_number
@@ -109,8 +110,11 @@ def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
 
 def _print_details(paths: RunPaths, row: RunRow) -> None:
     put("")
-    layout = layout_of(RunFiles.read(paths))
+    files = RunFiles.read(paths)
+    layout, record = layout_of(files), files.newest_record
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
+    if record is not None and record.job and record.hosts:
+        details.append(("nodes", node_words(record)))
     if bad := bad_samples.in_words(paths):
         details.append(("bad samples", bad))
     put(*columns([(f"  {label}", text) for label, text in details]))

@@ -106,6 +106,12 @@ def first_step_words(parts: Mapping[str, float]) -> str:
     return f"data {data_s:.1f} s, {compiled}first run {run_s:.1f} s"
 
 
+def node_words(record: AttemptRecord) -> str:
+    """Return ``n1, n3 (spare: n4)``: the nodes of the attempt's ranks, and those without ranks."""
+    spare = f" (spare: {', '.join(record.spare_hosts)})" if record.spare_hosts else ""
+    return f"{', '.join(record.hosts)}{spare}"
+
+
 @dataclass(frozen=True)
 class Restart:
     """From an interruption to the next step, in parts; None for one that is not over, or was not recorded."""

@@ -30,7 +30,7 @@ from hpc_train.report.metrics_reader import (
     spread_rows,
 )
 from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, short_duration
+from hpc_train.report.run_times import attempt_span, node_words, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -236,8 +236,7 @@ def _attempt(attempt: AttemptPaths, record: AttemptRecord | None, run: LiveRun) 
     is_running = attempt.number == run.status.attempt and run.state == "running"
     span = attempt_span(attempt, record, is_running=is_running)
     took = f" for {short_duration(span[1] - span[0])}" if span else ""
-    nodes = f" on {', '.join(record.hosts)}" if record.hosts else ""
-    nodes += f" (spare: {', '.join(record.spare_hosts)})" if record.spare_hosts else ""
+    nodes = f" on {node_words(record)}" if record.hosts else ""
     nodes += " in place" if record.in_place else ""
     end = "runs" if is_running else record.reason or record.cause or ("ended" if record.end else "no end")
     start = f"{record.start[:16].replace('T', ' ')} UTC"
