@@ -233,6 +233,8 @@ def _write_refusal(job: BatchJob, refusal: str) -> None:
     status, record = read_status(paths), read_record(paths.attempt(number))
     if status.state != "requeued" or record is None or not job.owns(record):
         return
+    if record.restart != job.restart:  # the job has begun its next attempt
+        return
     resume = f"`hpc-train resume {paths.folder.name}` continues it"
     reason = one_line("; ".join(filter(None, (status.reason, refusal, resume))))
     status = replace(status, state="failed", reason=reason)

@@ -99,10 +99,11 @@ def _forecast(batch: Batch, runs: Sequence[StartRequest]) -> JobForecast:
 def shared_jobs(runs: Sequence[StartRequest]) -> list[str]:
     """Return a line on each group of runs that share jobs: how many jobs, and the request of one."""
     lines = []
-    for group in _groups(runs, len(runs)):
+    for group in _groups([run for run in runs if run.experiment.slurm is not None], len(runs)):
         run, sharing = group[0], _sharing(group)
         slurm = run.experiment.slurm
-        if slurm is None or sharing.runs_per_task == 1:
+        assert slurm is not None
+        if sharing.runs_per_task == 1:
             continue
         of_job = options.of_slots(_profile(slurm.profile, run.problem).applied(run.experiment), sharing.slots)
         assert of_job.slurm is not None

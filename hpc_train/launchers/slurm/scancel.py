@@ -112,7 +112,7 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
     if alone:
         commands.cancel_jobs(list(dict.fromkeys(str(folder.job) for folder in alone)))
         ended = _wait(alone)
-    remaining = _end_steps(shared, states)
+    remaining = _end_steps(shared, states) if shared else []
     for folder in folders:
         if folder.paths.cancelled.exists() and folder not in remaining:
             _write_end(folder.paths, None if folder in shared else ended.get(folder.paths))
