@@ -340,7 +340,7 @@ class Allocation:
             raise UsageError(f"--here: `scontrol --details show job {job}` names no nodes")
         ends = re.search(r" EndTime=(\d\d\d\d-[\dT:-]+)", shown)
         end = None if ends is None else datetime.fromisoformat(ends[1]).replace(tzinfo=UTC)
-        return cls(job, nodes, end and end.timestamp())
+        return cls(job, nodes, None if end is None else end.timestamp())
 
     @property
     def least(self) -> AllocatedNode:
