@@ -405,7 +405,7 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
     if is_alive or latest.state not in GOING_ON:
         return latest
     jobs = facts.get("slurm_job_ids") or [None]
-    if record is not None and is_begun and silent_s(paths, record) < _GRACE_S:
+    if is_alive is None and record is not None and is_begun and silent_s(paths, record) < _GRACE_S:
         return latest  # its batch script may just be writing the end
     reason = _end_of_job(str(jobs[-1]), max_age_s)
     if reason is None and is_alive is None:
