@@ -139,7 +139,7 @@ def test_cancel_and_ctrl_c_end_the_run_and_leave_the_users_job(
 
 def test_the_runs_of_a_sweep_follow_each_other(cluster: Cluster, shell: Shell, tmp_path: Path) -> None:
     experiment = write_experiment(tmp_path, EXPERIMENT)
-    process = here(shell, tmp_path, "submit", experiment, "slurm.nodes=4", "slurm.gpus_per_node=1")
+    process = here(shell, tmp_path, "submit", experiment, "slurm={nodes: 4, gpus_per_node: 1}")
     _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, found_runs(tmp_path)) == (ExitCode.BAD_FILE, [])
     assert f"slurm.nodes: 4 exceeds the 2 nodes of job {shell.job}; add --nodes 2" in err

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from hpc_train.console import say, say_text
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, counted
 from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import ALLOCATION, commands, queue_status, scancel
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.batch_job import IN_ALLOCATION, MARK, BatchJob, gone_nodes
@@ -54,14 +55,10 @@ _POLL_S = 0.1
 #: Between two looks at the run's folder, and at Slurm's steps while the ranks are to receive a signal.
 _LOOK_S, _STEP_S = 0.5, 2.0
 _OUTPUT_BYTES = 1 << 16
+#: From an attempt's last sign of life to its diagnosis by another process. Assumed.
+_GRACE_S = 5.0
 #: Causes after which the allocation, or the user, lets no further run begin.
 _ENDS_SERIES = {"preemption", "time limit", "interrupted", "requeue"}
-#: The variables that identify the user's job; srun and the batch script read them. All others of Slurm
-#: describe how that job, or a step of it, was requested.
-_OF_THE_JOB = (
-    "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
-    "SLURM_CLUSTER_NAME", "SLURM_WORKING_CLUSTER", "SLURM_JOB_PARTITION", "SLURMD_NODENAME",
-)  # fmt: skip
 
 
 class AllocationLauncher:
@@ -282,12 +279,17 @@ class _Follower:
                  str(self.submission.folder / "batch.sh")],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment(nodes),
             )  # fmt: skip
-            with self._polling:
-                while exit_code(child) is None:
-                    time.sleep(_POLL_S)
-                    with suppress(OSError):  # showing progress must not end the run
-                        self._look(log)
-                    self._handle(signals)
+            try:
+                with self._polling:
+                    while exit_code(child) is None:
+                        time.sleep(_POLL_S)
+                        with suppress(OSError):  # showing progress must not end the run
+                            self._look(log)
+                        self._handle(signals)
+            except BaseException:
+                child.kill()
+                scancel.end_step(self.allocation.job, self.run.paths)
+                raise
             with suppress(OSError):
                 self._print_output(log)
         return self._end(exit_code(child, block=True) or 0, log)
@@ -300,8 +302,7 @@ class _Follower:
                  for name, _, value in [argument.removeprefix("--").partition("=")]}  # fmt: skip
         listed, count = ",".join(nodes), str(len(nodes))
         per_node = f"{sizes['ntasks-per-node']}(x{count})"
-        return script.job_environment(self.batch.parameters, os.environ) | {
-            **{name: os.environ[name] for name in _OF_THE_JOB if name in os.environ},
+        return script.environment_within_job(self.batch.parameters, os.environ) | {
             **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), listed),
             **dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), count),
             **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), sizes["ntasks"]),
@@ -337,7 +338,8 @@ class _Follower:
             return
         if request != self._request:
             self._request, self._asked_at = request, 0.0
-            write_text(self._job.stop_request, f"{request.name}\n")
+            with suppress(OSError):  # a full disk: the ranks note the signal, if they have room
+                write_text(self._job.stop_request, f"{request.name}\n")
             if request not in {signal.SIGKILL, signal.SIGUSR2}:
                 say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
         is_received = request != signal.SIGKILL and noted_signal(self.run.paths.attempt(self._attempt))
@@ -379,6 +381,7 @@ class _Follower:
                 status = replace(status, state=state, reason=one_line(text))
             with suppress(OSError):
                 write_status(paths, status)
+            notify_end(paths, say, status)
         if status.state == "completed":
             return ExitCode.DONE
         record = read_record(paths.attempt(self._attempt)) if self._attempt else None
@@ -402,6 +405,8 @@ def _status(paths: RunPaths, max_age_s: float) -> RunStatus:
     if is_alive or latest.state not in GOING_ON:
         return latest
     jobs = facts.get("slurm_job_ids") or [None]
+    if is_alive is None and record is not None and is_begun and silent_s(paths, record) < _GRACE_S:
+        return latest  # its batch script may just be writing the end
     reason = _end_of_job(str(jobs[-1]), max_age_s)
     if reason is None and is_alive is None:
         if not is_begun or record is None or silent_s(paths, record) <= SILENT_LIMIT_S:
@@ -439,4 +444,6 @@ def _end_of_job(job: str, max_age_s: float) -> str | None:
         return None
     if state is None or not state.is_over:
         return None
+    if state.missed_at is not None and time.time() - state.missed_at < queue_status.SECOND_LOOK_S:
+        return None  # one absent answer proves nothing
     return f"job {job}, in which it ran, has ended ({state.state})"

@@ -339,8 +339,8 @@ class Allocation:
         if not nodes:
             raise UsageError(f"--here: `scontrol --details show job {job}` names no nodes")
         ends = re.search(r" EndTime=(\d\d\d\d-[\dT:-]+)", shown)
-        end_s = ends and datetime.fromisoformat(ends[1]).replace(tzinfo=UTC).timestamp()
-        return cls(job, nodes, end_s)
+        end = None if ends is None else datetime.fromisoformat(ends[1]).replace(tzinfo=UTC)
+        return cls(job, nodes, None if end is None else end.timestamp())
 
     @property
     def least(self) -> AllocatedNode:

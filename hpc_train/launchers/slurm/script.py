@@ -60,6 +60,13 @@ _NEVER_KEPT = (
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 
+#: The variables that identify the user's job; srun and the batch script read them. All others of Slurm
+#: describe how that job, or a step of it, was requested.
+_OF_THE_JOB = (
+    "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
+    "SLURM_CLUSTER_NAME", "SLURM_WORKING_CLUSTER", "SLURM_JOB_PARTITION", "SLURMD_NODENAME",
+)  # fmt: skip
+
 
 def batch(
     submission: Path,
@@ -249,6 +256,12 @@ def job_environment(parameters: Mapping[str, Any], environ: Mapping[str, str]) -
     """
     in_job = "SLURM_JOB_ID" in environ
     return {name: value for name, value in environ.items() if not _is_hidden(name, parameters, in_job=in_job)}
+
+
+def environment_within_job(parameters: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a batch script that uses the job of this process itself."""
+    job = {name: environ[name] for name in _OF_THE_JOB if name in environ}
+    return job_environment(parameters, environ) | job
 
 
 def _is_hidden(name: str, parameters: Mapping[str, Any], in_job: bool) -> bool:

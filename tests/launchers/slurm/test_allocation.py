@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -190,6 +192,8 @@ def test_an_attempt_whose_end_nobody_wrote_ends_with_its_process_or_its_job(
     dead = replace(dead, start_ticks=1) if is_here else replace(dead, host="n1", boot_id="another")
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=dead))
     write_status(paths, RunStatus("running", step=7, attempt=1))
+    for path in (paths.status, *paths.attempt(1).folder.iterdir()):
+        os.utime(path, (time.time() - 60, time.time() - 60))
     (status,) = AllocationLauncher().status([paths])
     assert (status.state, status.reason) == (state, reason)
     assert (record_of(paths.attempt(1)).end is None) == (state == "running")
