@@ -14,7 +14,7 @@ from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run import stages
 from hpc_train.run.find import run_name
-from hpc_train.run.run_status import CANCELLED, GOING_ON, read_status
+from hpc_train.run.run_status import CANCELLED, GOING_ON, read_status, run_facts
 
 
 class Submission(Protocol):
@@ -71,6 +71,13 @@ def _leads_on(paths: RunPaths, *, is_queue: bool, left: int) -> bool:
         name = run_name(paths)
         say(f"{name}: {status.state}; `hpc-train resume {name}` lets the {left} later stages follow")
     return False
+
+
+def is_created_only(paths: RunPaths, launcher: Launcher, name: str) -> bool:
+    """Return True for a stage that a command has created for the launcher of this name, and not started."""
+    facts = run_facts(paths)
+    is_of_launcher = not launcher.is_queue and facts.get("launcher") == name
+    return is_of_launcher and bool(facts.get("stage")) and not stages.has_begun(paths)
 
 
 def waiting(runs: Sequence[RunPaths]) -> list[RunPaths]:

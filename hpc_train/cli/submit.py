@@ -20,7 +20,7 @@ from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
-from hpc_train.cli.stages import start_stages
+from hpc_train.cli.stages import is_created_only, start_stages
 from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
@@ -37,8 +37,7 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
 from hpc_train.run.files import in_parallel, remove_folder, sync_folder
 from hpc_train.run.find import is_run, names_of, run_name
-from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus, run_facts
-from hpc_train.run.stages import has_begun
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.run.trust import check_experiment_folder
 
 
@@ -104,7 +103,7 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
 
 
 def _say_before(choice: LauncherChoice, loaded: Loaded) -> None:
-    """Print what is valid in a file but may be a mistake."""
+    """Print remarks on the file and on data that are not on this machine."""
     if choice.launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
             say(line)
@@ -265,14 +264,8 @@ class _Submission:
                 folders.append((self._create_beside(folder, run), True))
             else:
                 existing = self._again.get(run.id) or _existing_run(folder, run)
-                folders.append((existing, self._is_waiting_here(existing)))
+                folders.append((existing, is_created_only(existing, self._launcher, self._name)))
         return folders
-
-    def _is_waiting_here(self, paths: RunPaths) -> bool:
-        """Return True for a stage that an earlier command has created and not started."""
-        facts = run_facts(paths)
-        is_ours = not self._launcher.is_queue and facts.get("launcher") == self._name
-        return is_ours and bool(facts.get("stage")) and not has_begun(paths)
 
     def _take_snapshot(self) -> None:
         """Read the code that all runs share, once, after the leftovers of killed commands are removed."""

@@ -116,8 +116,8 @@ def current_status(paths: RunPaths) -> RunStatus:
     status = read_status(paths)
     if status.state not in {"pending", "running"}:
         return status
-    if status.state == "pending" and (words := waiting_words(paths)) is not None:
-        return replace(status, reason=words)
+    if status.state == "pending" and (reason := waiting_words(paths)) is not None:
+        return replace(status, reason=reason)
     if (silence := _silence(paths)) is not None:
         return replace(status, state="failed", reason=silence)
     if not _is_orphaned(paths):

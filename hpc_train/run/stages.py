@@ -54,8 +54,8 @@ def waiting_words(paths: RunPaths) -> str | None:
 
 def check_may_begin(paths: RunPaths) -> None:
     """Raise TryAgainError if the run waits for the completion of another one."""
-    if (words := waiting_words(paths)) is not None:
-        raise TryAgainError(f"{run_name(paths)}: {words}")
+    if (reason := waiting_words(paths)) is not None:
+        raise TryAgainError(f"{run_name(paths)}: {reason}")
 
 
 def note_weights(paths: RunPaths) -> None:

@@ -289,7 +289,8 @@ def schema_for_editors() -> Node:
     required = schema.pop("required")
     own = [key for key in required if key not in Job.model_fields]
     shared = [key for key in required if key in Job.model_fields]
-    return schema | {"required": shared, "oneOf": [{"required": own}, {"required": ["program"]}]}
+    one = {"required": shared, "oneOf": [{"required": own}, {"required": ["program"]}]}
+    return schema | {"if": {"required": ["stages"]}, "else": one}
 
 
 @cache

@@ -151,8 +151,8 @@ class StagedFile:
         data.setdefault("name", "unknown")
         if isinstance(data.get("slurm"), dict):
             data["slurm"] = data["slurm"] | {"nodes": 1}
-        own = {key: value for key, value in section.items() if key != program}
-        data = _merged(data, own) | {"program": self._program(index, program, section[program], weights)}
+        changed = {key: value for key, value in section.items() if key != program}
+        data = _merged(data, changed) | {"program": self._program(index, program, section[program], weights)}
         marks = self._marks_of(index)
         marks |= {("program", *mark[1:]): marks[mark] for mark in list(marks) if mark[:1] == (program,)}
         return load_document(Document(data, marks), self._name)
@@ -231,7 +231,7 @@ def _merged(rest: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, An
 
 
 def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
-    """Yield what is wrong with the list of stages, before any of them is read."""
+    """Yield the problems of the list of stages, before any of them is read."""
     example = "write a list of files and sections, like [pretrain.yaml, tune.yaml, {export: w.safetensors}]"
     if not isinstance(entries, list) or not entries:
         message = "is empty" if entries == [] else f"needs a list of stages, not {shown(entries)}"

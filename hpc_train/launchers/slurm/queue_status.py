@@ -188,8 +188,8 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
     status, submissions = folder.status, submissions or Submissions()
     if folder.job is None and status.state in GOING_ON:
         return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
-    if status.state == "pending" and not folder.is_cancelled and (words := stage_words(folder.paths)):
-        return replace(status, reason=words)
+    if status.state == "pending" and not folder.is_cancelled and (reason := stage_words(folder.paths)):
+        return replace(status, reason=reason)
     if job is not None and not submissions.made(folder.paths, job):
         job = JobState(job.job, FORGOTTEN)  # Slurm has given its number to another job
     if job is not None and job.state == ELSEWHERE and status.state in GOING_ON:
