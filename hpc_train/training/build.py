@@ -31,7 +31,6 @@ from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import too_many
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.digests import StepDigests, digests_mode
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
 from hpc_train.training.evaluation_outputs import (
@@ -52,6 +51,7 @@ from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.step import StepObserver
+from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context

@@ -21,7 +21,7 @@ from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.distributed import log_stream
 from hpc_train.training.rank import joined
 from hpc_train.training.rank_exit import report
-from hpc_train.training.replay import replay
+from hpc_train.training.replaying import replay
 
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:

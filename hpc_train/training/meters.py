@@ -26,7 +26,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
-from hpc_train.training.digests import StepDigests
+from hpc_train.training.step_digests import StepDigests
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
 _log = logging.getLogger(__name__)

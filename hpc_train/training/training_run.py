@@ -19,12 +19,12 @@ from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
-from hpc_train.training.digests import digests_file
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
 from hpc_train.training.loop import AutoInterval
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
+from hpc_train.training.step_digests import digests_file
 from hpc_train.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.digests import StepDigest, read_digests
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.digests import EVERY_STEPS, StepDigests, digests_file, samples_digest
 from hpc_train.training.step import StepResult
+from hpc_train.training.step_digests import EVERY_STEPS, StepDigests, digests_file, samples_digest
 from tests.ranks import run_ranks
 from tests.training.test_step import Training, micro_batches
 

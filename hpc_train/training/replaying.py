@@ -31,9 +31,9 @@ from hpc_train.training.build import train_again
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.datasets.images import sample_path
 from hpc_train.training.datasets.types import Batch, Tensors
-from hpc_train.training.digests import StepDigests
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver, StepResult
+from hpc_train.training.step_digests import StepDigests
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState

@@ -1,0 +1,124 @@
+"""What ``replay`` refuses before any rank starts, and how a replay reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.cli import replay as module
+from hpc_train.cli.replay import _replayed
+from hpc_train.paths import RunPaths
+from hpc_train.report.replayed_steps import Replay, replay_text
+from hpc_train.run.run_status import RunStatus, write_status
+from tests.cli.commands import hpc_train
+from tests.run.runs import small_run
+from tests.run.test_checkpoints import begin_attempt, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = small_run(tmp_path / "runs")
+    begin_attempt(paths, 1)
+    for step in (5, 10):
+        write_checkpoint(paths, step, attempt=1)
+    write_status(paths, RunStatus(total_steps=20))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.root=x", "--step", "3"], "replay: names no run; give a run id"),
+        (["abc"], "--step"),
+        (["abc", "--step", "0"], "--step"),
+        (["abc", "--step", "21"], "--step: 21 is past the last step of the run, 20"),
+        (["abc", "--step", "3", "--to", "30"], "--to: 30 is past the last step of the run, 20"),
+        (["abc", "--step", "7", "--to", "6"], "--to: 6 is before --step 7; write 7 or a later step"),
+        (["abc", "--step", "3", "--set", "seed=4"], "seed: can't be changed in a replay"),
+        (["abc", "model.name=gpt", "--step", "3"], "model.name: can't be changed in a replay"),
+        (
+            ["abc", "--step", "3", "--set", "optimization.global_batch_size=8"],
+            "optimization.global_batch_size: can't be changed in a replay",
+        ),
+        (["abc", "--step", "3", "--set", "precision"], "--set: precision has no value; write KEY=VALUE"),
+        (["abc", "--step", "3", "--set", "precison=fp32"], "precison: can't be changed in a replay"),
+        (["abc", "--step", "3", "--save-batch", "b.pt"], "--save-batch: b.pt must end in .safetensors"),
+    ],
+)
+def test_mistakes_are_named_before_any_rank_starts(
+    run: RunPaths, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LocalLauncher", None)
+    done = hpc_train("replay", *words)
+    assert done.code == 2 and message in done.err, done.err
+
+
+@pytest.mark.parametrize(("first", "begin"), [(1, 0), (5, 0), (6, 5), (10, 5), (11, 10), (20, 10)])
+def test_a_replay_begins_at_the_newest_checkpoint_before_the_step(
+    run: RunPaths, first: int, begin: int
+) -> None:
+    """The checkpoint of step 10 has the state after that step."""
+    assert module._stretch(run, first, first).begin == begin
+
+
+def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
+    batch = {"number": rank, "loss": 1.0 + rank, "samples": [rank, 7], "files": []}
+    digest = {"samples": "0a", "loss": 1.5, "grad_norm": None, "attempt": 0}
+    of_first = {"digest": digest, "recorded": digest | {"attempt": 1}} if rank == 0 else {}
+    return (
+        {"step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0}}
+        | {"non_finite": None}
+        | of_first
+        | changes
+    )
+
+
+def text_of(*ranks: dict[str, Any], names: list[str] | None = None) -> str:
+    replayed = _replayed([], [[rank] for rank in ranks], names or ["samples", "loss", "grad_norm"])
+    answer = Replay(version=1, id="a", path="a", checkpoint=0, ranks=2, ranks_of_run=2, replays=[replayed])
+    return "\n".join(replay_text(answer))
+
+
+def test_parts_of_ranks_are_added_up() -> None:
+    text = text_of(line(4, 0), line(4, 1))
+    assert "step 4: loss 1.5, gradient norm 5.09902, learning rate 0.1" in text
+    assert "bitwise identical to the run: samples, loss" in text and "gradient norm, 3 modules" in text
+    assert text.splitlines()[-3].split() == ["a", "4.24264"], "of both ranks"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (
+            {
+                "where": "output",
+                "micro_batch": 1,
+                "module": "a.b",
+                "class": "Linear",
+                "has_finite_weights": False,
+            },
+            "of micro-batch 1: the output of a.b (Linear), whose weights are not finite",
+        ),
+        (
+            {"where": "before", "micro_batch": 1, "module": "", "class": "Net", "before": "a"},
+            "computed by the model (Net) before it calls a",
+        ),
+        ({"where": "inputs", "micro_batch": 0, "module": None}, "of micro-batch 0: the inputs of the model"),
+        ({"where": "loss", "micro_batch": 0, "module": None}, "of micro-batch 0: the loss"),
+        ({"where": "backward", "micro_batch": None, "module": "a"}, "the gradients of a; forward and loss"),
+    ],
+)
+def test_the_place_of_the_first_nan_is_described(place: dict[str, Any], words: str) -> None:
+    later = {"where": "backward", "micro_batch": None, "module": "z"}
+    places = (place, later) if place["micro_batch"] is not None else (None, place)
+    assert words in text_of(*(line(4, rank, non_finite=places[rank]) for rank in (0, 1)))
+
+
+def test_differences_are_shown_exactly() -> None:
+    recorded = {"samples": "0b", "loss": 1.25, "grad_norm": 2.0, "attempt": 1}
+    text = text_of(line(4, 0, recorded=recorded), line(4, 1))
+    assert "differs: other samples; loss 1.25 in the run, 1.5 here (by 2.0e-01)" in text
+    assert "other samples" not in text_of(line(4, 0, recorded=recorded), line(4, 1), names=["loss"])
+    assert "has no digest of this step" in text_of(line(4, 0, recorded=None), line(4, 1))
