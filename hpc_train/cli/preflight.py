@@ -23,6 +23,7 @@ from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import ALLOCATION, DEFAULT, load_launcher
+from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.run import weight_source
 from hpc_train.run.code.work_tree import work_tree_around
@@ -238,3 +239,34 @@ def say_remarks(loaded: Loaded) -> None:
     """Print the remarks on settings that are valid but probably not intended."""
     for remark in workload_of(loaded.experiment).remarks(loaded.experiment):
         say(loaded.source.render(remark))
+
+
+def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
+    """Print remarks on the file and on data that are not on this machine."""
+    if choice.launcher.is_queue:
+        for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
+            say(line)
+    say_remarks(loaded)
+    _say_no_key(loaded)
+    slurm = loaded.experiment.slurm
+    if slurm is not None and slurm.spare_nodes and not choice.launcher.is_queue:
+        message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
+        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
+
+
+def _say_no_key(loaded: Loaded) -> None:
+    """Warn if wandb has no API key; ranks have this command's environment."""
+    wandb = loaded.experiment.logging.wandb
+    if wandb is None or not needs_key(wandb.mode) or has_key():
+        return
+    outcome = (
+        "runs log into their folders"
+        if effective_mode(wandb.mode) == "offline"
+        else "wandb gets nothing of the runs"
+    )
+    remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
+    say(
+        loaded.problem(
+            "logging.wandb.mode", f"there is no API key, so {outcome}", remedy, "logging.wandb-key"
+        )
+    )

@@ -15,7 +15,7 @@ from hpc_train.cli.extending import longer_command, shorter_run
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
-from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, missing_data, say_remarks
+from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, say_before
 from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
@@ -30,7 +30,6 @@ from hpc_train.experiment.plan.stages import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import launcher_of, statuses
-from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.attempts import newest_number
@@ -83,7 +82,7 @@ def submit_runs(
         show(plan, as_json=options.as_json, scripts=checked.scripts)
     if problems := checked.problems or checked.refused:
         raise BadFileError(problems)
-    _say_before(choice, loaded)
+    say_before(choice, loaded)
     if options.dry_run:
         return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []
@@ -100,22 +99,6 @@ def _preflight(choice: LauncherChoice, loaded: Loaded, plan: Plan, options: Subm
             launcher, loaded, plan.name, plan.runs if options.new else to_submit(plan)
         ),
     )
-
-
-def _say_before(choice: LauncherChoice, loaded: Loaded) -> None:
-    """Print remarks on the file and on data that are not on this machine."""
-    if choice.launcher.is_queue:
-        for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
-            say(line)
-    say_remarks(loaded)
-    _say_no_key(loaded)
-    slurm = loaded.experiment.slurm
-    if slurm is not None and slurm.spare_nodes and not choice.launcher.is_queue:
-        message, remedy = (
-            "has no effect without a job of its own",
-            "submit without --local and --here to use it",
-        )
-        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
 
 
 def _start_stages(
@@ -135,7 +118,7 @@ def _start_stages(
     if problems := [line for checked in checks for line in checked.problems or checked.refused]:
         raise BadFileError(list(dict.fromkeys(problems)))
     for loaded in stages:
-        _say_before(choice, loaded)
+        say_before(choice, loaded)
     if options.dry_run:
         return ExitCode.DONE, []
 
@@ -154,24 +137,6 @@ def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int 
     if options.jobs > 1:
         devices = devices_per_run(devices, options.jobs, loaded.experiment.device)
     return launcher.choose_devices(loaded.experiment, devices)
-
-
-def _say_no_key(loaded: Loaded) -> None:
-    """Warn if wandb has no API key; ranks have this command's environment."""
-    wandb = loaded.experiment.logging.wandb
-    if wandb is None or not needs_key(wandb.mode) or has_key():
-        return
-    outcome = (
-        "runs log into their folders"
-        if effective_mode(wandb.mode) == "offline"
-        else "wandb gets nothing of the runs"
-    )
-    remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
-    say(
-        loaded.problem(
-            "logging.wandb.mode", f"there is no API key, so {outcome}", remedy, "logging.wandb-key"
-        )
-    )
 
 
 class _Submission:

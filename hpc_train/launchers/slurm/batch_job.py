@@ -216,8 +216,8 @@ def output_of(submission: Path, job: str, attempt: int, run_id: str) -> str:
     """
     mark = f"{MARK} {attempt} of run {run_id},"
     for path in submission.glob(f"{job}_slot*_log.out"):
-        _, found, after = tail_text(path, _OUTPUT_BYTES).rpartition(mark)
-        if found:
+        _, begin, after = tail_text(path, _OUTPUT_BYTES).rpartition(mark)
+        if begin:
             return after.partition(MARK)[0]
     text = ""
     for ending in ("out", "err"):

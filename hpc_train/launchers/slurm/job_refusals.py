@@ -160,9 +160,9 @@ def _max_jobs(slurm: SlurmConfig) -> int | None:
         (["qos", "format=name,maxsubmitjobspu"], slurm.qos),
     )
     limits = []
-    for words, name in queries:
+    for query, name in queries:
         try:
-            output = commands.run(["sacctmgr", "--noheader", "--parsable2", "show", *words])
+            output = commands.run(["sacctmgr", "--noheader", "--parsable2", "show", *query])
         except UserError:
             continue
         rows = [line.split("|") for line in output.splitlines() if line.count("|") == 1]
