@@ -78,7 +78,7 @@ class SessionState:
         #: thread of a save writes them, too.
         self._rows: list[tuple[float, int, str, dict[str, float]]] = []
         self._progress: tuple[int, int] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may log
         self._beat_at = float("-inf")
 
     def handle_signals(self) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
 from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, start, status, wait_for
+from tests.loggers.wandb_files import offline_rows
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import result, weight_after, write_program
 
@@ -113,6 +115,39 @@ def test_no_process_of_a_program_outlives_a_launcher_or_rank_that_was_killed(
     os.kill(process.pid if killed == "launcher" else record.rank_processes[0].pid, signal.SIGKILL)
     wait_for(lambda: not processes_in(paths.work), "the end of the program and its worker")
     process.communicate(timeout=HANG_LIMIT_S)
+
+
+def test_the_process_of_a_logger_outlives_the_program_and_does_not_delay_a_stop(folder: Path) -> None:
+    text = (
+        "name: prog\nprogram: {command: [python, train.py], outputs: logs}\nlogging: {wandb: {project: p}}\n"
+    )
+    file = write_program(folder, text)
+    (file.parent / "train.py").write_text(LOGGED_SCRIPT)
+    process = start("submit", file, "--local", "--devices", "1", cwd=file.parent, WANDB_MODE="offline")
+    wait_for(lambda: any(folder.glob("runs/*/*/metrics.jsonl")), "metrics")
+    paths = only_run(folder)
+    wait_for(lambda: any(paths.wandb.rglob("run-*.wandb")), "wandb's start")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    log = paths.attempt(1).log(0).read_text()
+    assert "its process ended" not in log and "has not ended" not in log and "left" not in log, log
+    (stored,) = paths.wandb.rglob("run-*.wandb")
+    assert offline_rows(stored) == [_named(row) for row in iter_rows(paths.metrics)]
+
+
+LOGGED_SCRIPT = """
+import time
+from hpc_train import session
+
+step, stops = 0, False
+while not stops:
+    step += 1
+    time.sleep(0.1)
+    session.log(step, loss=1 / step)
+    stops = session.should_stop(step)
+with session.checkpoint(step) as folder:
+    (folder / "step.txt").write_text(str(step))
+"""
 
 
 def processes_in(work: Path) -> list[Path]:
