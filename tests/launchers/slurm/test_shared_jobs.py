@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Program
+from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.launchers.slurm import job_refusals
 from hpc_train.launchers.slurm.after import verdict_on_slots
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, output_of
@@ -24,6 +26,7 @@ from hpc_train.run.run_status import mark_cancelled, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import add_job, job, queued_run
 from tests.launchers.slurm.scripts import experiment, fake_snapshot
+from tests.plan.files import loaded
 from tests.run.runs import record_of
 
 _ENVIRON = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "HPC_TRAIN_HOSTS": "n1"}
@@ -46,6 +49,11 @@ def test_runs_are_divided_among_jobs(
     runs: int, runs_per_job: int, max_parallel: int | None, expected: Sharing
 ) -> None:
     assert sharing(runs, runs_per_job, max_parallel) == expected
+
+
+def test_without_a_sweep_there_are_no_runs_to_share_a_job(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"exp.yaml:11:23: slurm.runs_per_job: 4 runs would share a job"):
+        make_plan(loaded(tmp_path, more="slurm: {runs_per_job: 4}\n"))
 
 
 def test_the_job_requests_what_its_slots_need_and_a_slot_its_share(tmp_path: Path) -> None:
