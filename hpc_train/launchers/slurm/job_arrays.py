@@ -379,7 +379,7 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
             continue
         if (
             stage_order.former(run.paths) is not None
-        ):  # it may have failed meanwhile: `resume` submits this again
+        ):  # it may have failed: `resume` submits this again
             reasons = reasons - {"DependencyNeverSatisfied"}
         problems = [
             problem
