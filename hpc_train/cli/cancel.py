@@ -11,7 +11,7 @@ from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.run import stages
+from hpc_train.run import stage_order
 from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
@@ -34,7 +34,7 @@ def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], lis
     Return the outcomes, and the errors of schedulers that did not answer.
     """
     codes, errors = [ExitCode.DONE], []
-    following = [run for paths in runs_to_cancel for run in stages.later(paths)]
+    following = [run for paths in runs_to_cancel for run in stage_order.later(paths)]
     runs_to_cancel = list(dict.fromkeys([*runs_to_cancel, *following]))
     for paths in runs_to_cancel:
         check_run(paths)  # its files name the jobs and processes to end

@@ -23,7 +23,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.prediction import PARTS, StepPrediction, predict
-from hpc_train.experiment.plan.stages import described, load_stages
+from hpc_train.experiment.plan.staged_file import described, load_stages
 from hpc_train.experiment.plan.sweep import describe
 from hpc_train.experiment.topology.degrees import in_words
 from hpc_train.experiment.topology.strategy_traits import traits_of

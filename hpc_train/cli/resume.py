@@ -22,8 +22,8 @@ from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, use_nodes
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.stages import follow, say_waiting
-from hpc_train.cli.stages import waiting as stages_that_wait
+from hpc_train.cli.stage_starts import follow, say_waiting
+from hpc_train.cli.stage_starts import waiting as stages_that_wait
 from hpc_train.cli.starting import (
     has_saved,
     next_attempt_words,

@@ -20,13 +20,13 @@ from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
-from hpc_train.cli.stages import is_created_only, start_stages
+from hpc_train.cli.stage_starts import is_created_only, start_stages
 from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
-from hpc_train.experiment.plan.stages import StagedFile
+from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import launcher_of, statuses

@@ -23,7 +23,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig, ModelConfig
 from hpc_train.experiment.data_facts.by_name import data_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
-from hpc_train.experiment.plan.stages import described, load_stages
+from hpc_train.experiment.plan.staged_file import described, load_stages
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.experiment.workload import workload_of

@@ -20,7 +20,7 @@ from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import current_status, effective_recovery, records
 from hpc_train.registry import refusing_exit
-from hpc_train.run import stages
+from hpc_train.run import stage_order
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
@@ -106,13 +106,13 @@ class FollowingLauncher:
         paths, number = run.paths, run.after + 1
         assert self.plugin is not None, "loaded to start runs"
         check_run(paths)
-        stages.check_may_begin(paths)
+        stage_order.check_may_begin(paths)
         if not claim_exactly(paths, number, self.name):
             name = run_name(paths)
             raise TryAgainError(f"{name}: another command has just started it; see `hpc-train status`")
         try:
             run.prepare(number)
-            stages.note_weights(paths)
+            stage_order.note_weights(paths)
             facts = read_json(paths.run)
             if facts is not None and facts.get("launcher") != self.name:
                 write_json(paths.run, facts | {"launcher": self.name}, sync=True)

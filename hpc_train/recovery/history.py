@@ -26,7 +26,7 @@ from hpc_train.run.files import read_json
 from hpc_train.run.liveness import lives, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, run_facts, write_status
-from hpc_train.run.stages import waiting_words
+from hpc_train.run.stage_order import waiting_words
 
 
 def effective_recovery(paths: RunPaths, attempt: int) -> Limits:

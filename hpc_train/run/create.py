@@ -104,7 +104,7 @@ def create_run(
 def _input_facts(experiment: Job, stage_weights: str | None) -> dict[str, Any]:
     """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError if weights are missing.
 
-    ``stage_weights``: the run whose weights ``stages.note_weights`` adds once they exist; else None.
+    ``stage_weights``: the run whose weights ``stage_order.note_weights`` adds once they exist; else None.
     """
     if isinstance(experiment, Experiment) and stage_weights == experiment.model.init_from:
         experiment = weight_source.with_source(experiment, None)

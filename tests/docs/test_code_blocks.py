@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hpc_train.experiment.config.marked_yaml import read_document
-from hpc_train.experiment.plan.stages import load_stages
+from hpc_train.experiment.plan.staged_file import load_stages
 from hpc_train.experiment.validate.loading import load
 from hpc_train.launchers.slurm import profiles
 from tests.docs.pages import (

@@ -29,7 +29,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import ProblemLine
-from hpc_train.experiment.plan.stages import load_stages
+from hpc_train.experiment.plan.staged_file import load_stages
 from hpc_train.experiment.validate import logging_rules, model_facts
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.own_parts import missing_parts

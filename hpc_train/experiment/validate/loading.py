@@ -52,7 +52,7 @@ from hpc_train.experiment.validate.other_files import instead_of_missing, why_no
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
 JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
-#: The key of a file that has several experiments, which ``plan.stages`` reads.
+#: The key of a file that has several experiments, which ``plan.staged_file`` reads.
 STAGES = "stages"
 #: Parts of ``sweep`` with distributions instead of values.
 _DRAWN = ("random", "search")

@@ -49,7 +49,7 @@ from hpc_train.recovery.history import (
     nodes_to_exclude,
     saved_step,
 )
-from hpc_train.run import stages, trust
+from hpc_train.run import stage_order, trust
 from hpc_train.run.attempts import (
     AttemptRecord,
     claim_attempt,
@@ -106,12 +106,12 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         state = "cancelled" if is_cancelled else "completed"
         say(f"run {job.paths.folder.name} is {state}; nothing to do")
         return None
-    stages.check_may_begin(job.paths)
+    stage_order.check_may_begin(job.paths)
     _check_unrequested(job)
     try:
         with _full_disks(job.paths):
             _check_trusted(job)
-            stages.note_weights(job.paths)
+            stage_order.note_weights(job.paths)
             number = _claimed(job, environ, began)
             status = read_status(job.paths)
             write_status(job.paths, replace(status, state="running", attempt=number, reason=None))

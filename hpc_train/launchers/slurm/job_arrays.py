@@ -31,7 +31,7 @@ from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.submission import Batch, Sharing, Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.history import nodes_to_exclude
-from hpc_train.run import stages
+from hpc_train.run import stage_order
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
@@ -278,8 +278,8 @@ def _dependency(paths: RunPaths) -> str | None:
 
     A requeued job keeps its id. ``resume`` submits the stages after a run again, since its job is new.
     """
-    before = stages.former(paths)
-    if before is None or stages.waiting_words(paths) is None:
+    before = stage_order.former(paths)
+    if before is None or stage_order.waiting_words(paths) is None:
         return None
     jobs = job_ids(run_facts(before))
     if not jobs:
@@ -421,7 +421,9 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
         assert batch is not None
         if "," in str(batch.parameters.get("partition")):
             continue
-        if stages.former(run.paths) is not None:  # it may have failed meanwhile: `resume` submits this again
+        if (
+            stage_order.former(run.paths) is not None
+        ):  # it may have failed: `resume` submits this again
             reasons = reasons - {"DependencyNeverSatisfied"}
         problems = [
             problem

@@ -47,7 +47,7 @@ from hpc_train.run.attempts import (
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
-from hpc_train.run.stages import waiting_words as stage_words
+from hpc_train.run.stage_order import waiting_words as stage_words
 
 #: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
 #: Slurm may be about to requeue the ended job. Assumed.

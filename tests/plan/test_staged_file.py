@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment, Program
-from hpc_train.experiment.plan.stages import StagedFile, load_stages, name_of
+from hpc_train.experiment.plan.staged_file import StagedFile, load_stages, name_of
 from hpc_train.experiment.validate.loading import load
 from tests.config.files import GOOD
 

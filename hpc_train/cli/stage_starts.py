@@ -7,12 +7,12 @@ from typing import Protocol
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode
-from hpc_train.experiment.plan.stages import StagedFile
+from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.launchers.base import Launcher
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
-from hpc_train.run import stages
+from hpc_train.run import stage_order
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import CANCELLED, GOING_ON, read_status, run_facts
 
@@ -55,7 +55,7 @@ def start_stages(
             return max(codes), runs
     for index, paths in enumerate(runs if not launcher.is_queue else ()):
         say(f"stage {index + 1} of {count}: {run_name(paths)}")
-        if read_status(paths).state != CANCELLED or stages.has_begun(paths):
+        if read_status(paths).state != CANCELLED or stage_order.has_begun(paths):
             codes.append(created[index].start_all()[0])
         if not _leads_on(paths, is_queue=False, left=count - index - 1):
             break
@@ -77,21 +77,21 @@ def is_created_only(paths: RunPaths, launcher: Launcher, name: str) -> bool:
     """Return True for a stage that a command has created for the launcher of this name, and not started."""
     facts = run_facts(paths)
     is_of_launcher = not launcher.is_queue and facts.get("launcher") == name
-    return is_of_launcher and bool(facts.get("stage")) and not stages.has_begun(paths)
+    return is_of_launcher and bool(facts.get("stage")) and not stage_order.has_begun(paths)
 
 
 def waiting(runs: Sequence[RunPaths]) -> list[RunPaths]:
     """Return the runs that are stages which wait for another run."""
-    return [paths for paths in runs if stages.waiting_words(paths) is not None]
+    return [paths for paths in runs if stage_order.waiting_words(paths) is not None]
 
 
 def say_waiting(paths: RunPaths, resumed: Sequence[RunPaths]) -> ExitCode:
     """Print why a stage is not resumed by itself, unless a run that is ``resumed`` lets it follow."""
-    if any(paths in stages.later(run) for run in resumed):
+    if any(paths in stage_order.later(run) for run in resumed):
         return ExitCode.DONE
-    before = stages.former(paths)
+    before = stage_order.former(paths)
     assert before is not None
-    say(f"{run_name(paths)}: {stages.waiting_words(paths)}; nothing started")
+    say(f"{run_name(paths)}: {stage_order.waiting_words(paths)}; nothing started")
     return ExitCode.DONE if read_status(before).state in GOING_ON else ExitCode.FAILED
 
 
@@ -109,14 +109,14 @@ def follow(
     """
     codes: list[ExitCode] = []
     for run, state in zip(resumed, before, strict=True):
-        later = [] if state in {*GOING_ON, "completed"} else stages.later(run)
+        later = [] if state in {*GOING_ON, "completed"} else stage_order.later(run)
         if not later or statuses([run])[0].state not in {*GOING_ON, "completed"}:
             continue
         for paths in later:
             is_cancelled = read_status(paths).state == CANCELLED
             if is_cancelled and state != CANCELLED:
                 break
-            if not is_queued(paths) and stages.waiting_words(paths) is not None:
+            if not is_queued(paths) and stage_order.waiting_words(paths) is not None:
                 break
             if not is_cancelled:
                 launcher_of(paths).cancel([paths])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.keys import JOB
 from hpc_train.experiment.config.marked_yaml import Document
 from hpc_train.experiment.config.problems import KeyPath, Marks, Problem, Source, shown
 from hpc_train.experiment.config.schema import Experiment
@@ -25,7 +26,7 @@ from hpc_train.experiment.validate.other_files import instead_of_missing
 
 EXPORT, EVALUATE = "export", "evaluate"
 #: Keys of the training stage that a stage of ``export`` or ``evaluate`` shares.
-_SHARED = ("name", "device", "slurm", "environment")
+_SHARED = ("name", "device", JOB, "environment")
 #: The file with the row of a stage of ``evaluate``, in its working folder.
 _ROWS = "evaluation.jsonl"
 #: Stands for the run of a stage that has problems.
@@ -149,8 +150,8 @@ class StagedFile:
         shared = {} if training is None else training.data
         data = {key: shared[key] for key in _SHARED if key in shared}
         data.setdefault("name", "unknown")
-        if isinstance(data.get("slurm"), dict):
-            data["slurm"] = data["slurm"] | {"nodes": 1}
+        if isinstance(data.get(JOB), dict):
+            data[JOB] = data[JOB] | {"nodes": 1}
         changed = {key: value for key, value in section.items() if key != program}
         data = _merged(data, changed) | {"program": self._program(index, program, section[program], weights)}
         marks = self._marks_of(index)
