@@ -13,7 +13,7 @@ GROUPS = {
     ("tests/a.py", False): ["a1", "a2"],
     ("tests/b.py", False): ["b1"],
     ("tests/c.py", False): ["c1", "c2", "c3"],
-    ("tests/d.py::short", True): ["d1"],
+    ("tests/d.py::new", True): ["d1"],
     ("tests/d.py::long[x]", True): ["d2"],
     ("tests/e.py::new", True): ["e1"],
 }
@@ -33,14 +33,14 @@ def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_begin_with_long_files_and_the_last_two_with_none_that_needs_slurm() -> None:
     order = durations.in_order(GROUPS, QUICK, 4)
     assert order[:4] == ["d2", *QUICK[:3]]
-    assert order[4:9] == ["e1", "d1", "c1", "c2", "c3"]
+    assert order[4:9] == ["d1", "e1", "c1", "c2", "c3"]
     assert order[9:14] == ["b1", *QUICK[3:7]]
     assert order[14:] == ["a1", "a2", *QUICK[7:]]
 
 
 def test_one_worker_begins_with_slurm_and_what_takes_long() -> None:
     assert durations.in_order(GROUPS, QUICK, 1) == [
-        *("d2", "e1", "d1", "b1", "a1", "a2", "c1", "c2", "c3"),
+        *("d2", "d1", "e1", "b1", "a1", "a2", "c1", "c2", "c3"),
         *QUICK,
     ]
 

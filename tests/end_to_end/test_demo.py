@@ -26,13 +26,19 @@ pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    make_data(folder / "data")
+    (folder / "examples").symlink_to(EXAMPLES)  # some name modules of that folder
+    return folder
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_every_example_validates(name: str, tmp_path: Path) -> None:
-    make_data(tmp_path / "data")
-    (tmp_path / "examples").symlink_to(EXAMPLES)  # some name modules of that folder
+def test_every_example_validates(name: str, folder: Path) -> None:
     # The weights of the run that the example's comments begin with.
     after = ["model.init_from=null"] if name in {"fine-tuning.yaml", "vit-small.yaml"} else []
-    done = hpc_train("validate", EXAMPLES / name, *after, cwd=tmp_path)
+    done = hpc_train("validate", EXAMPLES / name, *after, cwd=folder)
     assert done.code == 0, done.err
 
 

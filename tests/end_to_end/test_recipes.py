@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchvision.io import write_jpeg
 
+from tests.cli import commands
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
 from tests.end_to_end.runs import REPOSITORY, found_runs, hpc_train, rows, status
@@ -118,9 +119,12 @@ def roots(recipe: str, data: Path) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - LANGUAGE_MODELS))
-def test_a_recipe_is_planned_and_trains(recipe: str, data: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_planned_and_trains(
+    recipe: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example, runs = EXAMPLES / f"{recipe}.yaml", {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
-    planned = hpc_train("plan", example, cwd=tmp_path, **runs)
+    monkeypatch.chdir(tmp_path)
+    planned = commands.hpc_train("plan", example)
     assert planned.code == 0, planned.err
     overrides = (*SHORT, *OF_RECIPE[recipe], *roots(recipe, data))
     done = hpc_train("submit", example, *overrides, "--local", "--devices", "1", **runs)
