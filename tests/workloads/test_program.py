@@ -87,7 +87,8 @@ def test_homes_and_variables_are_expanded_in_the_remedy(
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/scratch/d")
     text = TEXT.replace("train.py]", "train.py, --data=~/d]").replace(
-        "args: {steps: 20}", "args: {steps: 20, a: ~/x, b: $DATA/x, c: 2~3, d: $x}\n  env: {E: '${DATA}'}"
+        "args: {steps: 20}",
+        "args: {steps: 20, a: ~/x, b: $DATA/x, c: 2~3, d: $x, e: ~nobody-here/x}\n  env: {E: '${DATA}'}",
     )
     with pytest.raises(BadFileError) as caught:
         load(write_program(tmp_path, text))
@@ -96,6 +97,7 @@ def test_homes_and_variables_are_expanded_in_the_remedy(
         "write --data=/home/me/d",
         "write /home/me/x",
         "write /scratch/d/x",
+        "write the path in full",
         "write /scratch/d",
     ]
 

@@ -111,7 +111,7 @@ def _can_stay(job: BatchJob, record: AttemptRecord, diagnosis: Diagnosis, enviro
     preempted_s = preempted_at(environ)
     if preempted_s is None or preempted_s >= begun_s - 1:
         return False
-    first = next((each for each in job.earlier(record.attempt) if each.restart == record.restart), record)
+    first = next((other for other in job.earlier(record.attempt) if other.restart == record.restart), record)
     end_s = ends_at(environ, _seconds(first.start), record.time_limit_s)
     if end_s is None or end_s - time.time() < _needed_s(job, record, begun_s):
         say("too little time is left to restart in place")
