@@ -111,7 +111,7 @@ def _as_variables(value: object) -> object:
 
 
 def _as_outputs(value: object) -> object:
-    paths = [value] if isinstance(value, str) else value
+    paths: Any = [value] if isinstance(value, str) else value
     for path in paths if isinstance(paths, list) else ():
         if isinstance(path, str) and path.startswith(("/", "~")) and PurePosixPath(path).name.isprintable():
             inner = [
