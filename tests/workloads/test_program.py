@@ -87,9 +87,9 @@ def test_homes_and_variables_are_expanded_in_the_remedy(
     """No shell reads what a program receives."""
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/scratch/d")
-    text = TEXT.replace("train.py]", "train.py, --data=~/d]").replace(
-        "args: {steps: 20}", "args: {steps: 20, a: ~/x, b: $DATA/x, c: 2~3, d: $x}\n  env: {E: '${DATA}'}"
-    )
+    arguments = "args: {a: ~/x, b: $DATA/x, c: 2~3, d: $x, e: ~nobody-here/x}"
+    text = TEXT.replace("train.py]", "train.py, --data=~/d]")
+    text = text.replace("args: {steps: 20}", f"{arguments}\n  env: {{E: '${{DATA}}'}}")
     with pytest.raises(BadFileError) as caught:
         load(write_program(tmp_path, text))
     remedies = [str(line).rpartition("; ")[2] for line in caught.value.problems]
@@ -97,6 +97,7 @@ def test_homes_and_variables_are_expanded_in_the_remedy(
         "write --data=/home/me/d",
         "write /home/me/x",
         "write /scratch/d/x",
+        "write the path in full",
         "write /scratch/d",
     ]
 

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from hpc_train.experiment.config.fields import PositiveFloat, Section, pattern
 from hpc_train.experiment.config.marked_yaml import resolve_scalar
+from hpc_train.redaction import without_credentials
 
 #: Names that ``{…}`` may have in ``command``, ``args`` and ``env`` → their meaning.
 PLACEHOLDERS = {
@@ -63,8 +64,8 @@ def _as_words(value: object) -> object:
     if isinstance(value, str):
         raise ValueError(f"needs a list, since no shell reads it; write command: {listed(value)}")
     if isinstance(value, list) and any(isinstance(word, list) for word in value):
-        words = [part for word in value for part in (word if isinstance(word, list) else [word])]
-        raise ValueError(f"needs one list of words; write command: {listed(shlex.join(map(str, words)))}")
+        flat = [part for word in value for part in (word if isinstance(word, list) else [word])]
+        raise ValueError(f"needs one list of words; write command: {listed(shlex.join(map(str, flat)))}")
     if isinstance(value, dict) or value == []:
         texts = [text for text in as_items(value) if isinstance(text, str)]
         line = " && ".join(texts) or "python train.py"
@@ -88,9 +89,9 @@ def _as_arguments(value: object) -> object:
         raise ValueError(f"needs names without dashes; write args: {_in_flow(pairs)}")
     if not isinstance(value, str | list):
         return value
-    words = value.split() if isinstance(value, str) else [str(word) for word in value]
+    options = value.split() if isinstance(value, str) else [str(word) for word in value]
     name = ""
-    for word in words:
+    for word in options:
         if word.startswith("-") and not _IS_NUMBER.fullmatch(word):
             name, equals, text = word.lstrip("-").partition("=")
             pairs[name] = resolve_scalar(text) if equals else True
@@ -110,13 +111,13 @@ def _as_variables(value: object) -> object:
 
 
 def _as_outputs(value: object) -> object:
-    paths = [value] if isinstance(value, str) else value
+    paths: Any = [value] if isinstance(value, str) else value
     for path in paths if isinstance(paths, list) else ():
         if isinstance(path, str) and path.startswith(("/", "~")) and PurePosixPath(path).name.isprintable():
             inner = [
-                PurePosixPath(each).name if each.startswith(("/", "~")) else each
-                for each in paths
-                if isinstance(each, str)
+                PurePosixPath(path_text).name if path_text.startswith(("/", "~")) else path_text
+                for path_text in paths
+                if isinstance(path_text, str)
             ]
             listed_paths = ", ".join(map(one_word, inner))
             raise ValueError(
@@ -143,7 +144,8 @@ def _as_metrics(value: object) -> object:
 
 def _in_flow(pairs: Mapping[str, object]) -> str:
     """Return a mapping of YAML on one line; text that YAML would read otherwise is quoted."""
-    return "{" + ", ".join(f"{name}: {json.dumps(item)}" for name, item in pairs.items()) + "}"
+    items = (f"{name}: {json.dumps(item, default=str)}" for name, item in pairs.items())
+    return without_credentials(f"{{{', '.join(items)}}}")
 
 
 def shell_syntax(word: str) -> str | None:

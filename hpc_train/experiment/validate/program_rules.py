@@ -144,8 +144,9 @@ def values_need_no_shell(job: Job) -> Iterator[Problem]:
         if is_command and PurePosixPath(command[0]).name in _SHELLS:
             continue
         if match := _HOME.search(text):
-            whole = _HOME.sub(lambda found: str(Path(found[0]).expanduser()), text)
-            yield Problem(path, f"{match[0]} is for a shell, and none reads it", f"write {one_word(whole)}")
+            whole = _HOME.sub(_home, text)
+            remedy = f"write {one_word(whole)}" if whole != text else "write the path in full"
+            yield Problem(path, f"{match[0]} is for a shell, and none reads it", remedy)
         elif not is_command and (match := _VARIABLE.search(text)):
             whole = os.path.expandvars(text)
             remedy = f"write {one_word(whole)}" if "$" not in whole else "write the value itself"
@@ -175,18 +176,26 @@ def starters_of_ranks_start_once_per_node(job: Job) -> Iterator[Problem]:
         needed = _STARTERS[PurePosixPath(starter).name]
         if "--standalone" in options or not any(option in options for option in needed):
             index = program.command.index("launch" if "launch" in program.command else starter)
-            words = [word for word in program.command if word != "--standalone"]
-            line = listed(shlex.join([*words[: index + 1], *needed.values(), *words[index + 1 :]]))
+            command = [word for word in program.command if word != "--standalone"]
+            line = listed(shlex.join([*command[: index + 1], *needed.values(), *command[index + 1 :]]))
             message = f"without --nnodes the ranks of {job.slurm.nodes} nodes train separately"
             yield Problem(path, message.replace("--nnodes", next(iter(needed))), f"write command: {line}")
 
 
-def _without_options(words: Sequence[str]) -> Iterator[str]:
+def _home(match: re.Match[str]) -> str:
+    """Return the home folder for ``~`` or ``~user``; the text itself for an unknown user."""
+    try:
+        return str(Path(match[0]).expanduser())
+    except RuntimeError:
+        return match[0]
+
+
+def _without_options(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the words from the first one that begins a command, such as python."""
     start = next(
-        (n for n, word in enumerate(words) if word in _COMMANDS or word.endswith((".py", ".sh"))), None
+        (n for n, word in enumerate(arguments) if word in _COMMANDS or word.endswith((".py", ".sh"))), None
     )
-    yield from words[start:] if start is not None else ()
+    yield from arguments[start:] if start is not None else ()
 
 
 @rule("program.argument", "program")
