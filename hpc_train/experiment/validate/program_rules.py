@@ -21,6 +21,7 @@ from hpc_train.experiment.config.program_section import (
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of
 from hpc_train.experiment.validate.base import rule
+from hpc_train.experiment.validate.slurm_rules import max_nodes
 from hpc_train.registry import suggestion
 
 #: Variables of each rank, whose values a command line can't have.
@@ -172,7 +173,7 @@ def starters_of_ranks_start_once_per_node(job: Job) -> Iterator[Problem]:
     if program.per == "rank":
         message = f"{starter} starts the ranks of a node itself, and per: rank starts it once per rank"
         yield Problem(path, message, "write program.per: node")
-    elif program.per == "node" and job.slurm is not None and job.slurm.nodes > 1:
+    elif program.per == "node" and job.slurm is not None and max_nodes(job.slurm) > 1:
         needed = _STARTERS[PurePosixPath(starter).name]
         if "--standalone" in options or not any(option in options for option in needed):
             index = program.command.index("launch" if "launch" in program.command else starter)
