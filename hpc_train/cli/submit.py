@@ -26,6 +26,7 @@ from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.loggers.tracker_environment import effective_mode, has_key, needs_key
@@ -90,10 +91,8 @@ def submit_runs(
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
-    slurm = loaded.experiment.slurm
-    if slurm is not None and slurm.spare_nodes and not launcher.is_queue:
-        message, remedy = "has no effect without Slurm", "submit without --local to use it"
-        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
+    for remark in [] if launcher.is_queue else unused_without_queue(loaded.experiment):
+        say(loaded.source.render(remark))
     if options.dry_run:
         return ExitCode.DONE, []
     again = [trial.run_id for trial in search.again] if search else []
