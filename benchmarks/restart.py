@@ -73,8 +73,8 @@ name: restart
 program:
   command: [{sys.executable}, "{REPOSITORY}/benchmarks/restart_training.py", FOLDER, "{STEP_S}"]
 {SLURM}"""
-#: The store of torchrun's rendezvous outlives a restart, and gloo's ranks find in it the addresses of the attempt
-#: before (torch 2.15), so they never connect.
+#: The store of torchrun's rendezvous outlives a restart, and gloo's ranks find in it the addresses of the
+#: attempt before (torch 2.15), so they never connect.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 #: Seconds of each part.
 Parts = dict[str, float]
