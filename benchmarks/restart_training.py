@@ -28,7 +28,7 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit((__doc__ or "").split("\n\n")[1].strip())
     folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
-    # Seen with torchrun: restarted ranks that never connect. They end after a minute, and are started again.
+    # Ranks that can't connect end after a minute, and torchrun starts them again.
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank = dist.get_rank()
     torch.manual_seed(rank)

@@ -19,6 +19,7 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
 from hpc_train.launchers.following import LOCAL
@@ -248,10 +249,8 @@ def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
-    slurm = loaded.experiment.slurm
-    if slurm is not None and slurm.spare_nodes and not choice.launcher.is_queue:
-        message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
-        say(loaded.problem("slurm.spare_nodes", message, remedy, "slurm.spare-nodes"))
+    for remark in [] if choice.launcher.is_queue else unused_without_queue(loaded.experiment):
+        say(loaded.source.render(remark))
 
 
 def _say_no_key(loaded: Loaded) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.experiment.validate.task_rules import remarks
 from tests.config.files import GOOD
 
@@ -30,3 +31,13 @@ def test_each_metric_of_a_built_in_task_has_a_direction(tmp_path: Path, task: st
         for rest in ("mode: min, patience: 3", "mode: max, patience: 3")
     ]
     assert sorted(modes) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("override", "keys"), [("slurm.spare_nodes=1", ["spare_nodes"]), ("slurm.nodes=2", [])]
+)
+def test_spare_nodes_have_no_effect_on_this_machine(tmp_path: Path, override: str, keys: list[str]) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD)
+    job = load(path, [override], check_names=False).experiment
+    assert [problem.path[-1] for problem in unused_without_queue(job)] == keys

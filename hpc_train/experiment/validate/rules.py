@@ -41,6 +41,14 @@ from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
 
 
+def unused_without_queue(job: Job) -> list[Problem]:
+    """Return the remarks on keys of the section ``slurm`` that promise something only a queue can do."""
+    if job.slurm is None or not job.slurm.spare_nodes:
+        return []
+    message, remedy = "has no effect without Slurm", "submit without --local to use it"
+    return [Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes")]
+
+
 def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: bool = True) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     return [

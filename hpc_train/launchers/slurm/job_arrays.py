@@ -421,9 +421,7 @@ def _never_starting(jobs: Mapping[str, _Job]) -> dict[str, list[str]]:
         assert batch is not None
         if "," in str(batch.parameters.get("partition")):
             continue
-        if (
-            stage_order.former(run.paths) is not None
-        ):  # it may have failed: `resume` submits this again
+        if stage_order.former(run.paths) is not None:  # it may have failed: `resume` submits this again
             reasons = reasons - {"DependencyNeverSatisfied"}
         problems = [
             problem
