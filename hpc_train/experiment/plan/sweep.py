@@ -29,6 +29,7 @@ from hpc_train.experiment.config.sweep_sections import (
 )
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded
+from hpc_train.experiment.validate.sweep_rules import without_runs_to_share
 
 #: Significant digits of a drawn float: readable, and independent of the last bits of the math library.
 _DIGITS = 6
@@ -97,11 +98,8 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
         yield loaded.problem(
             "sweep.exclude", "excludes all runs", "take one of its entries out", "sweep.excludes-all"
         )
-    slurm = loaded.experiment.slurm
-    if slurm is not None and slurm.runs_per_job > 1 and not sweep.has_values:
-        message = f"{slurm.runs_per_job} runs would share a job, but without a sweep there is one"
-        remedy = "take it out, or write a sweep"
-        yield loaded.problem("slurm.runs_per_job", message, remedy, "sweep.shared-job")
+    if (problem := without_runs_to_share(loaded.experiment)) is not None:
+        yield loaded.source.render(problem)
     if sweep.random is not None or sweep.search is not None:
         return
     place = "sweep.grid" if not sweep.list else "sweep.list" if not sweep.grid else "sweep"

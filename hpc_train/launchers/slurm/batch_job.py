@@ -156,7 +156,7 @@ class BatchJob:
 
     @property
     def stopping(self) -> Path:
-        """Written once a run was stopped with the whole job: the slots begin no further runs."""
+        """Written after a run was stopped with the whole job: the slots begin no further runs."""
         return self.slots / ".stopping"
 
     @property
