@@ -160,14 +160,14 @@ class StepDigests(StepObserver):
         host[:, :2] = torch.tensor([[step.samples & _LOW, step.samples >> 32] for step in steps])
         table = host.to(device, non_blocking=True)
         if self._owns_loss:
-            losses = torch.stack([step.loss.to(torch.float64) for step in steps])
+            losses = torch.stack([step.loss for step in steps]).to(torch.float64)
             table[:, 2 + dist.get_rank()] = losses.view(torch.int64)
         if world_size > 1:
             dist.all_reduce(table)
         if self._writer is None:
             return
-        with_norm = [step.grad_norm.to(torch.float64) for step in steps if step.grad_norm is not None]
-        norms = torch.stack(with_norm) if with_norm else torch.zeros(0, dtype=torch.float64, device=device)
+        with_norm = [step.grad_norm for step in steps if step.grad_norm is not None]
+        norms = (torch.stack(with_norm) if with_norm else torch.zeros(0, device=device)).to(torch.float64)
         has_norm = [step.grad_norm is not None for step in steps]
         numbers = [step.step for step in steps]
         self._exchanged.append(_to_host(numbers, table, norms, has_norm))

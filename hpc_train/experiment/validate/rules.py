@@ -45,7 +45,7 @@ def unused_without_queue(job: Job) -> list[Problem]:
     """Return the remarks on keys of the section ``slurm`` that promise something only a queue can do."""
     if job.slurm is None or not job.slurm.spare_nodes:
         return []
-    message, remedy = "has no effect without Slurm", "submit without --local to use it"
+    message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
     return [Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes")]
 
 
