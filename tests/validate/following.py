@@ -126,7 +126,8 @@ def _apply(data: Any, path: list[Any], is_on_key: bool, remedy: str) -> None:
         and not written.startswith(("{", "[", '"'))
     ):
         below = re.search(r" below (\w+):", remedy)
-        if is_on_key or path[:2] == ["sweep", "grid"]:
+        is_whole = path[0] == "program" and list(pairs) == path[-1:]  # its names are the user's own
+        if is_on_key or is_whole or path[:2] == ["sweep", "grid"]:
             _delete(data, path)
         for key, item in pairs.items():
             _set(data, _target(path, key, below[1] if below else None), item)
