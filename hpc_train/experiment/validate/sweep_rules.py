@@ -49,7 +49,7 @@ _WAYS = ("sweep.grid", "sweep.list", "sweep.random", "sweep.search")
 
 
 def without_runs_to_share(job: Job) -> Problem | None:
-    """Return the problem if runs are to share a job and the file has one run. A run by itself has no sweep."""
+    """Return the problem if runs are to share a job although the file has no sweep."""
     if job.slurm is None or job.slurm.runs_per_job == 1 or job.sweep.has_values:
         return None
     message = f"{job.slurm.runs_per_job} runs would share a job, but without a sweep there is one"
