@@ -25,16 +25,12 @@ SBATCH_KEYS = {
     "mem-per-cpu": "slurm.mem_gb",
     "mem-per-gpu": "slurm.mem_gb",
     "time": "slurm.time_limit",
-    "partition": "slurm.partition",
-    "account": "slurm.account",
-    "qos": "slurm.qos",
-    "constraint": "slurm.constraint",
-    "exclude": "slurm.exclude",
-    "reservation": "slurm.reservation",
-    "dependency": "slurm.dependency",
     "mail-user": "slurm.mail",
     "mail-type": "slurm.mail",
     "container": "environment.container",
+} | {
+    name: f"slurm.{name}"
+    for name in ("partition", "account", "qos", "constraint", "exclude", "reservation", "dependency")
 }
 
 #: Key of the file → its names in other tools, wherever in the file they are written.

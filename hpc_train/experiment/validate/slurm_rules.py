@@ -81,9 +81,16 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("slurm", "nodes"), message, f"write {high}-{low}")
 
 
-@rule("slurm.spare-nodes", "slurm.spare_nodes", "slurm.nodes", "environment.container", "recovery.restart")
+@rule(
+    "slurm.spare-nodes",
+    "slurm.spare_nodes",
+    "slurm.nodes",
+    "slurm.runs_per_job",
+    "environment.container",
+    "recovery.restart",
+)
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
-    """``spare_nodes`` needs a fixed number of nodes, a restart in place, and no container."""
+    """``spare_nodes`` needs a fixed number of nodes, a restart in place, a job of its own, and no container."""
     slurm = experiment.slurm
     if slurm is None or not slurm.spare_nodes:
         return
@@ -91,6 +98,9 @@ def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
     if isinstance(slurm.nodes, str):
         message = f"slurm.nodes is the range {slurm.nodes}, so each attempt uses all nodes of its allocation"
         yield Problem(key, message, f"write slurm.nodes: {min_nodes(slurm)}, or take it out")
+    if slurm.runs_per_job > 1:
+        message = f"{slurm.runs_per_job} runs share the job, and all of them need its one node"
+        yield Problem(key, message, "take slurm.spare_nodes or slurm.runs_per_job out")
     if experiment.environment.container is not None:
         message = "has not been tested with environment.container and is not supported with it"
         yield Problem(key, message, "take one of them out")
