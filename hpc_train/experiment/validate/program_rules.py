@@ -163,7 +163,7 @@ def starters_of_ranks_start_once_per_node(job: Job) -> Iterator[Problem]:
     if program.per == "rank":
         message = f"{starter} starts the ranks of a node itself, and per: rank starts it once per rank"
         yield Problem(path, message, "write program.per: node")
-    elif program.per == "node" and job.slurm is not None and job.slurm.nodes > 1:
+    elif program.per == "node" and job.slurm is not None and job.slurm.nodes != 1:
         needed = _STARTERS[PurePosixPath(starter).name]
         if "--standalone" in options or not any(option in options for option in needed):
             index = program.command.index("launch" if "launch" in program.command else starter)

@@ -182,7 +182,7 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hash_of_file(path)}
         for path, time_ns in times.items()
     }
-    _report_same(texts, {path: seen[str(path.relative_to(root))]["xxh3_128"] for path in times})
+    _report_same(texts, {path: str(seen[str(path.relative_to(root))]["xxh3_128"]) for path in times})
     index = {"version": VERSION, "fingerprint": index_digest(content), "sources": seen} | content
     write_json(folder / INDEX, index, sync=True)
 
