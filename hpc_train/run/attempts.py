@@ -59,12 +59,12 @@ class AttemptRecord:
     launcher_process: Process | None
     launcher: str | None = None
     hosts: list[str] = field(default_factory=list)
-    #: Nodes of the job on which no rank runs (``slurm.spare_nodes``).
-    spare_hosts: list[str] = field(default_factory=list)
     ranks: int | None = None
     #: ``--devices``, to be used again.
     devices: int | None = None
     rank_processes: list[Process] = field(default_factory=list)
+    #: Nodes of the job on which no rank runs (``slurm.spare_nodes``).
+    spare_hosts: list[str] = field(default_factory=list)
     end: Time | None = None
     #: Exit code per rank; negative: the signal that ended it.
     exit_codes: list[int] | None = None

@@ -90,7 +90,7 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
     "recovery.restart",
 )
 def spare_nodes_can_be_used(experiment: Job) -> Iterator[Problem]:
-    """``spare_nodes`` needs a fixed number of nodes, a restart in place, a job of its own, and no container."""
+    """``spare_nodes`` needs a number of nodes, a restart in place, a job for each run, and no container."""
     slurm = experiment.slurm
     if slurm is None or not slurm.spare_nodes:
         return
