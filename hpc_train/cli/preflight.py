@@ -56,7 +56,7 @@ class LauncherChoice:
         if launcher.is_queue and on_this_machine:
             option = "--local" if options.local else "--devices"
             raise UsageError(f"{option}: is for this machine, launcher {name} is not; omit one of them")
-        use_nodes(launcher, options.nodes)
+        use_nodes(launcher, options.nodes, f"submit {getattr(options, 'file', 'FILE')}")
         return cls(name, launcher, on_this_machine)
 
     def plan(
@@ -80,12 +80,15 @@ def allocation_of(options: LauncherOptions) -> str:
     return ALLOCATION
 
 
-def use_nodes(launcher: Launcher, count: int | None) -> None:
-    """Pass ``--nodes`` on. Raises UsageError if the launcher has no nodes yet, or too few."""
+def use_nodes(launcher: Launcher, count: int | None, command: str) -> None:
+    """Pass ``--nodes`` on. Raises UsageError if the launcher has no nodes yet, or too few.
+
+    ``command``: the one for a queued run, to which its number of nodes is appended.
+    """
     if isinstance(launcher, UsesNodes):
         launcher.use_nodes(count)
     elif count is not None:
-        raise UsageError("--nodes: is for --here; the file has the number of nodes of a queued run")
+        raise UsageError(f"--nodes: is for --here; for a queued run `hpc-train {command} slurm.nodes={count}`")
 
 
 def with_found_sizes(plan: Plan) -> Plan:

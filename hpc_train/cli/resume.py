@@ -205,7 +205,7 @@ def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, lis
 def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> list[ExitCode]:
     """Resume the runs of one experiment that can be resumed; report why the others can't."""
     launcher, codes = load_launcher(name), list[ExitCode]()
-    use_nodes(launcher, request.nodes)
+    use_nodes(launcher, request.nodes, f"resume {run_name(runs[0])}")
     with launcher.submitting(runs[0].siblings):
         newest, ready = {paths: newest_number(paths) for paths in runs}, []
         for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):

@@ -32,7 +32,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def test_json_has_the_keys_of_the_contract(paths: RunPaths) -> None:
     data = json.loads(hpc_train("status", "abc", "--json").out)
     absent = "reason job restart budget micro_batch_size code ranks micro_batches accumulation precision "
-    absent += "elapsed_s eta_s last_metric best_metric goodput best usage first_step extends"
+    absent += "elapsed_s eta_s last_metric best_metric goodput best usage first_step extends save_interval"
     assert data == {
         "version": 1,
         "runs": [

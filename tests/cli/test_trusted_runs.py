@@ -22,6 +22,7 @@ ACTING = {
     "evaluate": ["evaluate", "RUN"],
     "export": ["export", "RUN", "-o", "model.onnx"],
     "predict": ["predict", "RUN", "-o", "predictions.csv"],
+    "replay": ["replay", "RUN", "--step", "1"],
     "resume": ["resume", "RUN", "--local"],
     "submit": ["submit", "exp.yaml", "--local"],
     "sync": ["sync", "RUN", "--to", "tensorboard"],

@@ -130,7 +130,7 @@ def test_each_section_of_the_file_is_part_of_the_work_or_not() -> None:
     """A new one needs a decision: whether it changes the time of a step."""
     others = {
         "name", "seed", "evaluation", "early_stopping", "checkpoint", "recovery", "slurm", "environment",
-        "sweep", "logging", "profile",
+        "sweep", "logging", "profile", "stages",
     }  # fmt: skip
     assert {*measured_module._SECTIONS} | others == set(Experiment.model_fields)
     assert not others & {*measured_module._SECTIONS}

@@ -234,8 +234,8 @@ def _merged(rest: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, An
 def _shape_problems(entries: Any, path: Path) -> Iterator[Problem]:
     """Yield the problems of the list of stages, before any of them is read."""
     example = "write a list of files and sections, like [pretrain.yaml, tune.yaml, {export: w.safetensors}]"
-    if not isinstance(entries, list) or not entries:
-        message = "is empty" if entries == [] else f"needs a list of stages, not {shown(entries)}"
+    if not isinstance(entries, list):
+        message = f"needs a list of stages, not {shown(entries)}"
         yield Problem((STAGES,), message, example, code="stages.list")
         return
     for index, entry in enumerate(entries):

@@ -21,6 +21,7 @@ from hpc_train.experiment.config.program_section import (
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
 from hpc_train.experiment.config.synonyms import table_of
 from hpc_train.experiment.validate.base import rule
+from hpc_train.experiment.validate.slurm_rules import max_nodes
 from hpc_train.registry import suggestion
 
 #: Variables of each rank, whose values a command line can't have.
@@ -108,6 +109,15 @@ def names_in_braces_exist(job: Job) -> Iterator[Problem]:
             yield Problem(path, f"there is no {{{field}}}", remedy)
 
 
+@rule("program.shared-job", "program", "slurm.runs_per_job")
+def runs_share_a_job_by_ranks(job: Job) -> Iterator[Problem]:
+    """Commands that start ranks themselves choose ports and cores without regard to the job's other runs."""
+    per = _program(job).per
+    if job.slurm is not None and job.slurm.runs_per_job > 1 and per != "rank":
+        message = f"{per} starts its ranks itself, which runs that share a job can't (slurm.runs_per_job)"
+        yield Problem(("program", "per"), message, "write rank, or take slurm.runs_per_job out")
+
+
 @rule("program.shell", "program")
 def words_need_no_shell(job: Job) -> Iterator[Problem]:
     """No word of the command is syntax of a shell, unless it is a shell's own."""
@@ -163,7 +173,7 @@ def starters_of_ranks_start_once_per_node(job: Job) -> Iterator[Problem]:
     if program.per == "rank":
         message = f"{starter} starts the ranks of a node itself, and per: rank starts it once per rank"
         yield Problem(path, message, "write program.per: node")
-    elif program.per == "node" and job.slurm is not None and job.slurm.nodes != 1:
+    elif program.per == "node" and job.slurm is not None and max_nodes(job.slurm) > 1:
         needed = _STARTERS[PurePosixPath(starter).name]
         if "--standalone" in options or not any(option in options for option in needed):
             index = program.command.index("launch" if "launch" in program.command else starter)
@@ -247,6 +257,14 @@ def metrics_have_one_source(job: Job) -> Iterator[Problem]:
             "needs the groups (?P<step>…) and at least one metric",
             f"write one like {example}",
         )
+
+
+@rule("program.auto-interval", "program", "checkpoint.every")
+def intervals_are_numbers(job: Job) -> Iterator[Problem]:
+    """``checkpoint.every: auto`` measures the saves of hpc-train's own training."""
+    if job.checkpoint.every is not None:
+        message = "auto needs measured saves, and those of a program are not measured"
+        yield Problem(("checkpoint", "every"), message, "write every_min: 10, or every_steps")
 
 
 @rule("program.ignored-key", "program", "logging.every_steps")

@@ -103,7 +103,8 @@ def shown(
 ) -> str:
     end = datetime.now() + timedelta(seconds=left_s)  # local, as Slurm prints it
     start = end - timedelta(seconds=lasted_s)
-    return f"JobId=12 StartTime={start:%FT%T} EndTime={end:%FT%T} TimeLimit={limit} {more}"
+    times = f"StartTime={start:%FT%T} EndTime={end:%FT%T} {more}SuspendTime=None "
+    return f"JobId=12 JobState=RUNNING Restarts=0 TimeLimit={limit} {times}"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_run_that_restarts_in_place_stays_in_its_slot(jobs: list[BatchJob]) ->
 def test_no_run_begins_in_a_job_that_is_about_to_end(jobs: list[BatchJob], shown: str) -> None:
     assert begun(jobs) == "run0"
     jobs[0].note_verdict("stop 0")
-    assert begun(jobs, HPC_TRAIN_JOB=f"JobId=12 {shown}") is None
+    assert begun(jobs, HPC_TRAIN_JOB=f"JobId=12 {shown} Power=") is None
     jobs[0].stopping.touch()
     assert begun(jobs) is None
     assert verdict_on_slots(jobs, 0) == "requeue 75"
