@@ -89,6 +89,16 @@ def folder(sweep: dict[str, RunPaths], monkeypatch: pytest.MonkeyPatch) -> Itera
     yield folder
 
 
+def test_watch_shows_programs(folder: Path) -> None:
+    """Before the commands, the last of which removes a run."""
+    environment = os.environ | {"HPC_TRAIN_RUNS": str(folder / "runs"), "NO_COLOR": "1"}
+    with Terminal("watch", "prog", cwd=folder, environment=environment, columns=120) as watching:
+        watching.until(r"completed .*4/4")
+        watching.until(r"failed")
+        watching.press("q")
+        assert watching.wait() == 0
+
+
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("words", "code", "text"), COMMANDS, ids=[words for words, *_ in COMMANDS])
 def test_a_command(words: str, code: int, text: str, sweep: dict[str, RunPaths]) -> None:
@@ -108,15 +118,6 @@ def test_a_command(words: str, code: int, text: str, sweep: dict[str, RunPaths])
 @pytest.mark.usefixtures("folder")
 def test_no_command_that_needs_our_trainer_is_suggested(sweep: dict[str, RunPaths]) -> None:
     assert has_saved(sweep["1"]) and next_steps(sweep["1"], read_status(sweep["1"])) == []
-
-
-def test_watch_shows_programs(folder: Path) -> None:
-    environment = os.environ | {"HPC_TRAIN_RUNS": str(folder / "runs"), "NO_COLOR": "1"}
-    with Terminal("watch", "prog", cwd=folder, environment=environment, columns=120) as watching:
-        watching.until(r"completed .*4/4")
-        watching.until(r"failed")
-        watching.press("q")
-        assert watching.wait() == 0
 
 
 SEARCH = """
