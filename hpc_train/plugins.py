@@ -1,4 +1,4 @@
-"""What plug-ins import: the protocols that they implement, and the types that these use (docs/plugins.md).
+"""The names for plug-ins: protocols that they implement, and the types that these use (docs/plugins.md).
 
 A name of a module that needs torch is imported when it is used, so that a plug-in's facts for login nodes
 import no torch.

@@ -66,7 +66,7 @@ class RecipeJson(TypedDict):
 
 
 class Recipes(TypedDict):
-    """What ``--from`` takes."""
+    """The recipes of ``--from``."""
 
     version: int
     recipes: list[RecipeJson]

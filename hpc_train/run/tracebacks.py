@@ -1,4 +1,4 @@
-"""What to show of an error: a traceback shortened to the frames of the user's own code, or one line.
+"""An error as users see it: a traceback shortened to the frames of their own code, or one line.
 
 One line is enough for an error whose cause is the environment of the process: reached limits, variables,
 refused system calls.

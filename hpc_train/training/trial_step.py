@@ -46,7 +46,7 @@ _STEP_FACTOR = 4
 _TINY_LR = 1e-12
 #: Why a model can't be built or run if its size was not known before.
 MEMORY_RAN_OUT = "the memory that is free here does not suffice"
-#: What can fail.
+#: Parts of a step that can fail.
 _LOSS, _GRADIENTS, _SUMS = "loss of training", "gradients of the loss of training", "sums of validation"
 _UPDATE = "update"
 _CPU = torch.device("cpu")

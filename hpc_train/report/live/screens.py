@@ -75,7 +75,7 @@ class Help(ModalScreen[None]):
 
 
 class Pane(Widget):
-    """What of a run's details has room below the table."""
+    """The part of a run's details that has room below the table."""
 
     _details: Details | None = None
 

@@ -1,4 +1,4 @@
-"""What a survey returns, and the facts of image files that the data sets share."""
+"""The result of a survey, and the facts of image files that the data sets share."""
 
 from __future__ import annotations
 
