@@ -88,7 +88,7 @@ def use_nodes(launcher: Launcher, count: int | None, command: str) -> None:
     if isinstance(launcher, UsesNodes):
         launcher.use_nodes(count)
     elif count is not None:
-        raise UsageError(f"--nodes: is for --here; for a queued run `hpc-train {command} slurm.nodes={count}`")
+        raise UsageError(f"--nodes: is for --here; in a queue `hpc-train {command} slurm.nodes={count}`")
 
 
 def with_found_sizes(plan: Plan) -> Plan:
