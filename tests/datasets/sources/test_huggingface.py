@@ -360,7 +360,9 @@ def test_a_data_set_consists_of_regular_files_below_its_root(tmp_path: Path, nam
     pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(BadFileError, match=r"^data\.root: .*(names the file|is a named pipe, not a regular file)"):
+    with pytest.raises(
+        BadFileError, match=r"^data\.root: .*(names the file|is a named pipe, not a regular file)"
+    ):
         build(tmp_path)
     (tmp_path / "state.json").write_text("[" * 100_000)
     with pytest.raises(BadFileError, match=r"state\.json is damaged .*; write the data set again"):
