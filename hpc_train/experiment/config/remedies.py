@@ -72,7 +72,7 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
     if path == ("data", "name") and isinstance(value, str) and _PATH.match(value):
         return f"write name: imagefolder, root: {in_flow(shortened(value))}"
     if path == ("checkpoint", "every") and type(value) is int:
-        return f"write every_steps: {value}, every_min: {value}, or every: auto"
+        return f"write every_steps: {value} in its place"
     # ``precision: true`` and ``normalize: true`` are names of values, too.
     meant = value_for(path, path[-1] if value is True else value)
     if meant and types != {"object"}:

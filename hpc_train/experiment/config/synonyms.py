@@ -241,6 +241,7 @@ _WITHIN: dict[KeyPath, dict[str, str]] = {
         "every_steps": "interval steps frequency every_n_steps",
         "every_epochs": "epochs every every_n_epochs",
     },
+    ("logging",): {"every_steps": "every"},
     ("early_stopping",): {
         "metric": "monitor metric_name",
         "mode": "direction",
