@@ -81,7 +81,9 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
         "its ranks were asked to stop",
     )
     record = read_record(paths.attempt(1))
-    assert record is not None and record.exit_codes == [75, 75] and "signal" in record.events
+    assert record is not None and "signal" in record.events
+    # Rank 1 may notice the end of rank 0 before its own signal: 76, a lost peer.
+    assert record.exit_codes in ([75, 75], [75, 76])
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
