@@ -16,6 +16,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.config.synonyms import key_for
 from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.loading import Loaded
@@ -88,7 +89,8 @@ def use_nodes(launcher: Launcher, count: int | None, command: str) -> None:
     if isinstance(launcher, UsesNodes):
         launcher.use_nodes(count)
     elif count is not None:
-        raise UsageError(f"--nodes: is for --here; in a queue `hpc-train {command} slurm.nodes={count}`")
+        key = key_for(("nodes",))
+        raise UsageError(f"--nodes: is for --here; in a queue `hpc-train {command} {key}={count}`")
 
 
 def with_found_sizes(plan: Plan) -> Plan:
