@@ -280,12 +280,12 @@ def _finite(number: float | None) -> float | None:
 
 
 def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
-    """Return the place of the first micro-batch; one in the backward only if there is no other."""
-    found_places = [place for place in places if place is not None]
-    if not found_places:
+    """Return the first NaN or infinity: of the lowest micro-batch's forward, else of a backward."""
+    non_finite = [place for place in places if place is not None]
+    if not non_finite:
         return None
     place = min(
-        found_places,
+        non_finite,
         key=lambda place: (place["micro_batch"] is None, place["micro_batch"] or 0),
     )
     return NonFinite(

@@ -21,8 +21,8 @@ from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, PROGRAM_V
 _OWN_VARIABLES = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HPC_TRAIN_TOKEN", "HPC_TRAIN_THREADS_BY_SHARE")
 
 
-class Meeting(NamedTuple):
-    """Where the programs of an attempt meet, and the folder in which they start."""
+class Rendezvous(NamedTuple):
+    """The rendezvous of the programs of an attempt, and the folder in which they start."""
 
     address: str
     port: int
@@ -90,7 +90,7 @@ class ProgramStart:
     paths: RunPaths
     attempt: int
     facts: RankFacts
-    meeting: Meeting
+    meeting: Rendezvous
     resumes: bool
 
     def command(self) -> list[str]:

@@ -43,7 +43,7 @@ from hpc_train.run.processes import (
 )
 from hpc_train.run.run_status import RunStatus, read_status, try_status, write_status
 from hpc_train.run.tracebacks import RANK_PREFIX, printed_error
-from hpc_train.workloads.program_command import Meeting, ProgramStart
+from hpc_train.workloads.program_command import ProgramStart, Rendezvous
 from hpc_train.workloads.program_metrics import ProgramMetrics, recover_rows
 
 _POLL_S = 0.05
@@ -117,7 +117,7 @@ class _Supervisor:
         per, facts = self._job.program.per, self._facts
         return per == "rank" or (per == "node" and facts.local_rank == 0) or facts.rank == 0
 
-    def _prepare(self) -> Meeting:
+    def _prepare(self) -> Rendezvous:
         """Make the working folder and publish the meeting. Rank 0 only."""
         assert self._events is not None
         self._events.note("rank")
@@ -125,18 +125,18 @@ class _Supervisor:
         folder = working_folder.make(self._paths, self._job.program.outputs)
         listener, hosts = listen(os.environ, self._facts.num_nodes, 1)
         with listener:  # the program's first rank takes the port after this
-            meeting = Meeting(hosts[0], listener.getsockname()[1], str(folder))
+            meeting = Rendezvous(hosts[0], listener.getsockname()[1], str(folder))
         write_json(self._attempt.program, {"version": 1, **meeting._asdict()})
         return meeting
 
-    def _await_meeting(self) -> Meeting:
+    def _await_meeting(self) -> Rendezvous:
         deadline = time.monotonic() + _PREPARE_LIMIT_S
         while (published := read_json(self._attempt.program)) is None:
             self._leave_if_stopped()
             if time.monotonic() > deadline:
                 raise HpcTrainError(f"rank 0 has not prepared {self._paths.work} in {_PREPARE_LIMIT_S:g} s")
             time.sleep(_POLL_S)
-        return Meeting(published["address"], published["port"], published["folder"])
+        return Rendezvous(published["address"], published["port"], published["folder"])
 
     def _leave_if_stopped(self) -> None:
         self._die_with_launcher()
@@ -146,7 +146,7 @@ class _Supervisor:
 
     # The program.
 
-    def _follow(self, meeting: Meeting) -> ExitCode:
+    def _follow(self, meeting: Rendezvous) -> ExitCode:
         folder, resume = Path(meeting.folder), self._job.program.resume
         resumes = resume is not None and any(folder.glob(resume.if_exists))
         start = ProgramStart(self._job, self._paths, self._number, self._facts, meeting, resumes)

@@ -32,7 +32,7 @@ from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts
 from hpc_train.training.distributed import nccl
 from hpc_train.training.distributed.lost_peers import connection_faults_named
-from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Meeting, Timeouts, meet
+from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Rendezvous, Timeouts, meet
 from hpc_train.training.distributed.shared_flags import SharedFlags, open_shared_flags
 from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.training.distributed.timed_call import within
@@ -127,7 +127,7 @@ def join(
 def make_group(
     facts: RankFacts,
     device: torch.device,
-    meeting: Meeting,
+    meeting: Rendezvous,
     timeouts: Timeouts,
     *,
     must_stop: Callable[[], bool],

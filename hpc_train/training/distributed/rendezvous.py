@@ -61,7 +61,7 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store after all ranks have arrived, before torch connects them to each other."""
 
     store: Store
@@ -77,7 +77,7 @@ def meet(
     timeouts: Timeouts,
     *,
     must_stop: Callable[[], bool],
-) -> Meeting:
+) -> Rendezvous:
     """Wait for all ranks, also if there is one. Collective.
 
     Ranks meet at MASTER_ADDR and MASTER_PORT if both are set, else at the address that rank 0 writes to the
@@ -97,7 +97,7 @@ def meet(
     network.check_interfaces(os.environ, names)
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
     # A connection serves one thread at a time.
-    return Meeting(store, store.clone() if hasattr(store, "clone") else store)
+    return Rendezvous(store, store.clone() if hasattr(store, "clone") else store)
 
 
 def _meet(

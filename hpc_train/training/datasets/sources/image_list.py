@@ -226,7 +226,7 @@ def _place(path: Path, header: Sequence[str], args: ImageListArgs, column: str) 
 
 
 def _header_problem(path: Path, header: Sequence[str], column: str, args: ImageListArgs) -> str | None:
-    """Return what a list has in place of a header, with the remedy; None if it has one with other names."""
+    """Return the problem of a list without a usable header, with its remedy; None if its names differ."""
     needed = [args.path_column, *args.columns]
     if path.suffix == _PARQUET or column in header:
         return None
