@@ -40,12 +40,17 @@ def of_jobs(conf: Path, node: str | None = None) -> list[int]:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """SIGKILL what ``find`` finds until it finds nothing: some may be starting others meanwhile."""
+    """SIGKILL all processes that ``find`` returns, as if at once, until it returns none.
+
+    They are stopped first: srun's second process cancels the step as soon as the first one has died, which
+    can't happen on a node without power.
+    """
     deadline = time.monotonic() + _LIMIT_S
     while pids := find():
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for by in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, by)
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {pids} live on after SIGKILL")
         time.sleep(0.02)
