@@ -1,6 +1,6 @@
 """The time of a step of a user's own script with ``hpc_train.session`` and the launcher, and without both.
 
-    python -m benchmarks.session_overhead [--rounds 7] [--quick]
+    python -m benchmarks.session_overhead [--rounds 7] [--ranks 1 2] [--quick]
 
 The script trains the tiny MLP of benchmarks/step.py in plain PyTorch, on one rank and on two ranks (gloo,
 DistributedDataParallel), with one thread each. With the session it is a run of ``hpc-train submit --local``:
@@ -41,12 +41,13 @@ program: {{command: [python, -m, benchmarks.session_overhead, {words}]}}
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--script", nargs=3, metavar=("ARM", "WORKLOAD", "FILE"), help=argparse.SUPPRESS)
+    options.add_argument("--ranks", nargs="+", type=int, choices=[1, 2], default=[1, 2])
     arguments = options.parse_args()
     if arguments.script:
         arm, name, file = arguments.script
         train(_workload(name, quick=arguments.quick), Path(file), uses_session=arm == "session")
         return
-    for name in ("mlp", "mlp_ddp"):
+    for name in ("mlp", "mlp_ddp")[min(arguments.ranks) - 1 : max(arguments.ranks)]:
         workload = _workload(name, quick=arguments.quick)
         arms = {
             PLAIN: functools.partial(_plain, name, workload, quick=arguments.quick),
