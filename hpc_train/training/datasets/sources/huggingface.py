@@ -26,10 +26,9 @@ from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.run.files import read_text
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, root_of
 from hpc_train.training.datasets.images import image_content
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
-from hpc_train.training.datasets.types import DataInfo
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
 #: The value of a ClassLabel if the class is unknown.
@@ -152,9 +151,8 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     if download and has_classes:
         for remark in class_remarks(names, _present_classes(splits, columns[1], numbers)):
             say(f"data.root: {remark}")
-    mean, std = mean_and_std(args.channels)
     num_classes = len(names) if has_classes else math.prod(shape)
-    info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
+    info = image_info(names, args.channels, num_classes, shape)
     return DataSource(images["train"], images.get("val"), info)
 
 

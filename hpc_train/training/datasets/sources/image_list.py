@@ -23,10 +23,9 @@ from hpc_train.experiment.data_facts.listed_data import SEPARATORS, ImageListArg
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, as_number, number_of
-from hpc_train.training.datasets.types import DataInfo
 
 _PARQUET = ".parquet"
 #: Characters that separate cells in other lists, and their names.
@@ -77,10 +76,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ListedImages(root, path, dict(index.splits[split]), args.channels)
         for split, path in lists.items()
     }
-    mean, std = mean_and_std(args.channels)
     num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
     shape = index.splits["train"]["targets"].shape[1:]
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
+    info = image_info(index.class_names, args.channels, num_classes, shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 

@@ -25,8 +25,7 @@ from hpc_train.training.datasets.images import (
     turned_upright,
 )
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
-from hpc_train.training.datasets.sources.infer import mean_and_std
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.sources.infer import image_info
 
 _SHOWN = 3
 
@@ -96,7 +95,7 @@ class MaskedImages:
                 "(such as a.jpg and a.png); remove all but one, or rename them and give each a mask"
             )
         for mask in sorted(masks.difference(wanted)):
-            skipped.add_mask(Path(mask))
+            skipped.add(skipped.MASK, Path(mask))
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise BadFileError(
@@ -143,15 +142,8 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     folder = validation_folder(root)
     val = None if folder is None else MaskedImages(folder, args, rules, skipped)
     skipped.add_unused_folders([root / "train", folder])
-    mean, std = mean_and_std(args.channels)
-    info = DataInfo(
-        args.num_classes,
-        args.channels,
-        mean,
-        std,
-        tuple(args.class_names),
-        ignore_index=args.ignore_index,
-    )
+    sizes = (args.channels, args.num_classes)
+    info = image_info(args.class_names, *sizes, ignore_index=args.ignore_index)
     return DataSource(train, val, info, notices=skipped.notices())
 
 

@@ -30,10 +30,9 @@ from hpc_train.experiment.validate.part_rules import unlisted
 from hpc_train.paths import expanded
 from hpc_train.training.datasets.base import AnySplit, DataSource, TensorSplit, call
 from hpc_train.training.datasets.images import PixelRules, as_tensor, image_content, open_lazily
-from hpc_train.training.datasets.sources.infer import all_targets, infer_info, mean_and_std
+from hpc_train.training.datasets.sources.infer import all_targets, image_info, infer_info
 from hpc_train.training.datasets.sources.segmentation_folder import read_mask
 from hpc_train.training.datasets.targets import as_target
-from hpc_train.training.datasets.types import DataInfo
 
 # For EPS Pillow starts a program. torchvision's classes are restricted below; this is a second safeguard.
 EpsImagePlugin.gs_binary = False
@@ -223,15 +222,7 @@ class MaskedSet:
 
     def source(self, train: Any, val: Any, rules: PixelRules) -> DataSource:
         """Return the data of torchvision's two splits."""
-        mean, std = mean_and_std(MaskedFiles.channels)
-        info = DataInfo(
-            len(self.class_names),
-            MaskedFiles.channels,
-            mean,
-            std,
-            self.class_names,
-            ignore_index=_IGNORED,
-        )
+        info = image_info(self.class_names, MaskedFiles.channels, ignore_index=_IGNORED)
         return DataSource(self._files(train, rules), self._files(val, rules), info)
 
     def _files(self, split: Any, rules: PixelRules) -> MaskedFiles:

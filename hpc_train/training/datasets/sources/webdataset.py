@@ -42,11 +42,10 @@ from hpc_train.training.datasets.index_files import (
     packed_texts,
     text_at,
 )
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.training.datasets.token_writing import refusing_repeated
-from hpc_train.training.datasets.types import DataInfo
 
 #: First bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -114,10 +113,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ShardedImages(paths, dict(index.splits[split]), args.channels)
         for split, paths in shards.items()
     }
-    mean, std = mean_and_std(args.channels)
     shape = index.splits["train"]["targets"].shape[1:]
     num_classes = len(index.class_names) if args.target == "class" else math.prod(shape)
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
+    info = image_info(index.class_names, args.channels, num_classes, shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 
