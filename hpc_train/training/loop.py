@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -261,7 +261,7 @@ class Trainer:
                 return False
             if self.selection.saves(self.step):  # again: the checkpoint is now the best
                 self._begin_save()
-        if self._has_stopped_early():
+        if self.selection.has_stopped:
             self._saving(self.saves.close)
             return True
         self.state.wrapped.train()
@@ -277,9 +277,9 @@ class Trainer:
                 self._begin_save()
                 saved_step = self.step
             self.saves.collect()
-            if self._has_stopped_early():
+            if self.selection.has_stopped:
                 break
-        assert self._has_stopped_early() or self.step == self.cadence.total_steps
+        assert self.selection.has_stopped or self.step == self.cadence.total_steps
         assert saved_step == self.step, "the last step is saved"
         self._saving(self.saves.close)
         return True
@@ -373,18 +373,12 @@ class Trainer:
             with self._saves_finished():
                 if self.guard.policy == "stop":
                     check_evaluation(self.step, metrics)
-                self._select(metrics)
+                try:
+                    self.selection.evaluated(self.step, metrics, optional_metrics(self.forward.task))
+                except BadFileError:  # not a metric of the task: save, so that the corrected run resumes
+                    self._begin_save()
+                    raise
         return True
-
-    def _select(self, metrics: Mapping[str, float]) -> None:
-        try:
-            self.selection.evaluated(self.step, metrics, optional_metrics(self.forward.task))
-        except BadFileError:  # not a metric of the user's task: save, so that the corrected run resumes here
-            self._begin_save()
-            raise
-
-    def _has_stopped_early(self) -> bool:
-        return self.selection.has_stopped
 
     def _evaluation_is_missing(self) -> bool:
         """Return True if the current step should have been evaluated but the evaluation was cut short."""

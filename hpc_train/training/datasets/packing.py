@@ -130,9 +130,11 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
         pack.array(packed.part, "path_ends")
         if len(packed) != len(split) or names != b"".join(split.paths.tolist()):
             return f"data.cache: {pack.path} has other images than {split.folder}"
-        facts = _in_parallel(lambda index, split=split: _facts(split.path(index)), len(split))  # type: ignore[misc]
+        facts = _in_parallel(lambda index, split=split: split.path(index).stat(), len(split))  # type: ignore[misc]
         changed = [
-            index for index, fact in enumerate(facts) if fact != (int(sizes[index]), int(times[index]))
+            index
+            for index, seen in enumerate(facts)
+            if (seen.st_size, seen.st_ctime_ns) != (int(sizes[index]), int(times[index]))
         ]
         if changed:
             return (
@@ -141,11 +143,6 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
         for _ in _in_parallel(packed.content, len(packed)):
             pass
     return None
-
-
-def _facts(path: Path) -> tuple[int, int]:
-    seen = path.stat()
-    return seen.st_size, seen.st_ctime_ns
 
 
 def _in_parallel(work: Callable[[int], Item], count: int) -> Iterator[Item]:

@@ -31,18 +31,14 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     for name in _OWNED:
         if name in config.args:
             raise not_an_argument(("model", "args"), name, "model.pretrained").as_error()
-    arguments = _arguments(config, info)
+    channels = {} if info.channels == 3 else {"in_chans": info.channels}
+    arguments = {"num_classes": info.num_classes} | channels | config.args
     if config.pretrained is True:
         return _with_hub_weights(rest, config, arguments, download=download)
     model = _create(rest, config, arguments)
     if isinstance(config.pretrained, str):
         load_weights(model, config.pretrained, convert=convert_weights)
     return model
-
-
-def _arguments(config: ModelConfig, info: DataInfo) -> Arguments:
-    channels = {} if info.channels == 3 else {"in_chans": info.channels}
-    return {"num_classes": info.num_classes} | channels | config.args
 
 
 def _refuse_unknown(name: str) -> None:

@@ -52,7 +52,8 @@ def _segmentation_names() -> list[str]:
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build torchvision's model ``rest``; greyscale images are repeated to its 3 channels."""
-    _refuse_unknown(rest)
+    if rest not in (names := model_names()):
+        raise unlisted(("model", "name"), "torchvision", "model", rest, names).as_error()
     if problem := model_problem(config.name, info.channels):
         raise problem.as_error()
     arguments = _arguments(rest, config)
@@ -68,11 +69,6 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if info.channels == 1:
         model.register_forward_pre_hook(_repeat_grey)
     return model
-
-
-def _refuse_unknown(name: str) -> None:
-    if name not in model_names():
-        raise unlisted(("model", "name"), "torchvision", "model", name, model_names()).as_error()
 
 
 def _random_head(name: str, model: nn.Module, num_classes: int, arguments: Arguments) -> set[str]:

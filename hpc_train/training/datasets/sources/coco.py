@@ -164,18 +164,15 @@ def _parsed(root: Path, files: Mapping[str, Path], args: CocoArgs, *, has_remark
     splits, names = {part: file.arrays() for part, file in parsed.items()}, tuple(train.categories.values())
     facts: dict[str, Any] = {}
     if has_remarks:
-        remarks = [f"{path} is not read" for path in _unused(root, files)]
+        candidates = [root / f"{name}.json" for name in VALIDATION]
+        unused = [path for path in candidates if path.is_file() and path not in files.values()]
+        remarks = [f"{path} is not read" for path in unused]
         for part, file in parsed.items():
             remarks += file_remarks(file.folder, {file.path.name: splits[part]["names"].tolist()})
             remarks += file.remarks
         remarks += class_remarks(names, {part: split["labels"] - 1 for part, split in splits.items()})
         facts["remarks"] = remarks
     return Index(splits, names, facts)
-
-
-def _unused(root: Path, files: Mapping[str, Path]) -> list[Path]:
-    candidates = (root / f"{name}.json" for name in VALIDATION)
-    return [path for path in candidates if path.is_file() and path not in files.values()]
 
 
 class _AnnotationFile:

@@ -145,7 +145,11 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         )
         for name, rows in splits.items()
     }
-    shape = () if has_classes else _shape_of_targets(splits["train"], columns[1])
+    shape: tuple[int, ...] = ()
+    if not has_classes:
+        index, cell = next(splits["train"].cells(columns[1]))
+        place = _place(splits["train"].place(index), columns[1])
+        shape = np.shape(numbers_of(cell, place, None))
     if download:
         _check_targets(splits, columns[1], len(names), shape, config)
     if download and has_classes:
@@ -400,9 +404,3 @@ def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:
             f"data.args.image_column: the column {columns[0]} has no images; write another one"
         )
     return rows.select_columns(list(columns)).cast_column(columns[0], library.Image(decode=False))
-
-
-def _shape_of_targets(rows: Rows, column: str) -> tuple[int, ...]:
-    """Return () or (K,), the shape of the first target."""
-    index, cell = next(rows.cells(column))
-    return np.shape(numbers_of(cell, _place(rows.place(index), column), None))

@@ -103,8 +103,10 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
         names[path.name], splits[split] = _parse(path, args, targets, files)
     facts: dict[str, Any] = {}
     if has_remarks:
-        others = [name for name in _other_lists(lists["train"]) if name not in names]
-        remarks = [f"{listed(others, 5)} beside {lists['train'].name} are not read"] if others else []
+        train = lists["train"]
+        beside = sorted(path.name for path in train.parent.glob(f"*{train.suffix}") if path.is_file())
+        others = [name for name in beside if name not in names]
+        remarks = [f"{listed(others, 5)} beside {train.name} are not read"] if others else []
         remarks += file_remarks(root, names)
         if args.target == "class":
             remarks += class_remarks(
@@ -112,10 +114,6 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
             )
         facts["remarks"] = remarks
     return Index(splits, targets.names, facts)
-
-
-def _other_lists(path: Path) -> list[str]:
-    return sorted(other.name for other in path.parent.glob(f"*{path.suffix}") if other.is_file())
 
 
 def _parse(
