@@ -25,7 +25,7 @@ from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
 from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
-from hpc_train.training.datasets.sources.values import ClassNumbers, Place, as_number, number_of
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, as_number, number_of
 
 _PARQUET = ".parquet"
 #: Characters that separate cells in other lists, and their names.
@@ -135,7 +135,7 @@ def _parse(
     return names, packed_texts(names) | arrays
 
 
-class _Targets:
+class _Targets(Targets):
     """Converts the cells of the target columns."""
 
     def __init__(self, args: ImageListArgs) -> None:
@@ -151,12 +151,9 @@ class _Targets:
                 "data.args.classes: is for data.args.target: class, since the columns are the others' names; "
                 "take it out"
             )
-        self._classes = ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the class names, or the columns."""
-        return tuple(self._args.columns) if self._classes is None else self._classes.names
+        super().__init__(
+            ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None, tuple(columns)
+        )
 
     def value(self, cells: Sequence[Any], where: str) -> int | float | list[float]:
         """Return the target of one row; a class's number is preliminary until ``array``."""
@@ -174,12 +171,6 @@ class _Targets:
                 "fix it, or write data.args.target: number",
             )
         return number_of(cell, place)
-
-    def array(self, values: list[Any]) -> Array:
-        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
-        if self._classes is None:
-            return np.array(values, dtype=np.float32)
-        return self._classes.finish(np.array(values, dtype=np.int64))
 
 
 def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:
