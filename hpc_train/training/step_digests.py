@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,16 @@ def samples_digest(batches: Sequence[Batch]) -> int:
     return total & ((1 << 64) - 1)
 
 
+class DigestWriter(Protocol):
+    """Receives the digests of all ranks: ``run.digests.DigestsFile``."""
+
+    def append(self, digests: list[StepDigest]) -> None:
+        """Write the digests of consecutive steps."""
+
+    def sync(self) -> None:
+        """Sync the written digests to the disk. Any thread."""
+
+
 class StepDigests(StepObserver):
     """Collects the digests of one rank's steps. ``writer``: on rank 0 only.
 
@@ -111,7 +122,7 @@ class StepDigests(StepObserver):
 
     def __init__(
         self,
-        writer: DigestsFile | None,
+        writer: DigestWriter | None,
         attempt: int,
         *,
         owns_loss: bool,

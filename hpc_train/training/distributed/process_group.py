@@ -9,7 +9,6 @@ threads use it: the training thread by collectives, the thread that writes a che
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -191,8 +190,14 @@ def _in_thread(
     thread = threading.Thread(target=run, name="connecting", daemon=True)
     with signals.blocked():  # stop signals must reach the main thread
         thread.start()
-    _Wait((thread.join(_POLL_S) for _ in itertools.count()), limit_s, must_stop).until(result.done)
+    _Wait(_joins(thread), limit_s, must_stop).until(result.done)
     result.result()
+
+
+def _joins(thread: threading.Thread) -> Iterator[None]:
+    while True:
+        thread.join(_POLL_S)
+        yield
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class FolderSplit:
         folder: Path,
         class_names: tuple[str, ...],
         channels: int,
-        skipped: Skipped | None = None,
+        skipped: Skipped,
         *,
         may_lack_classes: bool = False,
     ) -> None:
