@@ -69,7 +69,9 @@ def train(rank: Rank) -> ExitCode:
             is_done = _train_once(run)
             if is_done is None:
                 rank.rebuilds()
-                _free_memory()
+                gc.collect()  # modules under FSDP are in reference cycles
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"
     finally:
@@ -143,13 +145,6 @@ def _to_build(run: TrainingRun) -> Experiment:
     if Agreement(rank.group, rank.flag).rank_0_says(has_weights):
         return with_source(rank.experiment, None)
     return pinned(run.paths, rank.experiment)
-
-
-def _free_memory() -> None:
-    """Free a train state without references; modules under FSDP are in reference cycles."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _go_back(run: TrainingRun, start: Position, back: RollbackError) -> None:

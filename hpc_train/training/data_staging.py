@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
@@ -91,19 +92,20 @@ def verified(rank: Rank, source: DataSource) -> DataSource:
             raise
         write_json(file, {"version": 1, "problem": None})
     else:
-        _wait_for_verification(file, progress)
+        begin = time.monotonic()
+        outcome = _outcome(file, progress, lambda: min(1.0, (time.monotonic() - begin) / CHECK_LIMIT_S))
+        if outcome.get("problem") is not None:
+            raise BadFileError(str(outcome["problem"]))
     progress.at(1.0)
     return source
 
 
-def _wait_for_verification(file: Path, progress: _Parts) -> None:
-    """Wait for the first rank of the node. Reports the part of the time limit that has passed."""
-    begin = time.monotonic()
+def _outcome(file: Path, progress: _Parts, fraction: Callable[[], float]) -> dict[str, Any]:
+    """Wait for what the first rank of the node writes, and report the fraction done meanwhile."""
     while (outcome := read_json(file)) is None:
-        progress.at(min(1.0, (time.monotonic() - begin) / CHECK_LIMIT_S))
+        progress.at(fraction())
         time.sleep(_POLL_S)
-    if outcome.get("problem") is not None:
-        raise BadFileError(str(outcome["problem"]))
+    return outcome
 
 
 def stage_folder(stage: str | bool) -> Path:
@@ -135,10 +137,7 @@ def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
 def _wait(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
     """Wait for the first rank of the node; return True if it has a copy."""
     file = rank.paths.attempt(rank.attempt).staging(rank.node)
-    while (outcome := read_json(file)) is None:
-        progress.at(copy.copied)
-        time.sleep(_POLL_S)
-    return outcome.get("has_copy") is True
+    return _outcome(file, progress, lambda: copy.copied).get("has_copy") is True
 
 
 def _warn(rank: Rank, error: NoCopyError) -> bool:

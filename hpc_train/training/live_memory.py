@@ -136,7 +136,10 @@ class LiveMemory(TorchDispatchMode):
 
         Optimizer state allocated in the first step counts from the start, since later steps have it.
         """
-        parts = [self._part(number) for number in range(len(self._sizes))]
+        parts = [
+            self._labels.get(number, "buffers" if number in self._likely_buffers else "activations")
+            for number in range(len(self._sizes))
+        ]
         changes = self._changes()
         now = Counter(dict.fromkeys(PARTS, 0))
         for number, change in changes:
@@ -167,9 +170,6 @@ class LiveMemory(TorchDispatchMode):
         if here:
             return there / here
         return self.shard_factor if number in self._sharded else 1.0
-
-    def _part(self, number: int) -> str:
-        return self._labels.get(number, "buffers" if number in self._likely_buffers else "activations")
 
     def _take(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, and note its size; None for one without memory."""

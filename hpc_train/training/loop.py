@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -373,15 +373,12 @@ class Trainer:
             with self._saves_finished():
                 if self.guard.policy == "stop":
                     check_evaluation(self.step, metrics)
-                self._select(metrics)
+                try:
+                    self.selection.evaluated(self.step, metrics, optional_metrics(self.forward.task))
+                except BadFileError:  # not a metric of the task: save, so that the corrected run resumes
+                    self._begin_save()
+                    raise
         return True
-
-    def _select(self, metrics: Mapping[str, float]) -> None:
-        try:
-            self.selection.evaluated(self.step, metrics, optional_metrics(self.forward.task))
-        except BadFileError:  # not a metric of the user's task: save, so that the corrected run resumes here
-            self._begin_save()
-            raise
 
     def _has_stopped_early(self) -> bool:
         return self.selection.has_stopped

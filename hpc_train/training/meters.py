@@ -26,6 +26,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.distributed.device import HostCopy
 from hpc_train.training.step_digests import StepDigests
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
@@ -46,16 +47,11 @@ class _PendingRow:
     row: Row
     names: list[str]
     #: The values of ``names``, then the per-rank times.
-    values: Tensor
-    copied: torch.cuda.Event | None
-
-    def is_ready(self) -> bool:
-        return self.copied is None or self.copied.query()
+    values: HostCopy
 
     def finished(self) -> tuple[Row, list[float]]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        values, num_own = self.values.tolist(), len(self.names)
+        (copied,), num_own = self.values.tensors(), len(self.names)
+        values = copied.tolist()
         return self.row | dict(zip(self.names, values[:num_own], strict=True)), values[num_own:]
 
 
@@ -113,7 +109,7 @@ class Meters:
         if grad_norm is not None:
             names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
         row = self._head("train", step) | {"lr": lr} | times | peak_memory(loss.device)
-        self._pending.append(_to_host(row, names, torch.cat([torch.stack(values), of_ranks])))
+        self._pending.append(_PendingRow(row, names, HostCopy(torch.cat([torch.stack(values), of_ranks]))))
         self.drain(wait=False)
 
     def _own_times(self, times: Row, like: Tensor) -> Tensor:
@@ -145,7 +141,7 @@ class Meters:
         """Write the rows and digests whose numbers have arrived, or wait for all of them."""
         if self.digests is not None:
             self.digests.drain(wait=wait)
-        while self._pending and (wait or self._pending[0].is_ready()):
+        while self._pending and (wait or self._pending[0].values.is_ready):
             assert self._metrics_writer is not None
             row, of_ranks = self._pending.popleft().finished()
             self._metrics_writer.write(row)
@@ -180,16 +176,6 @@ def peak_memory(device: torch.device) -> Row:
     if device.type != "cuda":
         return {}
     return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}
-
-
-def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
-    if values.device.type == "cpu":
-        return _PendingRow(row, names, values, copied=None)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return _PendingRow(row, names, host, copied)
 
 
 class StatusWriter:

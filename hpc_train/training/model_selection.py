@@ -139,7 +139,11 @@ def check_metrics(config: Experiment, metrics: Iterable[str]) -> None:
     if config.optimization.ema is not None:
         names |= {f"ema_{name}" for name in names}
     for key, name in _metrics_of(config).items():
-        _check_metric(key, name, names)
+        if name not in names:
+            raise BadFileError(
+                f"{key}: {name} is not a metric of this run's evaluations; write one of "
+                f"{', '.join(sorted(names))}"
+            )
 
 
 def refuse_no_evaluations(config: Experiment, source: DataSource) -> None:
@@ -154,11 +158,3 @@ def refuse_no_evaluations(config: Experiment, source: DataSource) -> None:
 def _metrics_of(config: Experiment) -> dict[str, str]:
     sections = {"checkpoint.best": config.checkpoint.best, "early_stopping": config.early_stopping}
     return {f"{key}.metric": section.metric for key, section in sections.items() if section is not None}
-
-
-def _check_metric(key: str, name: str, metrics: Iterable[str]) -> None:
-    names = sorted(metrics)
-    if name not in names:
-        raise BadFileError(
-            f"{key}: {name} is not a metric of this run's evaluations; write one of {', '.join(names)}"
-        )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hpc_train.errors import FINITE_REMEDY, NonFiniteError, counted
 from hpc_train.experiment.config.training_sections import OptimizationConfig
+from hpc_train.training.distributed.device import HostCopy
 from hpc_train.training.strategies.buffers import Buffers
 
 
@@ -35,25 +36,20 @@ class FiniteWatch:
 
     def __init__(self) -> None:
         self._has_seen = False
-        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._under_way: deque[HostCopy] = deque()
 
     def look(self, number: Tensor) -> None:
         """Add a number, shape ()."""
         if number.device.type == "cpu":
             self._has_seen |= not math.isfinite(number.item())
-            return
-        is_finite = number.isfinite()
-        host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        host.copy_(is_finite, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._under_way.append((host, copied))
+        else:
+            self._under_way.append(HostCopy(number.isfinite()))
 
     @property
     def has_seen(self) -> bool:
         """True if a number that has reached the host is not finite."""
-        while self._under_way and self._under_way[0][1].query():
-            self._has_seen |= not self._under_way.popleft()[0].item()
+        while self._under_way and self._under_way[0].is_ready:
+            self._has_seen |= not self._under_way.popleft().tensors()[0].item()
         return self._has_seen
 
 

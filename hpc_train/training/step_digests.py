@@ -28,6 +28,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
 from hpc_train.run.digests import DigestsFile, StepDigest
 from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.device import HostCopy
 from hpc_train.training.step import StepObserver, StepResult
 
 #: Steps between two exchanges (assumed: an exchange costs about as much as a row of metrics).
@@ -48,30 +49,24 @@ class _Exchanged:
     """Numbers of K steps that are still being copied from the device."""
 
     steps: list[int]
-    #: Low and high half of the samples' digest, then the bits of each rank's loss, (K, 2 + R) int64.
-    table: Tensor
-    #: float64; one for each step that has one.
-    norms: Tensor
+    #: Low and high half of the samples' digest, then the bits of each rank's loss, (K, 2 + R) int64; and the
+    #: norms, float64, one for each step that has one.
+    table_and_norms: HostCopy
     has_norm: list[bool]
-    copied: torch.cuda.Event | None
-
-    def is_ready(self) -> bool:
-        return self.copied is None or self.copied.query()
 
     def digests(self, attempt: int) -> list[StepDigest]:
-        if self.copied is not None:
-            self.copied.synchronize()
+        table, norms = self.table_and_norms.tensors()
         losses = torch.zeros(len(self.steps), dtype=torch.float64)
-        for of_rank in self.table[:, 2:].contiguous().view(torch.float64).unbind(1):
+        for of_rank in table[:, 2:].contiguous().view(torch.float64).unbind(1):
             losses += of_rank
-        norms = iter(self.norms.tolist())
-        halves = self.table[:, :2].tolist()
+        each_norm = iter(norms.tolist())
+        halves = table[:, :2].tolist()
         return [
             StepDigest(
                 step,
                 (low + (high << 32)) & ((1 << 64) - 1),
                 loss,
-                next(norms) if has_norm else None,
+                next(each_norm) if has_norm else None,
                 attempt,
             )
             for step, (low, high), loss, has_norm in zip(
@@ -170,11 +165,11 @@ class StepDigests(StepObserver):
         norms = (torch.stack(with_norm) if with_norm else torch.zeros(0, device=device)).to(torch.float64)
         has_norm = [step.grad_norm is not None for step in steps]
         numbers = [step.step for step in steps]
-        self._exchanged.append(_to_host(numbers, table, norms, has_norm))
+        self._exchanged.append(_Exchanged(numbers, HostCopy(table, norms), has_norm))
 
     def drain(self, *, wait: bool) -> None:
         """Write the digests whose numbers have arrived, or wait for all that were exchanged."""
-        while self._exchanged and (wait or self._exchanged[0].is_ready()):
+        while self._exchanged and (wait or self._exchanged[0].table_and_norms.is_ready):
             assert self._writer is not None
             self._writer.append(self._exchanged.popleft().digests(self._attempt))
 
@@ -182,15 +177,3 @@ class StepDigests(StepObserver):
         """Sync the written digests to the disk. Any thread."""
         if self._writer is not None:
             self._writer.sync()
-
-
-def _to_host(steps: list[int], table: Tensor, norms: Tensor, has_norm: list[bool]) -> _Exchanged:
-    if table.device.type == "cpu":
-        return _Exchanged(steps, table, norms, has_norm, copied=None)
-    copies = []
-    for tensor in (table, norms):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copies.append(host.copy_(tensor, non_blocking=True))
-    copied = torch.cuda.Event()
-    copied.record()
-    return _Exchanged(steps, copies[0], copies[1], has_norm, copied)

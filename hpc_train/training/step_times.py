@@ -65,13 +65,11 @@ class StepTimes:
         """Yield from ``steps``; the time until each item arrives counts as a wait for data."""
         iterator = iter(steps)
         while True:
-            began = time.monotonic()
-            try:
-                with self._annotation():
+            with self.waiting_for_data():
+                try:
                     step = next(iterator)
-            except StopIteration:
-                return
-            self.data_wait_s += time.monotonic() - began
+                except StopIteration:
+                    return
             yield step
 
     def annotate_waits(self, annotation: Callable[[], AbstractContextManager[object]] | None) -> None:

@@ -131,13 +131,14 @@ def assemble(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     normalises = has_batchnorm(model)
     wrapped = strategy.place(model, blocks)
+    is_sparse = any(getattr(module, "sparse", False) for module in strategy.model.modules())  # embeddings
     optimizer = make_optimizer(
         config.optimization.optimizer,
         strategy.optimized(),
         config.optimization.global_batch_size,
         depths,
         matched,
-        may_fuse=not (context.precision.needs_scaler or _has_sparse_gradients(strategy.model)),
+        may_fuse=not (context.precision.needs_scaler or is_sparse),
     )
     optimization = Optimization(optimizer, _schedule(config, batches), context.precision, context.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
@@ -162,11 +163,6 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
             "update its package, or write parallel.strategy: ddp"
         )
     return cast(Strategy, strategy)
-
-
-def _has_sparse_gradients(model: nn.Module) -> bool:
-    """Return True if an embedding has ``sparse=True``."""
-    return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 def load_initial_weights(model: nn.Module, config: ModelConfig) -> None:
@@ -202,7 +198,8 @@ def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
         from torchao import float8
     # The number of rows of a micro-batch, the inner size of the weight gradient's product, is arbitrary.
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
-    if not any(_has_fitting_sizes(module) for block in blocks for module in _below(block)):
+    # A block itself can't be replaced in place.
+    if not any(_has_fitting_sizes(module) for block in blocks for module in list(block.modules())[1:]):
         raise BadFileError(
             f"precision: fp8 finds no linear layer in the model's blocks whose sizes {_FP8_SIZES} divides; "
             "write bf16"
@@ -212,11 +209,6 @@ def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
             float8.convert_to_float8_training(
                 block, module_filter_fn=lambda module, name: _has_fitting_sizes(module), config=config
             )
-
-
-def _below(block: nn.Module) -> list[nn.Module]:
-    """Return the modules that can be replaced in place: all inside the block, without the block itself."""
-    return list(block.modules())[1:]
 
 
 def _has_fitting_sizes(module: nn.Module) -> bool:

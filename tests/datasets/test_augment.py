@@ -112,12 +112,6 @@ def test_image_size_brings_unequal_images_to_one_size() -> None:
         assert augmentation(config, 8)(images, 0, torch.arange(2)).shape == (2, 3, 8, 8)
 
 
-def test_unequal_images_without_image_size_are_refused() -> None:
-    images = [random_images(1, 3, 20, 30)[0], random_images(1, 3, 9, 7)[0]]
-    with pytest.raises(BadFileError, match=r"data\.image_size: images differ in shape"):
-        augmentation({})(images, 0, torch.arange(2))
-
-
 def test_float_images_are_flipped_and_cropped_but_not_randaugmented() -> None:
     images = random_images(8).float().sub(128)
     out = augmentation({"hflip": 0.5, "crop_padding": 2})(images, 0, torch.arange(8))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from PIL import Image
 from hpc_train.errors import BadFileError
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.training.datasets.random_numbers import restored_generators, seed_generators
-from hpc_train.training.datasets.workers import WorkerLostError
 from tests.datasets.samples import (
     AUGMENT,
     CPU,
@@ -29,21 +28,6 @@ from tests.datasets.samples import (
 )
 
 
-class KilledSplit:
-    """Ends its own process where that is a loader's."""
-
-    def __init__(self) -> None:
-        self._rank_pid = os.getpid()
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        if os.getpid() != self._rank_pid:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
-
-
 def test_each_step_gives_its_slots_in_order() -> None:
     batches = steps(random_split(20))
     assert [step for step, _ in batches] == list(range(TOTAL_STEPS))
@@ -52,19 +36,6 @@ def test_each_step_gives_its_slots_in_order() -> None:
             (step, i, 0.25) for i in range(4)
         ]
         assert all(slot.inputs.shape == (2, 3, 12, 12) and slot.valid.all() for slot in slots)
-
-
-def test_a_resumed_loader_gives_the_rest_bitwise() -> None:
-    assert_equal(steps(random_split(20), start=3), steps(random_split(20))[3:])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_read_what_one_rank_reads(world_size: int) -> None:
-    alone = {(s.step, s.number): s for _, slots in steps(random_split(20)) for s in slots}
-    for rank in range(world_size):
-        for _, slots in steps(random_split(20), rank=rank, world_size=world_size):
-            for slot in slots:
-                assert torch.equal(slot.inputs, alone[slot.step, slot.number].inputs)
 
 
 @pytest.mark.parametrize("split", [random_split(20), OneByOne(random_split(20))])
@@ -87,12 +58,6 @@ def test_repeats_of_a_sample_are_augmented_differently_and_the_same_after_a_resu
 def test_whole_batches_equal_samples_read_one_by_one() -> None:
     for extra in ({}, {"image_size": 8}):
         assert_equal(steps(random_split(20), **extra), steps(OneByOne(random_split(20)), **extra))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [random_split(20), OneByOne(random_split(20)), RandomSplit()])
-def test_workers_give_bitwise_identical_batches(train: Any) -> None:
-    assert_equal(steps(train, workers=2), steps(train, workers=0))
 
 
 def test_generators_of_the_rank_are_left_as_they_were() -> None:
@@ -122,15 +87,6 @@ def test_careless_data_sets_draw_new_numbers_each_epoch() -> None:
 def test_an_unreadable_sample_is_named(workers: int, error: Exception, words: str) -> None:
     with pytest.raises(BadFileError, match=words):
         steps(BrokenSplit(error), workers=workers)
-
-
-@pytest.mark.slow
-@pytest.mark.fault(21)
-def test_a_killed_worker_is_explained_where_its_batch_is_waited_for() -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):
-        steps(KilledSplit(), workers=1)
-    assert signal.getsignal(signal.SIGCHLD) == before
 
 
 def test_workers_outlive_the_jobs_signals_and_end_when_closed() -> None:
@@ -164,11 +120,6 @@ def test_the_ranks_own_signal_mask_is_kept() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_too_little_data_is_refused_before_anything_starts() -> None:
-    with pytest.raises(BadFileError, match=r"optimization\.global_batch_size: 8 is more than the 7"):
-        training(random_split(7), total_steps=1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -188,11 +139,6 @@ def test_evaluation_counts_each_sample_once_and_is_not_augmented(workers: int, w
                     found[int(target)] = image
     assert sorted(found) == list(range(11))
     assert all(torch.equal(image, split.images[target]) for target, image in found.items())
-
-
-@pytest.mark.parametrize(("samples", "size", "batches"), [(1, 1, 1), (7, 2, 4), (8, 2, 4), (3, 8, 1)])
-def test_an_evaluation_has_as_many_batches_as_hold_all_samples(samples: int, size: int, batches: int) -> None:
-    assert evaluation_batch_count(cast(Any, range(samples)), size) == batches
 
 
 class CountedSplit(OneByOne):

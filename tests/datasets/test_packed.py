@@ -183,15 +183,13 @@ def test_samples_have_the_names_of_their_source_files(root: Path) -> None:
     assert [ours.path(i) for i in range(12)] == [theirs.path(i) for i in range(12)]
 
 
-def test_without_prepare_it_is_an_error(root: Path) -> None:
-    with pytest.raises(BadFileError, match=r"^data\.cache: .* has no pack .*; run `hpc-train prepare`"):
+def test_without_prepare_and_with_a_pack_of_other_images_it_is_an_error(root: Path) -> None:
+    words = r"^data\.cache: .* has no pack of the images.*; run `hpc-train prepare`"
+    with pytest.raises(BadFileError, match=words):
         build_source(with_cache(root))
-
-
-def test_a_pack_of_other_images_is_not_read(root: Path) -> None:
     packed(root)
     image((12, 10), 9).save(root / "train/ant/new.jpg")
-    with pytest.raises(BadFileError, match="has no pack of the images"):
+    with pytest.raises(BadFileError, match=words):
         build_source(with_cache(root))
     assert len(packed(root).train) == 13
 

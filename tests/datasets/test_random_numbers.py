@@ -5,24 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.training.datasets.random_numbers import Keys, hash_words
+from hpc_train.training.distributed.seeds import splitmix64
 
 WORDS = st.integers(min_value=0, max_value=2**63 - 1)
-
-
-def splitmix64(seed: int, count: int) -> list[int]:
-    """The reference: https://prng.di.unimi.it/splitmix64.c."""
-    mask, outputs = 2**64 - 1, []
-    for _ in range(count):
-        seed = (seed + 0x9E3779B97F4A7C15) & mask
-        z = seed
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        outputs.append(z ^ (z >> 31))
-    return outputs
-
-
-def test_reference_gives_the_published_outputs() -> None:
-    assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 @given(seed=WORDS, epoch=st.integers(0, 10**6), sample=st.integers(0, 2**40), draw=st.integers(0, 100))
@@ -43,7 +29,7 @@ def test_many_words_are_the_stream_of_the_single_one() -> None:
     keys = Keys(3, 4, torch.tensor([5]))
     start = int(keys.words("x").item()) % 2**64
     many = [int(word) % 2**64 for word in keys.words_many("x", 5)[0]]
-    assert many == splitmix64(start, 5)
+    assert many == [splitmix64((start + n * GOLDEN_GAMMA) % 2**64) for n in range(5)]
 
 
 @given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=8))

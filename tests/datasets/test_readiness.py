@@ -161,6 +161,7 @@ def test_an_error_makes_ready_and_is_raised_by_next() -> None:
 @pytest.mark.slow
 @pytest.mark.fault(21)
 def test_a_killed_worker_makes_ready_and_is_explained_by_next(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGCHLD)
     with training(GatedSplit(tmp_path / "gate"), workers=1) as batches:
         assert not batches.is_ready()
         (pid,) = batches.worker_pids
@@ -169,6 +170,7 @@ def test_a_killed_worker_makes_ready_and_is_explained_by_next(tmp_path: Path) ->
         with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):
             next(batches)
         assert batches.worker_pids == []
+    assert signal.getsignal(signal.SIGCHLD) == before
 
 
 @pytest.mark.slow

@@ -54,9 +54,6 @@ def test_ranks_take_turns_and_spare_slots_weigh_nothing() -> None:
         [(2, sixth), (2, 0.0)],
         [(3, sixth), (3, 0.0)],
     ]
-
-
-def test_a_spare_slot_repeats_the_ranks_first_micro_batch() -> None:
     first, spare = sampler(rank=2, world_size=4, total_steps=1)
     assert torch.equal(first.indices, spare.indices)
 
@@ -105,18 +102,22 @@ def test_a_slot_travels_small_and_whole() -> None:
     assert torch.equal(back.indices, slot.indices)
     assert (back.step, back.number, back.weight) == (slot.step, slot.number, slot.weight)
     assert len(sent) < 400
+    slot = next(iter(sampler(repeats=4)))
+    back = pickle.loads(pickle.dumps(slot))
+    assert torch.equal(back.indices, slot.indices) and torch.equal(back.repeats, slot.repeats)
 
 
-def test_a_global_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(BadFileError, match=r"^optimization\.global_batch_size: 52 is more than the 50 "):
-        sampler(global_batch_size=52)
-
-
-def test_more_ranks_than_micro_batches_are_refused() -> None:
-    with pytest.raises(
-        BadFileError, match=r"needs at most 6 ranks, one per micro-batch, got 7; start 6 ranks or fewer"
-    ):
-        sampler(world_size=7)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"global_batch_size": 52}, r"^optimization\.global_batch_size: 52 is more than the 50 "),
+        ({"world_size": 7}, r"needs at most 6 ranks, one per micro-batch, got 7; start 6 ranks or fewer"),
+        ({"repeats": 5}, r"^data\.augment\.repeats: 5 does not divide .* 12; write 4, or "),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(given: dict[str, int], message: str) -> None:
+    with pytest.raises(BadFileError, match=message):
+        sampler(**given)
 
 
 def test_positions_must_be_sorted() -> None:
@@ -179,17 +180,6 @@ def test_repeats_are_the_same_on_any_number_of_ranks_and_after_a_resume(world_si
     assert repeated(world_size, skipped, repeats=4) == whole
     tail = {key: value for key, value in whole.items() if key[0] >= 3}
     assert repeated(world_size, Position(3, (2, 3, 7)), repeats=4) == tail
-
-
-def test_a_slot_with_repeats_travels_whole() -> None:
-    slot = next(iter(sampler(repeats=4)))
-    back = pickle.loads(pickle.dumps(slot))
-    assert torch.equal(back.indices, slot.indices) and torch.equal(back.repeats, slot.repeats)
-
-
-def test_repeats_that_do_not_divide_the_batch_are_refused() -> None:
-    with pytest.raises(BadFileError, match=r"^data\.augment\.repeats: 5 does not divide .* 12; write 4, or "):
-        sampler(repeats=5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

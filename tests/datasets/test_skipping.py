@@ -121,24 +121,15 @@ def test_a_damaged_file_is_named_and_ends_the_run(data: DataSource, index: int, 
         list(batches)
 
 
-def test_any_number_of_workers_takes_the_same_in_its_place(data: DataSource, paths: RunPaths) -> None:
+def test_workers_ranks_and_a_resume_take_the_same_in_its_place(data: DataSource, paths: RunPaths) -> None:
     alone = slots(training(data, paths))
     assert len(alone) == 4 * TOTAL_STEPS
     assert_equal(slots(training(data, paths, workers=2)), alone)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_takes_the_same_in_its_place(
-    data: DataSource, paths: RunPaths, ranks: int
-) -> None:
-    shares = [slots(training(data, paths, rank=rank, ranks=ranks)) for rank in range(ranks)]
-    together = {key: batch for share in shares for key, batch in share.items()}
-    assert_equal(together, slots(training(data, paths)))
-
-
-def test_a_resume_within_an_epoch_takes_the_same_in_its_place(data: DataSource, paths: RunPaths) -> None:
-    whole = slots(training(data, paths))
-    assert_equal(slots(training(data, paths, start=3)), {key: whole[key] for key in whole if key[0] >= 3})
+    for ranks in (2, 3):
+        shares = [slots(training(data, paths, rank=rank, ranks=ranks)) for rank in range(ranks)]
+        assert_equal({key: batch for share in shares for key, batch in share.items()}, alone)
+    rest = {key: alone[key] for key in alone if key[0] >= 3}
+    assert_equal(slots(training(data, paths, start=3)), rest)
 
 
 class PartlyBroken(OneByOne):

@@ -122,15 +122,6 @@ def test_without_is_ragged_targets_of_several_shapes_are_refused_by_name() -> No
         read(Boxes())
 
 
-def test_an_evaluation_has_each_sample_once() -> None:
-    found = []
-    for rank in range(2):
-        for batch in evaluation_batches(Boxes(), experiment(micro_batch_size=3), rank, 2, CPU, None, BOXES):
-            assert [len(each) for each in batch.targets["boxes"]] == batch.targets["id"].tolist()
-            found += batch.targets["id"][batch.valid].tolist()
-    assert sorted(found) == list(range(SAMPLES))
-
-
 def test_a_bad_sample_of_a_dict_batch_is_replaced(tmp_path: Path) -> None:
     bad = BadSamples(RunPaths(tmp_path), 1, 0)
     RunPaths(tmp_path).attempt(1).folder.mkdir(parents=True)

@@ -36,7 +36,7 @@ def test_one_rank_agrees_with_itself(alone: Group) -> None:
     assert agreement.exchange(StepFlags(save=True)) == Consensus(save=True)
     assert agreement.exchange() == Consensus()
     assert agreement.exchange(StepFlags(False, True, True, True, 7)) == Consensus(
-        False, False, True, True, True, 7
+        False, True, True, True, 7, stop=False
     )
     agreement.begin(StepFlags(save=True))
     flag.note(15)

@@ -322,12 +322,6 @@ def test_safetensors_may_have_another_ending(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
-def test_a_pth_without_a_state_dict_is_the_files_error(tmp_path: Path) -> None:
-    torch.save({"epoch": 3}, tmp_path / "w.pth")
-    with pytest.raises(BadFileError, match=r"^model\.pretrained: .*contains no state dict"):
-        build("tests.models.factories:mlp", pretrained=str(tmp_path / "w.pth"))
-
-
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
 def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

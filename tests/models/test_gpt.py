@@ -16,7 +16,7 @@ from hpc_train.training.checkpoint.state import NamedTensors
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.gpt import GPT, Attention, Block, rotary_table
+from hpc_train.training.models.gpt import GPT, Attention, Block, GPTArgs, rotary_table
 
 TEXT = DataInfo(11, 0, (), (), sequence_length=8)
 SMALL = {"num_layers": 2, "num_heads": 2, "dim": 12}
@@ -65,7 +65,7 @@ def test_the_number_of_parameters_is_the_formulas(tie: bool) -> None:
 def test_attention_is_that_of_the_definition() -> None:
     """softmax(QKᵀ/√K)V over what came before, written out head by head."""
     torch.manual_seed(1)
-    layer = Attention(12, 3, 0.0).double()
+    layer = Attention(GPTArgs(dim=12, num_heads=3)).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     q, k, v = (each(x) for each in (layer.wq, layer.wk, layer.wv))
     heads = []

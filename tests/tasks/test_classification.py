@@ -61,17 +61,6 @@ def test_loss_is_computed_in_float32_or_wider(given: torch.dtype, computed: torc
     assert logits.grad is not None
 
 
-def test_sums_are_those_of_counting_by_hand() -> None:
-    logits, targets = logits_and_targets(50)
-    found = sums(task(label_smoothing=0.3), batch(logits, targets))
-    ranked = logits.argsort(dim=1, descending=True)
-    assert found["count"] == 50
-    assert found["correct"] == sum(int(row[0] == t) for row, t in zip(ranked, targets, strict=True))
-    assert found["correct5"] == sum(int(t in row[:5]) for row, t in zip(ranked, targets, strict=True))
-    expected = functional.cross_entropy(logits.double(), targets, reduction="sum").item()
-    assert found["loss"] == pytest.approx(expected, rel=1e-6)
-
-
 def test_all_sums_but_the_confusion_matrix_are_float64_scalars() -> None:
     given = batch(*logits_and_targets(4))
     found = task().sums(given.inputs, given)
@@ -129,29 +118,29 @@ def test_a_validation_loss_is_the_mean_over_the_class_weights() -> None:
 
 def test_batches_merge_to_the_metrics_of_the_whole() -> None:
     logits, targets = logits_and_targets(12)
-    parts = [sums(task(), batch(logits[part], targets[part])) for part in (slice(0, 5), slice(5, 12))]
+    of, slices = task(label_smoothing=0.3), (slice(0, 5), slice(5, 12))
+    parts = [sums(of, batch(logits[part], targets[part])) for part in slices]
     merged = {name: sum(part[name] for part in parts) for name in parts[0]}
     metrics = task().metrics(merged)
     assert metrics["accuracy"] == (logits.argmax(1) == targets).double().mean().item()
     assert metrics["loss"] == pytest.approx(functional.cross_entropy(logits, targets).item(), rel=1e-6)
+    ranked = zip(logits.argsort(dim=1, descending=True), targets, strict=True)
+    assert metrics["accuracy_top5"] == sum(int(target in row[:5]) for row, target in ranked) / 12
     assert metrics.keys() == {"loss", "accuracy", "accuracy_top5"}
 
 
-@pytest.mark.parametrize("num_classes", [2, 5])
-def test_top5_is_omitted_where_it_is_meaningless(num_classes: int) -> None:
-    found = sums(task(num_classes), batch(*logits_and_targets(4, num_classes)))
+@pytest.mark.parametrize(("own", "num_classes"), [({}, 2), ({}, 5), ({"args": {"num_classes": 3}}, 3)])
+def test_top5_is_omitted_where_it_is_meaningless(own: dict[str, Any], num_classes: int) -> None:
+    """The model's own number of classes decides."""
+    of = task(10 if own else num_classes, **own)
+    found = sums(of, batch(*logits_and_targets(4, num_classes)))
     assert found.keys() == {"count", "loss", "correct"}
-    assert task(num_classes).metrics(found).keys() == {"loss", "accuracy"}
+    assert of.metrics(found).keys() == {"loss", "accuracy"}
 
 
 def test_class_numbers_are_those_of_the_models_head() -> None:
     assert str(task(10).target_spec) == "a class number (integers of shape (), at least 0, at most 9)"
     assert task(10, args={"num_classes": 1000}).target_spec.maximum == 999
-
-
-def test_the_models_own_number_of_classes_decides_on_top5() -> None:
-    found = sums(task(10, args={"num_classes": 3}), batch(*logits_and_targets(4, 3)))
-    assert "correct5" not in found
 
 
 @pytest.mark.parametrize(

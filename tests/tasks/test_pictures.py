@@ -15,7 +15,7 @@ from torch.nn import functional
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.tasks import drawing
-from hpc_train.training.tasks.base import DrawsPictures, make_task
+from hpc_train.training.tasks.base import make_task
 from hpc_train.training.tasks.classification import Classification
 from hpc_train.training.tasks.detection import Detection
 from hpc_train.training.tasks.drawing import Box, color_of
@@ -263,8 +263,3 @@ def test_a_sheet_describes_its_samples_for_the_report() -> None:
         shown = pixels(found.crop((left, top, left + width, top + height)))
         inner = 17 if title == "c" else 0
         assert (shown == pixels(picture)[inner : inner + height, :width]).all(), title
-
-
-def test_the_tasks_draw_pictures() -> None:
-    assert isinstance(classification(), DrawsPictures)
-    assert isinstance(test_segmentation.task(), DrawsPictures)

@@ -50,13 +50,6 @@ def test_an_auxiliary_output_counts_two_fifths_and_is_resized() -> None:
     torch.testing.assert_close(task().loss({"out": logits, "aux": small}, batch(masks)), expected)
 
 
-def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients() -> None:
-    logits = outputs()[0].requires_grad_()
-    loss = task().loss(logits, batch(torch.full((3, 6, 5), IGNORED, dtype=torch.uint8)))
-    loss.backward()
-    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
-
-
 def test_the_iou_of_each_class_is_optional() -> None:
     assert task(2, ("Traffic light", "sky")).optional_metrics == ["iou_traffic_light", "iou_sky"]
 

@@ -29,18 +29,17 @@ pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
 @dataclass
-class FakeEvent:
+class FakeCopy:
     """A copy from a device that arrives when the test says so."""
 
-    has_come: bool = False
+    values: Tensor
+    is_ready: bool = False
     was_waited_for: bool = False
 
-    def query(self) -> bool:
-        return self.has_come
-
-    def synchronize(self) -> None:
-        self.was_waited_for = not self.has_come
-        self.has_come = True
+    def tensors(self) -> tuple[Tensor]:
+        self.was_waited_for = not self.is_ready
+        self.is_ready = True
+        return (self.values,)
 
 
 @dataclass
@@ -63,15 +62,15 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
-    """Let every train row wait for an event of its own; return them in the rows' order."""
-    made: list[FakeEvent] = []
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopy]:
+    """Let every train row wait for a copy of its own; return them in the rows' order."""
+    made: list[FakeCopy] = []
 
-    def to_host(row: dict[str, Any], names: list[str], values: Tensor) -> Any:
-        made.append(FakeEvent())
-        return meters._PendingRow(row, names, values, made[-1])  # type: ignore[arg-type]
+    def copy(values: Tensor) -> FakeCopy:
+        made.append(FakeCopy(values))
+        return made[-1]
 
-    monkeypatch.setattr(meters, "_to_host", to_host)
+    monkeypatch.setattr(meters, "HostCopy", copy)
     return made
 
 
@@ -137,44 +136,44 @@ def test_throughput_is_counted_from_the_row_before(
 
 
 def test_a_row_is_not_waited_for_before_its_numbers_are_there(
-    path: Path, events: list[FakeEvent], run_meters: Meters
+    path: Path, copies: list[FakeCopy], run_meters: Meters
 ) -> None:
     for step in (1, 2, 3):
         run_meters.train_row(step, 0.1, number(1.0), None)
     assert places(path) == []
-    events[1].has_come = True
+    copies[1].is_ready = True
     run_meters.drain(wait=False)
     assert places(path) == [], "rows keep their order"
-    events[0].has_come = True
+    copies[0].is_ready = True
     run_meters.drain(wait=False)
     assert places(path) == [("train", 1), ("train", 2)]
-    assert not any(event.was_waited_for for event in events)
+    assert not any(event.was_waited_for for event in copies)
 
 
 def test_a_val_row_comes_after_the_train_rows_before_it(
-    path: Path, events: list[FakeEvent], run_meters: Meters
+    path: Path, copies: list[FakeCopy], run_meters: Meters
 ) -> None:
     run_meters.train_row(1, 0.1, number(1.0), None)
     run_meters.val_row(1, {"loss": 0.5, "accuracy": 0.25})
     assert places(path) == [("train", 1), ("val", 1)]
-    assert events[0].was_waited_for
+    assert copies[0].was_waited_for
     assert run_meters.has_val_row(1)
     assert not run_meters.has_val_row(2)
 
 
-def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent], run_meters: Meters) -> None:
+def test_waiting_leaves_no_row_behind(path: Path, copies: list[FakeCopy], run_meters: Meters) -> None:
     run_meters.train_row(1, 0.1, number(1.0), None)
     run_meters.drain(wait=True)
     run_meters.sync()
     assert places(path) == [("train", 1)]
 
 
-def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
+def test_other_ranks_write_nothing(copies: list[FakeCopy]) -> None:
     run_meters = make_meters(None)
     run_meters.train_row(1, 0.1, number(1.0), None)
     run_meters.val_row(1, {"loss": 1.0})
     run_meters.sync()
-    assert events == []
+    assert copies == []
     assert not run_meters.has_val_row(1)
 
 

@@ -185,25 +185,6 @@ def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
         optimizer(**keys)
 
 
-def test_steps_equal_plain_torch_bitwise() -> None:
-    ours, plain = model(), model()
-    keys = {"momentum": 0.9, "weight_decay": 0.01}
-    owned = Optimization(optimizer("sgd", ours, **keys), lambda step: 1 / (step + 1), _fp32(), CPU)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, **keys)
-    for step in range(4):
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-        assert owned.set_learning_rate(step) == 0.1 * (1 / (step + 1))
-        owned.scale(ours(inputs).square().mean()).backward()
-        norm = optimizer_step(owned, lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
-        reference.param_groups[0]["lr"] = 0.1 * (1 / (step + 1))
-        reference.zero_grad()
-        plain(inputs).square().mean().backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        reference.step()
-        assert norm is not None and torch.equal(norm, expected)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
-
-
 def _fp32() -> Any:
     return choose_precision("fp32", CPU)
 
@@ -238,13 +219,6 @@ def test_a_frozen_head_leaves_the_rates_below_it() -> None:
     owned = Optimization(made, lambda step: 0.5, _fp32(), CPU)
     assert owned.set_learning_rate(0) == 0.05, "the file's at its peak, 0.1, halved by the schedule"
     assert [group["lr"] for group in made.param_groups] == [0.025, 0.0125]
-
-
-def test_the_schedule_scales_each_layers_rate() -> None:
-    made = layered(model())
-    owned = Optimization(made, lambda step: 1 / (step + 1), _fp32(), CPU)
-    assert owned.set_learning_rate(1) == 0.05
-    assert [group["lr"] for group in made.param_groups] == [0.05, 0.025, 0.0125]
 
 
 def test_timms_optimizers_take_layers_too() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -169,10 +168,6 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
 def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
     with pytest.raises(BadFileError, match=rf"^optimization\..*{message}"):
         factors(**keys)
-
-
-def test_cosine_passes_its_middle_at_half_the_run() -> None:
-    assert factors(name="cosine")[30] == pytest.approx((1 + math.cos(math.pi / 2)) / 2)
 
 
 def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:

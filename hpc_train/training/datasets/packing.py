@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -75,18 +74,6 @@ class _NotAlikeError(Exception):
     """Images can't be stored decoded: they differ in shape or layout, are too large, or one is damaged."""
 
 
-@dataclass(frozen=True)
-class _File:
-    """A source file: the bytes to store, its size and its time of change.
-
-    The time is ``st_ctime``: programs can't set it back, as archives do with modification times.
-    """
-
-    stored: bytes
-    nbytes: int
-    time_ns: int
-
-
 def ensure(data: DataConfig, make_source: Callable[[], DataSource]) -> None:
     """Write the pack of ``data.root`` below ``data.cache`` unless there is one that is intact and up to date.
 
@@ -143,9 +130,11 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
         pack.array(packed.part, "path_ends")
         if len(packed) != len(split) or names != b"".join(split.paths.tolist()):
             return f"data.cache: {pack.path} has other images than {split.folder}"
-        facts = _in_parallel(lambda index, split=split: _facts(split.path(index)), len(split))  # type: ignore[misc]
+        facts = _in_parallel(lambda index, split=split: split.path(index).stat(), len(split))  # type: ignore[misc]
         changed = [
-            index for index, fact in enumerate(facts) if fact != (int(sizes[index]), int(times[index]))
+            index
+            for index, seen in enumerate(facts)
+            if (seen.st_size, seen.st_ctime_ns) != (int(sizes[index]), int(times[index]))
         ]
         if changed:
             return (
@@ -154,11 +143,6 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
         for _ in _in_parallel(packed.content, len(packed)):
             pass
     return None
-
-
-def _facts(path: Path) -> tuple[int, int]:
-    seen = path.stat()
-    return seen.st_size, seen.st_ctime_ns
 
 
 def _in_parallel(work: Callable[[int], Item], count: int) -> Iterator[Item]:
@@ -185,61 +169,42 @@ def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
             _write_pack(small, source, lambda channels: _SmallImages(data, channels))
             return small
         except _NotAlikeError:
-            decoded = data.cache_pixels
-            _write_pack(any_size, source, lambda channels: _Images(data, channels) if decoded else _Files())
+            _write_pack(any_size, source, lambda channels: _AnySize(data, channels))
             return any_size
     except OSError as error:
         raise storage_error(error, small.parent) from error
 
 
-class _Format(Protocol):
-    """The storage format of a split's samples."""
+class _AnySize:
+    """Stores files unchanged; with ``data.cache_pixels`` decoded, if they are always decoded in full.
 
-    def stored(self, content: bytes, /) -> bytes:
-        """Return the stored bytes of an image file; called in several threads at the same time."""
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """The header's fields for the samples, once all are stored."""
-
-
-class _Files:
-    """Stores unchanged image files."""
-
-    def stored(self, content: bytes) -> bytes:
-        return content
-
-    @property
-    def header(self) -> dict[str, Any]:
-        return {"pixels": None, "is_channels_first": False, "has_decoded": False}
-
-
-class _Images:
-    """Decodes images that are always decoded in full; other images, and damaged ones, stay files."""
+    Damaged files stay files.
+    """
 
     def __init__(self, data: DataConfig, channels: int) -> None:
         self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
+        #: The header's fields for the samples, once all are stored.
+        self.header: dict[str, Any] = {
+            "pixels": None, "is_channels_first": False, "has_decoded": data.cache_pixels,
+        }  # fmt: skip
 
     def stored(self, content: bytes) -> bytes:
+        """Return the stored bytes of an image file; called in several threads at the same time."""
+        if not self._data.cache_pixels:
+            return content
         try:
             image = decode(content, self._channels, self._rules)
         except Exception:  # any error of Pillow: the ranks report it when they read the file
             return content
         return as_pixels(image) if may_decode_whole(self._data, min(image.shape[1:])) else content
 
-    @property
-    def header(self) -> dict[str, Any]:
-        return {"pixels": None, "is_channels_first": False, "has_decoded": True}
 
-
-class _SmallImages:
+class _SmallImages(_AnySize):
     """Decodes images to the stored bytes, as long as all are small and alike."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
-        self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
-        #: As in the header: dimensions in storage order, and whether channels come first.
-        self._shape: tuple[int, ...] | None = None
-        self._is_channels_first = False
+        super().__init__(data, channels)
+        self.header["has_decoded"] = False
         self._lock = threading.Lock()
 
     def stored(self, content: bytes) -> bytes:
@@ -250,20 +215,16 @@ class _SmallImages:
             raise _NotAlikeError from error
         is_channels_first = image.stride(0) != 1
         pixels = (image if is_channels_first else image.permute(1, 2, 0)).numpy()
+        layout = {"pixels": pixels.shape, "is_channels_first": is_channels_first}
         with self._lock:
-            if self._shape is None:
+            if self.header["pixels"] is None:
                 side = max(image.shape[1:])
                 if side > MAX_DECODED_SIDE or not may_decode_whole(self._data, side):
                     raise _NotAlikeError
-                self._shape, self._is_channels_first = pixels.shape, is_channels_first
-            if (pixels.shape, is_channels_first) != (self._shape, self._is_channels_first):
+                self.header |= layout
+            if not layout.items() <= self.header.items():
                 raise _NotAlikeError
         return pixels.tobytes()
-
-    @property
-    def header(self) -> dict[str, Any]:
-        first = self._is_channels_first
-        return {"pixels": self._shape, "is_channels_first": first, "has_decoded": False}
 
 
 class _PackWriter:
@@ -280,7 +241,7 @@ class _PackWriter:
         self._offset += len(content)
         return self._offset
 
-    def split(self, split: ImageFiles, sample_format: _Format) -> dict[str, Any]:
+    def split(self, split: ImageFiles, sample_format: _AnySize) -> dict[str, Any]:
         """Write the samples of a split and their arrays; return its entry of the header."""
         count = len(split)
         arrays = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items() if name != "paths"}
@@ -288,10 +249,11 @@ class _PackWriter:
         arrays["classes"][:] = split.classes
         arrays["ends"][0] = self._offset
         progress = _Progress(split, count)
-        for index, file in enumerate(_in_parallel(lambda index: _read(split, index, sample_format), count)):
-            arrays["hashes"][index] = xxhash.xxh3_64_intdigest(file.stored)
-            arrays["sizes"][index], arrays["times"][index] = file.nbytes, file.time_ns
-            arrays["ends"][index + 1] = self.write(file.stored)
+        files = _in_parallel(lambda index: _read(split, index, sample_format), count)
+        for index, (stored, nbytes, time_ns) in enumerate(files):
+            arrays["hashes"][index] = xxhash.xxh3_64_intdigest(stored)
+            arrays["sizes"][index], arrays["times"][index] = nbytes, time_ns
+            arrays["ends"][index + 1] = self.write(stored)
             progress.at(index)
         names: list[bytes] = split.paths.tolist()
         arrays["path_ends"][1:] = np.cumsum([len(name) for name in names], dtype=np.uint64)
@@ -315,7 +277,7 @@ class _PackWriter:
         self.write(FOOTER.pack(len(text), xxhash.xxh3_128_digest(text), MAGIC))
 
 
-def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Format]) -> None:
+def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _AnySize]) -> None:
     """Write a pack. ``make_format``: number of channels → the storage format of a split's samples.
 
     Raises _NotAlikeError if the images can't be stored in that format; then nothing is left.
@@ -328,12 +290,16 @@ def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Fo
         writer.finish({"classes": source.info.class_names, "splits": splits})
 
 
-def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
+def _read(split: ImageFiles, index: int, sample_format: _AnySize) -> tuple[bytes, int, int]:
+    """Return the bytes to store of a source file, its size and its time of change.
+
+    The time is ``st_ctime``: programs can't set it back, as archives do with modification times.
+    """
     path = split.path(index)
     try:
         time_ns = path.stat().st_ctime_ns  # first: a file that changes meanwhile differs from its pack
         content = image_content(os.fspath(path))
-        return _File(sample_format.stored(content), len(content), time_ns)
+        return sample_format.stored(content), len(content), time_ns
     except OSError as error:
         raise BadFileError(
             f"data.cache: {path} can't be packed: {error.strerror}; fix the file or remove it"

@@ -99,22 +99,11 @@ def _report_unread(root: Path, read: _Sources) -> None:
             f"data.root: {counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)}): text is in "
             "train*.txt, train*.jsonl and below train/, val likewise, uncompressed and not in linked folders"
         )
-    linked = [str(path) for paths in read.values() for path in paths if not _is_below(path, root)]
+    links = [path for paths in read.values() for path in paths if path.is_symlink()]
+    linked = [str(path) for path in links if not path.resolve().is_relative_to(root.resolve())]
     if linked:
         say(
             f"data.root: {counted(len(linked), 'file')} in {root} linked from elsewhere ({listed(linked, 5)})"
-        )
-
-
-def _is_below(path: Path, root: Path) -> bool:
-    return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())
-
-
-def _refuse_other_vocabulary(tokenizer: Tokenizer, args: TokensArgs) -> None:
-    if args.vocabulary_size not in (None, tokenizer.vocabulary_size):
-        raise BadFileError(
-            f"data.args.vocabulary_size: {args.vocabulary_size}, but tokenizer {args.tokenizer} has "
-            f"{tokenizer.vocabulary_size} tokens; take it out (model.args.num_classes makes gpt larger)"
         )
 
 
@@ -149,7 +138,11 @@ def _is_same(path: Path, entry: Any) -> bool:
 
 def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
     tokenizer = _tokenizer(texts, args)
-    _refuse_other_vocabulary(tokenizer, args)
+    if args.vocabulary_size not in (None, tokenizer.vocabulary_size):
+        raise BadFileError(
+            f"data.args.vocabulary_size: {args.vocabulary_size}, but tokenizer {args.tokenizer} has "
+            f"{tokenizer.vocabulary_size} tokens; take it out (model.args.num_classes makes gpt larger)"
+        )
     file = tokenizer_file(args)
     if file is not None:
         with replacing(folder / TOKENIZER, sync=True) as copy:

@@ -32,15 +32,10 @@ class StepFlags:
 
 
 @dataclass(frozen=True)
-class Consensus:
+class Consensus(StepFlags):
     """The combined flags: True if any rank's flag is; ``bad_samples`` is the sum over ranks."""
 
     stop: bool = False
-    save: bool = False
-    has_failed: bool = False
-    is_waiting: bool = False
-    is_non_finite: bool = False
-    bad_samples: int = 0
 
     @property
     def needs_check(self) -> bool:
@@ -109,7 +104,7 @@ class Agreement:
         elif self._flag:  # single rank: a signal since begin counts, too
             counts = (1, *counts[1:])
         stop, save, has_failed, is_waiting, is_non_finite, bad_samples = counts
-        return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
+        return Consensus(save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples, stop > 0)
 
     def exchange(self, flags: StepFlags = StepFlags()) -> Consensus:
         """Begin and wait, if there is nothing to overlap with."""

@@ -1,4 +1,4 @@
-"""The rank's device, the precision that it computes in, its share of the cores, and reproducibility."""
+"""The rank's device, its precision, its share of the cores, reproducibility, and copies to the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.experiment.validate.compatibility import no_float8
@@ -207,3 +208,28 @@ def _refuse_without_float8(device: torch.device) -> None:
     if torch.version.hip is not None or capability < _FLOAT8_CAPABILITY:
         name, capability_text = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise no_float8(f"{name} has {capability_text}").as_error()
+
+
+class HostCopy:
+    """Copies of tensors on the host, made without waiting for the device."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        self._copied: torch.cuda.Event | None = None
+        if tensors[0].device.type != "cpu":
+            empty = (torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+            pairs = zip(empty, tensors, strict=True)
+            self._tensors = tuple(host.copy_(tensor, non_blocking=True) for host, tensor in pairs)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the device has made the copies."""
+        return self._copied is None or self._copied.query()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the copies; waits for the device if they are not ready."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensors

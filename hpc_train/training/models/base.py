@@ -70,3 +70,11 @@ def wrong_arguments(config: ModelConfig, error: Exception, names: Callable[[], I
         f"model.args: {config.name} can't be built with {args}: {type(error).__name__}: {error}; "
         "fix or omit the argument"
     )
+
+
+def no_weights(whose: str, reason: object) -> BadFileError:
+    """Return the error for weights of a hub that can't be fetched or are not cached."""
+    return BadFileError(
+        f"model.pretrained: the weights of {whose} are not available: {reason}; "
+        "run `hpc-train prepare FILE` on a machine with network, or give a path"
+    )

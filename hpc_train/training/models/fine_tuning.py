@@ -74,7 +74,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def keep_frozen_statistics(model: nn.Module) -> None:
     """Keep each BatchNorm layer whose parameters are all frozen in evaluation mode."""
     for layer in model.modules():
-        if isinstance(layer, _BatchNorm) and _is_frozen(layer):
+        are_trained = [parameter.requires_grad for parameter in layer.parameters(recurse=False)]
+        if isinstance(layer, _BatchNorm) and are_trained and not any(are_trained):
             keep_in_evaluation(layer)
 
 
@@ -92,8 +93,3 @@ def is_kept_in_evaluation(layer: nn.Module) -> bool:
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
     return layer
-
-
-def _is_frozen(layer: nn.Module) -> bool:
-    parameters = list(layer.parameters(recurse=False))
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

@@ -31,14 +31,14 @@ _STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention of ``num_heads`` heads."""
+    """Causal self-attention."""
 
-    def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, args: GPTArgs) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = dim // num_heads
-        self.dropout = dropout
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
+        self.num_heads = args.num_heads
+        self.head_dim = args.dim // args.num_heads
+        self.dropout = args.dropout
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(4))
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -75,24 +75,6 @@ class MLP(nn.Module):
     def tensor_plan(self) -> dict[str, str]:
         """Split the inner width over ranks."""
         return {"up": "columns", "down": "rows"}
-
-
-class Block(nn.Module):
-    """Attention, then the MLP, each with a residual connection."""
-
-    def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(dim)
-        self.attention = Attention(dim, num_heads, dropout)
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.mlp = MLP(dim)
-        self.dropout = nn.Dropout(dropout)
-
-    @override
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
-        out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
-        return out_BTD
 
 
 class RotaryAttention(nn.Module):
@@ -159,11 +141,12 @@ def rotated(heads_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), arXiv:2002.05202."""
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, args: GPTArgs) -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, hidden_dim, bias=False)
-        self.up = nn.Linear(dim, hidden_dim, bias=False)
-        self.down = nn.Linear(hidden_dim, dim, bias=False)
+        hidden_dim = args.hidden_dim or default_hidden_dim(args.dim)
+        self.gate = nn.Linear(args.dim, hidden_dim, bias=False)
+        self.up = nn.Linear(args.dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, args.dim, bias=False)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -175,15 +158,15 @@ class SwiGLU(nn.Module):
         return {"gate": "columns", "up": "columns", "down": "rows"}
 
 
-class LlamaBlock(nn.Module):
-    """Attention, then the MLP, each with a residual connection, as in ``Block``."""
+class Block(nn.Module):
+    """Attention, then the MLP, each with a residual connection."""
 
     def __init__(self, args: GPTArgs) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = RotaryAttention(args)
-        self.mlp_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.mlp = SwiGLU(args.dim, args.hidden_dim or default_hidden_dim(args.dim))
+        self.attention_norm = _norm(args)
+        self.attention = RotaryAttention(args) if args.style == "llama" else Attention(args)
+        self.mlp_norm = _norm(args)
+        self.mlp = SwiGLU(args) if args.style == "llama" else MLP(args.dim)
         self.dropout = nn.Dropout(args.dropout)
 
     @override
@@ -193,17 +176,21 @@ class LlamaBlock(nn.Module):
         return out_BTD
 
 
+def _norm(args: GPTArgs) -> nn.Module:
+    return nn.RMSNorm(args.dim, eps=args.norm_eps) if args.style == "llama" else nn.LayerNorm(args.dim)
+
+
 class GPT(nn.Module):
     """Tokens (B, T) int64, T at most ``sequence_length`` → logits (B, T, V)."""
 
     def __init__(self, vocabulary_size: int, sequence_length: int, args: GPTArgs) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary_size, args.dim)
-        is_llama = args.style == "llama"
-        self.position_embedding = None if is_llama else nn.Embedding(sequence_length, args.dim)
+        has_rope = args.style == "llama"
+        self.position_embedding = None if has_rope else nn.Embedding(sequence_length, args.dim)
         self.dropout = nn.Dropout(args.dropout)
-        self.layers = nn.ModuleList(_block(args) for _ in range(args.num_layers))
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps) if is_llama else nn.LayerNorm(args.dim)
+        self.layers = nn.ModuleList(Block(args) for _ in range(args.num_layers))
+        self.norm = _norm(args)
         self.head = nn.Linear(args.dim, vocabulary_size, bias=False)
         self._initialise(args.num_layers)
         if args.tie_embeddings:
@@ -244,10 +231,6 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=added_std if is_added else _STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _block(args: GPTArgs) -> nn.Module:
-    return LlamaBlock(args) if args.style == "llama" else Block(args.dim, args.num_heads, args.dropout)
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:

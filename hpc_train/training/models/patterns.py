@@ -5,7 +5,7 @@ Used wherever the file names parameters or layers of a model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -23,7 +23,10 @@ def selected(names: Collection[str], patterns: Sequence[str], key: str, kind: st
     Raises BadFileError, for the key of the file, if a pattern matches no name. ``kind``: of the named
     objects.
     """
-    matches = {pattern: _matches(names, pattern.removeprefix(_NOT)) for pattern in patterns}
+    matches = {
+        pattern: {name for name in names if fnmatchcase(name, pattern.removeprefix(_NOT))}
+        for pattern in patterns
+    }
     for pattern, matching in matches.items():
         if not matching:
             raise _matches_nothing(names, pattern, key, kind)
@@ -37,19 +40,12 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _matches(names: Iterable[str], pattern: str) -> set[str]:
-    return {name for name in names if fnmatchcase(name, pattern)}
-
-
 def _matches_nothing(names: Collection[str], pattern: str, key: str, kind: str) -> BadFileError:
-    candidates = {*names, *(f"{parent}.*" for name in names for parent in _parents(name))}
+    parts = [name.split(".") for name in names]
+    parents = (".".join(part[:end]) for part in parts for end in range(1, len(part)))
+    candidates = {*names, *(f"{parent}.*" for parent in parents)}
     close = nearest(pattern.removeprefix(_NOT), sorted(candidates))
     tops = sorted({name.partition(".")[0] for name in names})
     begin = f"their names begin with {listed(tops, 12) or 'nothing'}"
     remedy = f"did you mean '{close}'?" if close else begin
     return BadFileError(f"{key}: '{pattern}' matches no {kind} of the model; {remedy}")
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]

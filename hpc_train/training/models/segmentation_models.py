@@ -23,7 +23,7 @@ from hpc_train.experiment.validate.model_rules import OF_TIMM, OWNED, encoder_pr
 from hpc_train.experiment.validate.part_rules import unlisted
 from hpc_train.registry import importing
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.base import parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import no_weights, parameter_names, unknown_argument, wrong_arguments
 from hpc_train.training.models.timm import hub_access, refuse_uncached_url
 from hpc_train.training.models.weights import hub_report, keep_report, load_weights
 
@@ -156,7 +156,4 @@ def _hub(encoder: str, *, download: bool) -> Iterator[None]:
     except BadFileError:
         raise
     except Exception as error:  # the hub client and the network raise many unrelated classes
-        raise BadFileError(
-            f"model.pretrained: the weights of smp's encoder {encoder} are not available: {error}; "
-            "run `hpc-train prepare FILE` on a machine with network, or give a path"
-        ) from error
+        raise no_weights(f"smp's encoder {encoder}", error) from error

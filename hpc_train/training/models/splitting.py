@@ -59,7 +59,10 @@ class Stage(nn.Module):
         """Run the stage's layers. Raises BadFileError if a value for the next stage is not a tensor."""
         outputs = self._run[self.training](self, *inputs)
         if not self._is_last:
-            _refuse_non_tensors(outputs)
+            for value in outputs if isinstance(outputs, tuple) else (outputs,):
+                if not isinstance(value, Tensor):
+                    kind = type(value).__name__
+                    raise cant_be_cut(f"a {kind}, which is not a tensor, passes between its blocks")
         return outputs
 
 
@@ -186,12 +189,6 @@ def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -
             target.add_module(name, inner := nn.Module())
             inner.training = child.training
             _share(child, inner, names, path + ".")
-
-
-def _refuse_non_tensors(outputs: Any) -> None:
-    for value in outputs if isinstance(outputs, tuple) else (outputs,):
-        if not isinstance(value, Tensor):
-            raise cant_be_cut(f"a {type(value).__name__}, which is not a tensor, passes between its blocks")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import timm
 import torch
@@ -18,7 +18,7 @@ from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.models.base import parameter_names, wrong_arguments
+from hpc_train.training.models.base import no_weights, parameter_names, wrong_arguments
 from hpc_train.training.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 
 #: Arguments of timm.create_model that name files to read, or have separate keys.
@@ -31,18 +31,14 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     for name in _OWNED:
         if name in config.args:
             raise not_an_argument(("model", "args"), name, "model.pretrained").as_error()
-    arguments = _arguments(config, info)
+    channels = {} if info.channels == 3 else {"in_chans": info.channels}
+    arguments = {"num_classes": info.num_classes} | channels | config.args
     if config.pretrained is True:
         return _with_hub_weights(rest, config, arguments, download=download)
     model = _create(rest, config, arguments)
     if isinstance(config.pretrained, str):
         load_weights(model, config.pretrained, convert=convert_weights)
     return model
-
-
-def _arguments(config: ModelConfig, info: DataInfo) -> Arguments:
-    channels = {} if info.channels == 3 else {"in_chans": info.channels}
-    return {"num_classes": info.num_classes} | channels | config.args
 
 
 def _refuse_unknown(name: str) -> None:
@@ -77,10 +73,7 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
     except TypeError as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
     except Exception as error:  # the hub client and the network raise many unrelated classes
-        raise BadFileError(
-            f"model.pretrained: the weights of timm/{name} are not available: {error}; "
-            "run `hpc-train prepare FILE` on a machine with network, or give a path"
-        ) from error
+        raise no_weights(f"timm/{name}", error) from error
     keep_report(model, hub_report(model, f"the hub (timm/{name})", _random_head(model), _resized(model)))
     return model
 
@@ -108,21 +101,12 @@ def _resized(model: nn.Module) -> set[str]:
     return resized
 
 
-@contextmanager
-def hub_access(download: bool) -> Iterator[None]:
+def hub_access(download: bool) -> AbstractContextManager[object]:
     """Without ``download``, make the hub's client use only its cache: it never waits for a network."""
-    if download:
-        yield
-        return
     from huggingface_hub import constants
 
     # Equivalent to HF_HUB_OFFLINE=1; the client read that variable at its import, which timm has done.
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    return nullcontext() if download else patch.object(constants, "HF_HUB_OFFLINE", True)
 
 
 def refuse_uncached_url(name: str, *, download: bool) -> None:

@@ -10,14 +10,13 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import Arguments
 from hpc_train.experiment.config.training_sections import ModelConfig
 from hpc_train.experiment.data_facts.image_facts import is_detector, model_problem
 from hpc_train.experiment.validate.part_rules import not_an_argument, unlisted
 from hpc_train.training.datasets.types import DataInfo
 from hpc_train.training.models import torchvision_detection as detection
-from hpc_train.training.models.base import parameter_names, unknown_argument, wrong_arguments
+from hpc_train.training.models.base import no_weights, parameter_names, unknown_argument, wrong_arguments
 from hpc_train.training.models.weights import (
     StateDict,
     head_name,
@@ -52,7 +51,8 @@ def _segmentation_names() -> list[str]:
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build torchvision's model ``rest``; greyscale images are repeated to its 3 channels."""
-    _refuse_unknown(rest)
+    if rest not in (names := model_names()):
+        raise unlisted(("model", "name"), "torchvision", "model", rest, names).as_error()
     if problem := model_problem(config.name, info.channels):
         raise problem.as_error()
     arguments = _arguments(rest, config)
@@ -68,11 +68,6 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if info.channels == 1:
         model.register_forward_pre_hook(_repeat_grey)
     return model
-
-
-def _refuse_unknown(name: str) -> None:
-    if name not in model_names():
-        raise unlisted(("model", "name"), "torchvision", "model", name, model_names()).as_error()
 
 
 def _random_head(name: str, model: nn.Module, num_classes: int, arguments: Arguments) -> set[str]:
@@ -131,21 +126,14 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
     weights: Any = torchvision.models.get_model_weights(name).DEFAULT
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
     if not (download or cached.exists()):
-        raise _no_weights(name, f"{cached} does not exist")
+        raise no_weights(f"torchvision/{name}", f"{cached} does not exist")
     try:
         model: nn.Module = torchvision.models.get_model(name, weights=weights, **arguments)
     except (TypeError, ValueError) as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
     except (OSError, RuntimeError) as error:  # no network; a damaged file
-        raise _no_weights(name, str(error)) from error
+        raise no_weights(f"torchvision/{name}", error) from error
     return detection.as_given(model) if is_detector(f"torchvision/{name}") else model
-
-
-def _no_weights(name: str, reason: str) -> BadFileError:
-    return BadFileError(
-        f"model.pretrained: the weights of torchvision/{name} are not available: {reason}; "
-        "run `hpc-train prepare FILE` on a machine with network, or give a path"
-    )
 
 
 def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:

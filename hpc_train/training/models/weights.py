@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -205,23 +205,20 @@ def _mismatch(
     remedy: str,
 ) -> BadFileError:
     """Return the error with the inferred cause, and up to three names of each kind of mismatch."""
+    other_shapes = [
+        f"{name} {tuple(loaded[name].shape)} instead of {tuple(expected[name].shape)}" for name in shapes
+    ]
     problems = [
         f"it {difference} {listed}"
         for difference, listed in (
             ("lacks", _listed(absent)),
             ("has besides", _listed(unknown)),
-            ("has in another shape", _other_shapes(loaded, expected, shapes)),
+            ("has in another shape", _listed(other_shapes)),
         )
         if listed
     ]
     cause = mismatch_cause(loaded, expected, set(shapes))
     return BadFileError(f"{start} does not fit the model: {cause}; {'; '.join(problems)}; {remedy}")
-
-
-def _other_shapes(loaded: StateDict, expected: Mapping[str, Tensor], names: Iterable[str]) -> str:
-    return _listed(
-        f"{name} {tuple(loaded[name].shape)} instead of {tuple(expected[name].shape)}" for name in names
-    )
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
@@ -274,13 +271,10 @@ def common_prefixes(names: Collection[str], expected: Collection[str]) -> tuple[
 
 
 def _prefixes(names: Collection[str], least: float) -> list[str]:
-    counts = Counter(prefix for name in names for prefix in _starts(name))
+    # ``a.`` and ``a.b.`` of ``a.b.c``.
+    starts = (accumulate(f"{part}." for part in name.split(".")[:-1]) for name in names)
+    counts = Counter(chain.from_iterable(starts))
     return [prefix for prefix, count in counts.items() if count >= least * len(names)]
-
-
-def _starts(name: str) -> Iterator[str]:
-    """Yield ``a.`` and ``a.b.`` of ``a.b.c``."""
-    return accumulate(f"{part}." for part in name.split(".")[:-1])
 
 
 def mismatch_cause(

@@ -75,15 +75,11 @@ class DDPStrategy(DataParallel):
             # the layout, so a resumed run would otherwise not be bitwise identical to an uninterrupted run.
             with buffers_kept(self.model):
                 (forward.loss(self.wrapped, batches[0]) * 0).backward()
-            self._refuse_unused()
+            if unused := unused_parameters(self.model):  # DDP would wait for their gradients forever
+                raise BadFileError(f"model.name: {unused}")
             self.model.zero_grad(set_to_none=True)
             self.is_rehearsed = True
         return super().accumulate(batches, forward)
-
-    def _refuse_unused(self) -> None:
-        """Raise if a parameter has no gradient: DDP would wait for it forever."""
-        if unused := unused_parameters(self.model):
-            raise BadFileError(f"model.name: {unused}")
 
 
 def unused_parameters(model: nn.Module) -> str | None:

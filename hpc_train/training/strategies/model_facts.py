@@ -46,10 +46,7 @@ def facts(name: str, args: dict[str, Any], image_size: ImageSize | None = None) 
     ``fitting_size``, a valid size; and ``takes_img_size``, whether it can be built for another size. Raises
     BadFileError if there is no such model.
     """
-    values = (0.5,) * _CHANNELS
-    info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
-    with torch.device("meta"):
-        model = build_model(ModelConfig(name=name, args=args), info)
+    model = _on_meta(name, args)
     result = {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
     return result if image_size is None else result | _facts_of_size(name, model, image_size)
 
@@ -59,12 +56,16 @@ def tensors(name: str, args: dict[str, Any]) -> dict[str, Any]:
 
     The size of the head is arbitrary. Raises BadFileError if there is no such model.
     """
+    model = _on_meta(name, args)
+    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if tensor.ndim}
+    return {"tensors": shapes, "head": sorted(head_keys(model))}
+
+
+def _on_meta(name: str, args: dict[str, Any]) -> nn.Module:
     values = (0.5,) * _CHANNELS
     info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
     with torch.device("meta"):
-        model = build_model(ModelConfig(name=name, args=args), info)
-    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if tensor.ndim}
-    return {"tensors": shapes, "head": sorted(head_keys(model))}
+        return build_model(ModelConfig(name=name, args=args), info)
 
 
 def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[str, Any]:

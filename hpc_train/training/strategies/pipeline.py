@@ -80,7 +80,8 @@ class PipelineStrategy(FullySharded):
         # Before the split, so that all ranks raise the same error.
         refuse_complex(model)
         refuse_unshardable(model, blocks, self.context.precision, self.name)
-        self._refuse_compiled(model)
+        if model._compiled_call_impl is not None:
+            raise compiled_whole(self.name).as_error()
         refuse_unshared(model, self.context.degrees.tensor, "take it out")
         names = list(model.state_dict())
         self._mesh = mesh_of(self.context)
@@ -102,10 +103,6 @@ class PipelineStrategy(FullySharded):
         passage = PipelineForward(self.model, dict(self._held), self._num_stages, group, self.context.device)
         self.wrapped = self._passage = passage
         return passage
-
-    def _refuse_compiled(self, model: nn.Module) -> None:
-        if model._compiled_call_impl is not None:
-            raise compiled_whole(self.name).as_error()
 
     def _local_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
         """Return index → stage; BadFileError, on all ranks, if a rank has no trainable parameters."""

@@ -80,17 +80,14 @@ class ZeRO1Strategy(DDPStrategy):
 @torch.no_grad()
 def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a DTensor over a view of this rank's slice, or of the whole if slices are not contiguous."""
-    placement: Placement = Shard(0) if _has_rows(whole) else Replicate()
+    # Fused kernels need dim 0 to be outermost in memory; transposed rows have gaps.
+    has_rows = whole.dim() > 0 and whole.stride(0) * whole.shape[0] >= whole.numel()
+    placement: Placement = Shard(0) if has_rows else Replicate()
     is_sharded = placement.is_shard()
     local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if is_sharded else whole.detach()
     return DTensor.from_local(
         local, mesh, (placement,), run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def _has_rows(whole: Tensor) -> bool:
-    """Return True if dim 0 is outermost in memory, which fused kernels need; transposed rows have gaps."""
-    return whole.dim() > 0 and whole.stride(0) * whole.shape[0] >= whole.numel()
 
 
 def own_slice(whole: Tensor, rank: int, world_size: int) -> Tensor:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.training.tasks.base import checked_logits, divided
+from hpc_train.training.tasks.base import Task, checked_logits, divided
 
 
-class CausalLM:
+class CausalLM(Task):
     """Logits (B, T, V) against the tokens that follow, (B, T) int64; ``DataInfo.ignore_index`` is ignored."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
@@ -35,10 +35,6 @@ class CausalLM:
         #: See ``Task``.
         self.weight = None if self._ignored is None else self._num_predicted
         self._label_smoothing = experiment.optimization.label_smoothing
-
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return logits (B, T, V) of tokens (B, T)."""
-        return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean cross entropy over the tokens of the micro-batch, with label smoothing.

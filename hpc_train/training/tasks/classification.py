@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.training.tasks import drawing
-from hpc_train.training.tasks.base import at_least_float32, checked_logits, class_table
+from hpc_train.training.tasks.base import Task, at_least_float32, checked_logits, class_table
 from hpc_train.training.tasks.class_losses import as_shares, make_class_loss
 
 #: The k of ``accuracy_top5``; with k classes or fewer it would always be 1.
@@ -30,7 +30,7 @@ _MAX_LABELS = 4
 _OUTCOMES = ((True, True), (False, True), (True, False), (False, False))
 
 
-class Classification:
+class Classification(Task):
     """Logits (B, C) against classes (B,) int64 or vectors (B, C).
 
     Vectors are shares of the classes with cross entropy; with other losses a yes (1) or no (0) per class.
@@ -55,13 +55,11 @@ class Classification:
         self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
         #: See ``Task``.
         self.weight = self._total_weight if self._losses.weighs_samples else None
-        self.target_spec = _class_spec(num_classes)
+        self.target_spec = TargetSpec(
+            "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
+        )
         if has_vectors:
             self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
-
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return logits (B, C)."""
-        return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples, or over their class weights, of the loss with label smoothing."""
@@ -226,10 +224,6 @@ def _check_top5_is_unused(experiment: Experiment) -> None:
             raise BadFileError(
                 f"{key}: accuracy_top5 needs more than {_TOP} classes; write accuracy or another metric"
             )
-
-
-def _class_spec(num_classes: int) -> TargetSpec:
-    return TargetSpec("a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1)
 
 
 def _vector_spec(num_classes: int, *, has_several: bool) -> TargetSpec:

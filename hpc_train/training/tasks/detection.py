@@ -99,8 +99,6 @@ class Detection:
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return COCO's average precision ``map`` (IoU 0.5 to 0.95) and ``map50`` (IoU 0.5)."""
-        from hpc_train.training.tasks.detection import average_precision
-
         precision, at_50 = average_precision(sums["detections"], sums["boxes"], self._num_classes)
         return {"map": precision, "map50": at_50}
 

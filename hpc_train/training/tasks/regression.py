@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.errors import BadFileError
@@ -20,10 +20,10 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import LossConfig
 from hpc_train.experiment.data_facts.facts import REGRESSION_LOSSES, HuberArgs
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.training.tasks.base import at_least_float32
+from hpc_train.training.tasks.base import Task, at_least_float32
 
 
-class Regression:
+class Regression(Task):
     """Outputs (B, K), or (B,) if K is 1, against targets of shape () or (K,) per sample."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
@@ -33,10 +33,6 @@ class Regression:
             kind="float",
             shape=info.target_shape,
         )
-
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the predictions, (B, K) or (B,)."""
-        return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean loss over the samples and their numbers."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.experiment.config.schema import Experiment
@@ -22,7 +22,7 @@ from hpc_train.experiment.config.training_sections import LossConfig
 from hpc_train.experiment.data_facts.facts import SEGMENTATION_LOSSES, CrossEntropyArgs, DiceArgs, OhemArgs
 from hpc_train.training.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.training.tasks import drawing
-from hpc_train.training.tasks.base import checked_logits, class_table, divided
+from hpc_train.training.tasks.base import Task, checked_logits, class_table, divided
 from hpc_train.training.tasks.class_losses import check_weights, class_values
 
 #: The label of pixels without a class, if the data set defines none.
@@ -33,7 +33,7 @@ _AUXILIARY = 0.4
 _COMPUTE_IMAGES = ("cpu",)
 
 
-class Segmentation:
+class Segmentation(Task):
     """Logits (B, C, H, W) against masks (B, H, W) of class numbers.
 
     A model may return a dict like torchvision's models: the logits as ``out`` and, in training, the logits of
@@ -59,10 +59,6 @@ class Segmentation:
             geometry="mask",
             ignored=self._ignored,
         )
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return logits (B, C, H, W) of any size, or a dict with them."""
-        return model(batch.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean over the labelled pixels of the micro-batch, or over its images, as the loss

@@ -307,13 +307,6 @@ def test_a_wrong_label_is_named_with_its_row(
         build(root)
 
 
-def test_numbers_as_text_and_truth_values_are_classes_in_their_order(library: Any, tmp_path: Path) -> None:
-    text = build(saved(library, tmp_path / "text", library.Value("string"), train=["10", "9", "1"]))
-    assert text.info.class_names == ("1", "9", "10") and targets_of(text.train) == [2, 1, 0]
-    flags = build(saved(library, tmp_path / "flags", library.Value("bool"), train=[True, False]))
-    assert flags.info.class_names == ("False", "True") and targets_of(flags.train) == [1, 0]
-
-
 def test_prepare_finds_rows_without_a_label(library: Any, tmp_path: Path) -> None:
     labels = library.ClassLabel(names=ANIMALS)
     root = saved(library, tmp_path / "saved", labels, train=[0, 1], test=[-1, 0], other=[0])

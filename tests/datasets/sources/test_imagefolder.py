@@ -184,6 +184,7 @@ def test_what_is_not_a_regular_file_is_a_bad_image(
     instead: Callable[[Path], None], root: Path, tmp_path: Path
 ) -> None:
     split: Any = build(root).train
+    folder = DataConfig(name="imagefolder", root=str(root))
     masked = write_folder(tmp_path / "scenes", train=2, val=1)
     scenes: Any = build_source(
         DataConfig(name="segmentation_folder", root=str(masked), args={"num_classes": 3})
@@ -191,7 +192,7 @@ def test_what_is_not_a_regular_file_is_a_bad_image(
     predicted = ImageFiles(root / "train/ant", 3)
     reads: list[tuple[Path, Callable[[], object]]] = [
         (root / "train/ant/0.png", lambda: split.file_content(0)),
-        (root / "train/ant/2.png", lambda: packing._read(split, 2, packing._Files())),
+        (root / "train/ant/2.png", lambda: packing._read(split, 2, packing._AnySize(folder, 3))),
         (root / "train/ant/1.png", lambda: predicted.file_content(1)),
         (masked / "train/images/000.png", lambda: scenes.file_content(0)),
         (masked / "train/masks/001.png", lambda: scenes.file_content(1)),

@@ -60,7 +60,11 @@ def test_cifar_is_in_memory_with_the_pixels_of_torchvision(cifar10: Path) -> Non
     assert source.info.class_names[3] == "class 3"
 
 
-@pytest.mark.parametrize("name", ["CIFAR10", "MNIST", "SVHN", "Food101", "Flowers102", "ImageNet", "STL10"])
+@pytest.mark.parametrize(
+    "name",
+    ["CIFAR10", "MNIST", "SVHN", "Food101", "Flowers102", "ImageNet", "STL10", "Cityscapes",
+     "VOCSegmentation"],
+)  # fmt: skip
 def test_missing_data_name_the_command_that_fetches_them(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadFileError, match=rf"^data\.root: torchvision/{name} is not in .*; (run|put)"):
         build(name, tmp_path)
@@ -199,12 +203,6 @@ def test_voc_has_the_numbers_of_its_palette(tmp_path: Path) -> None:
     _, mask = source.val.file_content(0)
     assert mask.tolist() == [[0, 15, 255], [1, 2, 20]] and source.val.path(0).name == "val.jpg"
     assert source.info.class_names[15] == "person" and source.info.ignore_index == 255
-
-
-@pytest.mark.parametrize("name", ["Cityscapes", "VOCSegmentation"])
-def test_missing_masks_name_the_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BadFileError, match=rf"^data\.root: torchvision/{name} is not in .*; (run|put)"):
-        build(name, tmp_path)
 
 
 def test_no_file_makes_pillow_start_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,11 +33,10 @@ from hpc_train.training.datasets.base import DataSource, parse_args, refuse_rest
 from hpc_train.training.datasets.decoding import read_image
 from hpc_train.training.datasets.images import PixelRules, image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.training.datasets.sources.values import MAX_INTEGER, text_problem
 from hpc_train.training.datasets.token_writing import without_repeated
-from hpc_train.training.datasets.types import DataInfo
 
 #: Pixels by which a box may exceed its image, because coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
@@ -74,8 +73,6 @@ class CocoSplit:
 
     def check_sides(self, index: int, height: int, width: int) -> None:
         """Raise BadFileError if the pixels of a sample are not those that its boxes refer to."""
-        if "sides" not in self._arrays:
-            return
         stated = tuple(self._arrays["sides"][index].tolist())
         if stated != (width, height):
             is_turned = stated == (height, width)
@@ -126,12 +123,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
         for part, path in files.items()
     }
-    mean, std = mean_and_std(args.channels)
-    info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
     if download and config.on_bad_sample == "fail":
         for split in splits.values():
             _check_sides(split, PixelRules.of(config))
-    return DataSource(splits["train"], splits.get("val"), info)
+    return DataSource(splits["train"], splits.get("val"), image_info(index.class_names, args.channels))
 
 
 def _check_sides(split: CocoSplit, rules: PixelRules) -> None:
@@ -169,18 +164,15 @@ def _parsed(root: Path, files: Mapping[str, Path], args: CocoArgs, *, has_remark
     splits, names = {part: file.arrays() for part, file in parsed.items()}, tuple(train.categories.values())
     facts: dict[str, Any] = {}
     if has_remarks:
-        remarks = [f"{path} is not read" for path in _unused(root, files)]
+        candidates = [root / f"{name}.json" for name in VALIDATION]
+        unused = [path for path in candidates if path.is_file() and path not in files.values()]
+        remarks = [f"{path} is not read" for path in unused]
         for part, file in parsed.items():
             remarks += file_remarks(file.folder, {file.path.name: splits[part]["names"].tolist()})
             remarks += file.remarks
         remarks += class_remarks(names, {part: split["labels"] - 1 for part, split in splits.items()})
         facts["remarks"] = remarks
     return Index(splits, names, facts)
-
-
-def _unused(root: Path, files: Mapping[str, Path]) -> list[Path]:
-    candidates = (root / f"{name}.json" for name in VALIDATION)
-    return [path for path in candidates if path.is_file() and path not in files.values()]
 
 
 class _AnnotationFile:

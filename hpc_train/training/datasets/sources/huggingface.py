@@ -26,10 +26,9 @@ from hpc_train.experiment.data_facts.root_layout import why_not_read
 from hpc_train.run.files import read_text
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, root_of
 from hpc_train.training.datasets.images import image_content
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks
 from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
-from hpc_train.training.datasets.types import DataInfo
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
 #: The value of a ClassLabel if the class is unknown.
@@ -146,15 +145,18 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         )
         for name, rows in splits.items()
     }
-    shape = () if has_classes else _shape_of_targets(splits["train"], columns[1])
+    shape: tuple[int, ...] = ()
+    if not has_classes:
+        index, cell = next(splits["train"].cells(columns[1]))
+        place = _place(splits["train"].place(index), columns[1])
+        shape = np.shape(numbers_of(cell, place, None))
     if download:
         _check_targets(splits, columns[1], len(names), shape, config)
     if download and has_classes:
         for remark in class_remarks(names, _present_classes(splits, columns[1], numbers)):
             say(f"data.root: {remark}")
-    mean, std = mean_and_std(args.channels)
     num_classes = len(names) if has_classes else math.prod(shape)
-    info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
+    info = image_info(names, args.channels, num_classes, shape)
     return DataSource(images["train"], images.get("val"), info)
 
 
@@ -402,9 +404,3 @@ def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:
             f"data.args.image_column: the column {columns[0]} has no images; write another one"
         )
     return rows.select_columns(list(columns)).cast_column(columns[0], library.Image(decode=False))
-
-
-def _shape_of_targets(rows: Rows, column: str) -> tuple[int, ...]:
-    """Return () or (K,), the shape of the first target."""
-    index, cell = next(rows.cells(column))
-    return np.shape(numbers_of(cell, _place(rows.place(index), column), None))

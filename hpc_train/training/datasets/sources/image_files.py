@@ -19,7 +19,7 @@ _SHOWN = 5
 class Skipped:
     """Counts the files and folders below ``root`` that a listing of images does not read, by reason."""
 
-    _LINK, _HIDDEN, _BESIDE, _MASK = (
+    LINK, HIDDEN, BESIDE, MASK = (
         "links to folders, which are not followed; move the images there, or link each file",
         "hidden files or folders",
         "files beside the class folders; move images into a class folder",
@@ -34,17 +34,10 @@ class Skipped:
         self._examples: dict[str, str] = {}
         self._unused: list[str] = []
 
-    def add_link(self, path: Path) -> None:
-        """Count a link to a folder."""
-        self._add(self._LINK, path)
-
-    def add_hidden(self, path: Path) -> None:
-        """Count a hidden file or folder, or one that macOS adds to archives."""
-        self._add(self._HIDDEN, path)
-
-    def add_mask(self, path: Path) -> None:
-        """Count a mask without an image."""
-        self._add(self._MASK, path)
+    def add(self, reason: str, path: Path) -> None:
+        """Count a path for one of the reasons above."""
+        self._counts[reason] += 1
+        self._examples.setdefault(reason, self._shown(path))
 
     def add_other(self, path: Path) -> None:
         """Count a file whose extension is not that of an image."""
@@ -55,9 +48,9 @@ class Skipped:
         """Count the entries of a split's folder outside the class folders."""
         for path in sorted(folder.iterdir()):
             if is_skipped(path.name):
-                self.add_hidden(path)
+                self.add(self.HIDDEN, path)
             elif not path.is_dir():
-                self._add(self._BESIDE, path)
+                self.add(self.BESIDE, path)
 
     def add_unused_folders(self, used: Sequence[Path | None]) -> None:
         """Note the folders in the root other than the splits that are read."""
@@ -65,7 +58,7 @@ class Skipped:
             if path in used or not path.is_dir():
                 continue
             if is_skipped(path.name):
-                self.add_hidden(path)
+                self.add(self.HIDDEN, path)
             else:
                 self._unused.append(path.name)
 
@@ -86,10 +79,6 @@ class Skipped:
             more = f" and {len(self._unused) - _SHOWN} more" if len(self._unused) > _SHOWN else ""
             lines.append(f"data.root: not read: the folders {shown}{more} in {self._root}")
         return tuple(lines)
-
-    def _add(self, reason: str, path: Path) -> None:
-        self._counts[reason] += 1
-        self._examples.setdefault(reason, self._shown(path))
 
     def _shown(self, path: Path) -> str:
         return os.fspath(path.relative_to(self._root)) if path.is_relative_to(self._root) else os.fspath(path)
@@ -125,24 +114,23 @@ class ImageFiles:
         return self._files[index]
 
 
-def images_below(folder: Path, skipped: Skipped | None = None) -> Iterator[Path]:
+def images_below(folder: Path, skipped: Skipped) -> Iterator[Path]:
     """Yield the images below a folder, sorted, without hidden files and links to folders.
 
     Skipped entries are counted in ``skipped``.
     """
-    counted = Skipped(folder) if skipped is None else skipped
     for parent, folders, names in os.walk(folder):
         for name in [name for name in folders if is_skipped(name)]:
-            counted.add_hidden(Path(parent, name))
+            skipped.add(skipped.HIDDEN, Path(parent, name))
             folders.remove(name)
         folders.sort()
         for path in (Path(parent, name) for name in folders):
             if path.is_symlink():
-                counted.add_link(path)
+                skipped.add(skipped.LINK, path)
         for name in sorted(names):
             if is_skipped(name):
-                counted.add_hidden(Path(parent, name))
+                skipped.add(skipped.HIDDEN, Path(parent, name))
             elif name.lower().endswith(IMAGE_EXTENSIONS):
                 yield Path(parent, name)
             else:
-                counted.add_other(Path(parent, name))
+                skipped.add_other(Path(parent, name))

@@ -23,10 +23,9 @@ from hpc_train.experiment.data_facts.listed_data import SEPARATORS, ImageListArg
 from hpc_train.training.datasets.base import DataSource, RawTarget, parse_args, refuse_rest, root_of
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.index_files import Array, Index, Layout, index_of, packed_texts, text_at
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
-from hpc_train.training.datasets.sources.values import ClassNumbers, Place, as_number, number_of
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, as_number, number_of
 
 _PARQUET = ".parquet"
 #: Characters that separate cells in other lists, and their names.
@@ -77,10 +76,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ListedImages(root, path, dict(index.splits[split]), args.channels)
         for split, path in lists.items()
     }
-    mean, std = mean_and_std(args.channels)
     num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
     shape = index.splits["train"]["targets"].shape[1:]
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
+    info = image_info(index.class_names, args.channels, num_classes, shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 
@@ -105,8 +103,10 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
         names[path.name], splits[split] = _parse(path, args, targets, files)
     facts: dict[str, Any] = {}
     if has_remarks:
-        others = [name for name in _other_lists(lists["train"]) if name not in names]
-        remarks = [f"{listed(others, 5)} beside {lists['train'].name} are not read"] if others else []
+        train = lists["train"]
+        beside = sorted(path.name for path in train.parent.glob(f"*{train.suffix}") if path.is_file())
+        others = [name for name in beside if name not in names]
+        remarks = [f"{listed(others, 5)} beside {train.name} are not read"] if others else []
         remarks += file_remarks(root, names)
         if args.target == "class":
             remarks += class_remarks(
@@ -114,10 +114,6 @@ def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_rema
             )
         facts["remarks"] = remarks
     return Index(splits, targets.names, facts)
-
-
-def _other_lists(path: Path) -> list[str]:
-    return sorted(other.name for other in path.parent.glob(f"*{path.suffix}") if other.is_file())
 
 
 def _parse(
@@ -139,7 +135,7 @@ def _parse(
     return names, packed_texts(names) | arrays
 
 
-class _Targets:
+class _Targets(Targets):
     """Converts the cells of the target columns."""
 
     def __init__(self, args: ImageListArgs) -> None:
@@ -155,12 +151,9 @@ class _Targets:
                 "data.args.classes: is for data.args.target: class, since the columns are the others' names; "
                 "take it out"
             )
-        self._classes = ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the class names, or the columns."""
-        return tuple(self._args.columns) if self._classes is None else self._classes.names
+        super().__init__(
+            ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None, tuple(columns)
+        )
 
     def value(self, cells: Sequence[Any], where: str) -> int | float | list[float]:
         """Return the target of one row; a class's number is preliminary until ``array``."""
@@ -178,12 +171,6 @@ class _Targets:
                 "fix it, or write data.args.target: number",
             )
         return number_of(cell, place)
-
-    def array(self, values: list[Any]) -> Array:
-        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
-        if self._classes is None:
-            return np.array(values, dtype=np.float32)
-        return self._classes.finish(np.array(values, dtype=np.int64))
 
 
 def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:

@@ -20,10 +20,9 @@ from hpc_train.training.datasets.decoding import decode
 from hpc_train.training.datasets.images import image_content
 from hpc_train.training.datasets.packed import find_pack, open_split
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import spelling_remarks
 from hpc_train.training.datasets.sources.values import alike
-from hpc_train.training.datasets.types import DataInfo
 
 
 class FolderSplit:
@@ -34,7 +33,7 @@ class FolderSplit:
         folder: Path,
         class_names: tuple[str, ...],
         channels: int,
-        skipped: Skipped | None = None,
+        skipped: Skipped,
         *,
         may_lack_classes: bool = False,
     ) -> None:
@@ -105,7 +104,7 @@ def folder_source(root: Path, channels: int) -> DataSource:
             skipped.add_beside_classes(split.folder)
     skipped.add_unused_folders([root / "train", folder])
     notices = [*skipped.notices(), *_class_notices(val, class_names)]
-    return DataSource(train, val, _info(class_names, channels), notices=tuple(notices))
+    return DataSource(train, val, image_info(class_names, channels), notices=tuple(notices))
 
 
 def _class_notices(val: FolderSplit | None, class_names: tuple[str, ...]) -> list[str]:
@@ -119,12 +118,7 @@ def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
     pack = find_pack(config)
     train = open_split(pack, "train", root, channels)
     val = open_split(pack, "val", root, channels) if "val" in pack.parts else None
-    return DataSource(train, val, _info(pack.class_names, channels))
-
-
-def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
-    mean, std = mean_and_std(channels)
-    return DataInfo(len(class_names), channels, mean, std, class_names)
+    return DataSource(train, val, image_info(pack.class_names, channels))
 
 
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:

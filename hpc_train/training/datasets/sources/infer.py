@@ -5,6 +5,7 @@ mean and standard deviation from its name.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -156,6 +157,19 @@ def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
     if not isinstance(names, (list, tuple)) or len(names) != num_classes:
         return ()
     return tuple(str(name) for name in names)
+
+
+def image_info(
+    names: Sequence[str],
+    channels: int,
+    num_classes: int | None = None,
+    target_shape: tuple[int, ...] = (),
+    ignore_index: int | None = None,
+) -> DataInfo:
+    """Return the information on image files. ``num_classes``: default one per name."""
+    mean, std = mean_and_std(channels)
+    count = len(names) if num_classes is None else num_classes
+    return DataInfo(count, channels, mean, std, tuple(names), None, ignore_index, target_shape)
 
 
 def mean_and_std(channels: int, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:

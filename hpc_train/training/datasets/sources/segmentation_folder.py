@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,42 +26,39 @@ from hpc_train.training.datasets.images import (
     turned_upright,
 )
 from hpc_train.training.datasets.sources.image_files import Skipped, images_below
-from hpc_train.training.datasets.sources.infer import mean_and_std
-from hpc_train.training.datasets.types import DataInfo
+from hpc_train.training.datasets.sources.infer import image_info
 
 _SHOWN = 3
 
 
-class MaskedImages:
-    """Image files below ``folder/images`` with the masks below ``folder/masks``, in alphabetical order."""
+class MaskedFiles:
+    """Image files and their masks."""
 
     def __init__(
-        self, folder: Path, args: SegmentationFolderArgs, rules: PixelRules, skipped: Skipped
+        self,
+        images: Iterable[str],
+        masks: Iterable[str],
+        channels: int,
+        rules: PixelRules,
+        classes: Tensor | None,
     ) -> None:
-        self.channels: int = args.channels
+        """``classes``: number in a mask → class, a negative one is an error; None: they are the same."""
+        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
+        self._images, self._masks = (
+            np.array([os.fsencode(file) for file in files]) for files in (images, masks)
+        )
+        self.channels = channels
         self._rules = rules
-        self._classes = _classes_of_values(args)
-        self._images, self._masks = os.fspath(folder / "images"), os.fspath(folder / "masks")
-        paths = [
-            os.fsencode(path.relative_to(self._images)) for path in images_below(folder / "images", skipped)
-        ]
-        if not paths:
-            raise BadFileError(
-                f"data.root: {self._images} contains no images; put some there, or fix the path"
-            )
-        # An array, not a list: reference counts would copy a list's memory into every loader process.
-        self._paths = np.array(paths)
-        self._refuse_missing_masks(skipped)
+        self._classes = classes
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._images)
 
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
         """Return the content of the image file, and its mask (H, W), uint8 if the file has 8 bits."""
         content = image_content(self._image(index))
-        path = self.mask_path(index)
-        mask = read_mask(path, self._rules)
-        return content, mask if self._classes is None else self._as_classes(mask, path)
+        mask = read_mask(self.mask_path(index), self._rules)
+        return content, mask if self._classes is None else self._as_classes(mask, index)
 
     def path(self, index: int) -> Path:
         """Return the image file of a sample."""
@@ -68,41 +66,50 @@ class MaskedImages:
 
     def mask_path(self, index: int) -> str:
         """Return the mask file of a sample."""
-        return self._mask(os.fsdecode(self._paths[index]))
+        return os.fsdecode(self._masks[index])
 
     def _image(self, index: int) -> str:
-        return f"{self._images}/{os.fsdecode(self._paths[index])}"
+        return os.fsdecode(self._images[index])
 
-    def _as_classes(self, mask: Tensor, path: str) -> Tensor:
+    def _as_classes(self, mask: Tensor, index: int) -> Tensor:
         assert self._classes is not None
         classes = self._classes[mask.long()]
-        if (unlisted := mask[classes < 0]).numel():
+        if classes.dtype.is_signed and (unlisted := mask[classes < 0]).numel():
             raise BadFileError(
-                f"data: its mask {path} has the value {int(unlisted[0])}, which is neither in "
-                "data.args.mask_values nor ignore_index; add it there, or fix the mask"
+                f"data: its mask {self.mask_path(index)} has the value {int(unlisted[0])}, which is neither "
+                "in data.args.mask_values nor ignore_index; add it there, or fix the mask"
             )
         return classes.to(mask.dtype)
 
-    def _mask(self, image: str) -> str:
-        return f"{self._masks}/{os.path.splitext(image)[0]}.png"  # noqa: PTH122  (Path: slow for each sample)
 
-    def _refuse_missing_masks(self, skipped: Skipped) -> None:
-        masks = {os.fspath(path) for path in images_below(Path(self._masks), skipped)}
-        wanted = [self._mask(os.fsdecode(image)) for image in self._paths]
-        missing = [mask for mask in wanted if mask not in masks]
-        if shared := [mask for mask, count in Counter(wanted).items() if count > 1]:
-            raise BadFileError(
-                f"data.root: several images of {self._images} have the name of the mask {shared[0]} "
-                "(such as a.jpg and a.png); remove all but one, or rename them and give each a mask"
-            )
-        for mask in sorted(masks.difference(wanted)):
-            skipped.add_mask(Path(mask))
-        if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise BadFileError(
-                f"data.root: {len(missing)} images have no mask: {', '.join(missing[:_SHOWN])}{more} not "
-                "found; each needs masks/<name of the image>.png"
-            )
+def _masked_folder(
+    folder: Path, args: SegmentationFolderArgs, rules: PixelRules, skipped: Skipped
+) -> MaskedFiles:
+    """Return the images below ``folder/images`` with the masks below ``folder/masks``, in the order of names.
+
+    Raises BadFileError unless each has a mask of its own.
+    """
+    images, masks = os.fspath(folder / "images"), os.fspath(folder / "masks")
+    paths = [os.fspath(path) for path in images_below(Path(images), skipped)]
+    if not paths:
+        raise BadFileError(f"data.root: {images} contains no images; put some there, or fix the path")
+    stems = (os.path.splitext(path)[0].removeprefix(images) for path in paths)  # noqa: PTH122  (Path: slow)
+    wanted = [f"{masks}{stem}.png" for stem in stems]
+    present = {os.fspath(path) for path in images_below(Path(masks), skipped)}
+    if shared := [mask for mask, count in Counter(wanted).items() if count > 1]:
+        raise BadFileError(
+            f"data.root: several images of {images} have the name of the mask {shared[0]} "
+            "(such as a.jpg and a.png); remove all but one, or rename them and give each a mask"
+        )
+    for mask in sorted(present.difference(wanted)):
+        skipped.add(skipped.MASK, Path(mask))
+    if missing := [mask for mask in wanted if mask not in present]:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise BadFileError(
+            f"data.root: {len(missing)} images have no mask: {', '.join(missing[:_SHOWN])}{more} not "
+            "found; each needs masks/<name of the image>.png"
+        )
+    return MaskedFiles(paths, wanted, args.channels, rules, _classes_of_values(args))
 
 
 def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
@@ -139,19 +146,12 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     _check_numbers(args)
     root, rules = root_of(config), PixelRules.of(config)
     skipped = Skipped(root)
-    train = MaskedImages(root / "train", args, rules, skipped)
+    train = _masked_folder(root / "train", args, rules, skipped)
     folder = validation_folder(root)
-    val = None if folder is None else MaskedImages(folder, args, rules, skipped)
+    val = None if folder is None else _masked_folder(folder, args, rules, skipped)
     skipped.add_unused_folders([root / "train", folder])
-    mean, std = mean_and_std(args.channels)
-    info = DataInfo(
-        args.num_classes,
-        args.channels,
-        mean,
-        std,
-        tuple(args.class_names),
-        ignore_index=args.ignore_index,
-    )
+    sizes = (args.channels, args.num_classes)
+    info = image_info(args.class_names, *sizes, ignore_index=args.ignore_index)
     return DataSource(train, val, info, notices=skipped.notices())
 
 

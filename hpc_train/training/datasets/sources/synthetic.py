@@ -43,12 +43,6 @@ class SyntheticSplit:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"sample {index} of {self._count}")
-        images, classes = self.batch(torch.tensor([index]))
-        return images[0], int(classes)
-
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return images (B, C, H, W) uint8 and classes (B,) int64."""
         classes_B = indices % self._num_classes

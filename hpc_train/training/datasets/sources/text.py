@@ -41,12 +41,6 @@ class TextSplit:
     def __len__(self) -> int:
         return num_sequences(len(self.tokens), self.sequence_length)
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        inputs, targets = self.batch(torch.tensor([index]))
-        return inputs[0], targets[0]
-
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both (B, T) int64."""
         windows = self.tokens.unfold(0, self.sequence_length + 1, self.sequence_length)  # a view

@@ -117,12 +117,6 @@ class TokenSplit:
             if int(row_T.max()) >= self._vocabulary_size:
                 self._refuse(row_T[None], [start])
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        inputs, targets = self.batch(torch.tensor([index]))
-        return inputs[0], targets[0]
-
     def _place(self, token: int) -> tuple[Shard, int]:
         """Return the shard of a token of the stream, and the token's number within that shard."""
         number = bisect_right(self._ends, token)

@@ -9,7 +9,6 @@ read like those of ``segmentation_folder``.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +28,10 @@ from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.validate.part_rules import unlisted
 from hpc_train.paths import expanded
 from hpc_train.training.datasets.base import AnySplit, DataSource, TensorSplit, call
-from hpc_train.training.datasets.images import PixelRules, as_tensor, image_content, open_lazily
-from hpc_train.training.datasets.sources.infer import all_targets, infer_info, mean_and_std
-from hpc_train.training.datasets.sources.segmentation_folder import read_mask
+from hpc_train.training.datasets.images import PixelRules, as_tensor, open_lazily
+from hpc_train.training.datasets.sources.infer import all_targets, image_info, infer_info
+from hpc_train.training.datasets.sources.segmentation_folder import MaskedFiles
 from hpc_train.training.datasets.targets import as_target
-from hpc_train.training.datasets.types import DataInfo
 
 # For EPS Pillow starts a program. torchvision's classes are restricted below; this is a second safeguard.
 EpsImagePlugin.gs_binary = False
@@ -199,7 +197,7 @@ def _is_class(target: Any, number: int) -> bool:
     return value.shape == () and value.dtype in _INTEGERS and int(value) == number
 
 
-_IGNORED = 255
+_CHANNELS, _IGNORED = 3, 255
 _VOC_CLASSES = (
     "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
     "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
@@ -223,56 +221,11 @@ class MaskedSet:
 
     def source(self, train: Any, val: Any, rules: PixelRules) -> DataSource:
         """Return the data of torchvision's two splits."""
-        mean, std = mean_and_std(MaskedFiles.channels)
-        info = DataInfo(
-            len(self.class_names),
-            MaskedFiles.channels,
-            mean,
-            std,
-            self.class_names,
-            ignore_index=_IGNORED,
-        )
+        info = image_info(self.class_names, _CHANNELS, ignore_index=_IGNORED)
         return DataSource(self._files(train, rules), self._files(val, rules), info)
 
     def _files(self, split: Any, rules: PixelRules) -> MaskedFiles:
-        return MaskedFiles(split.images, self.masks(split), self.classes, rules)
-
-
-class MaskedFiles:
-    """Image files and their masks."""
-
-    channels = 3
-
-    def __init__(
-        self, images: Iterable[str], masks: Iterable[str], classes: Tensor | None, rules: PixelRules
-    ) -> None:
-        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
-        self._images, self._masks = (
-            np.array([os.fsencode(file) for file in files]) for files in (images, masks)
-        )
-        self._classes = classes
-        self._rules = rules
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
-        """Return the content of the image file, and its mask of classes (H, W), uint8."""
-        mask = read_mask(self.mask_path(index), self._rules)
-        return image_content(self._image(index)), mask if self._classes is None else self._classes[
-            mask.long()
-        ]
-
-    def path(self, index: int) -> Path:
-        """Return the image file of a sample."""
-        return Path(self._image(index))
-
-    def mask_path(self, index: int) -> str:
-        """Return the mask file of a sample."""
-        return os.fsdecode(self._masks[index])
-
-    def _image(self, index: int) -> str:
-        return os.fsdecode(self._images[index])
+        return MaskedFiles(split.images, self.masks(split), _CHANNELS, rules, self.classes)
 
 
 def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:

@@ -245,3 +245,22 @@ def _class_of(cell: Any, place: Place, names: dict[str, int]) -> tuple[str, str]
     if isinstance(cell, (int, float)):
         raise place.error(cell, "not a class", "fix it, or write data.args.target: number")
     raise place.error(cell, f"not a class but {type(cell).__name__}", "write text or a whole number")
+
+
+class Targets:
+    """Converts the targets of samples: classes, or numbers."""
+
+    def __init__(self, classes: ClassNumbers | None, columns: tuple[str, ...] = ()) -> None:
+        """``columns``: the names of numbers."""
+        self._classes, self._columns = classes, columns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the class names, or those of the numbers."""
+        return self._columns if self._classes is None else self._classes.names
+
+    def array(self, values: list[Any]) -> Array:
+        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
+        if self._classes is None:
+            return np.array(values, dtype=np.float32)
+        return self._classes.finish(np.array(values, dtype=np.int64))

@@ -42,11 +42,10 @@ from hpc_train.training.datasets.index_files import (
     packed_texts,
     text_at,
 )
-from hpc_train.training.datasets.sources.infer import mean_and_std
+from hpc_train.training.datasets.sources.infer import image_info
 from hpc_train.training.datasets.sources.named_files import class_remarks
-from hpc_train.training.datasets.sources.values import ClassNumbers, Place, numbers_of
+from hpc_train.training.datasets.sources.values import ClassNumbers, Place, Targets, numbers_of
 from hpc_train.training.datasets.token_writing import refusing_repeated
-from hpc_train.training.datasets.types import DataInfo
 
 #: First bytes of compressed files.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -114,10 +113,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ShardedImages(paths, dict(index.splits[split]), args.channels)
         for split, paths in shards.items()
     }
-    mean, std = mean_and_std(args.channels)
     shape = index.splits["train"]["targets"].shape[1:]
     num_classes = len(index.class_names) if args.target == "class" else math.prod(shape)
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
+    info = image_info(index.class_names, args.channels, num_classes, shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 
@@ -349,19 +347,14 @@ def _value(content: bytes, field: str, where: str) -> Any:
     return entry[field]
 
 
-class _Targets:
+class _Targets(Targets):
     """Converts the targets of samples."""
 
     def __init__(self, args: WebdatasetArgs) -> None:
         if args.target != "class" and (args.classes or args.num_classes):
             raise BadFileError("data.args.classes: is for data.args.target: class; take it out")
-        self._classes = ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None
+        super().__init__(ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None)
         self._length: int | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the class names; empty for numbers."""
-        return () if self._classes is None else self._classes.names
 
     def value(self, target: Any, where: str) -> Any:
         """Return the target of one sample; a class's number is preliminary until ``array``."""
@@ -370,9 +363,3 @@ class _Targets:
         numbers = numbers_of(target, Place(where), self._length)
         self._length = len(numbers) if isinstance(numbers, list) else 0
         return numbers
-
-    def array(self, values: list[Any]) -> Array:
-        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
-        if self._classes is None:
-            return np.array(values, dtype=np.float32)
-        return self._classes.finish(np.array(values, dtype=np.int64))
