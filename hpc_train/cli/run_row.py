@@ -273,7 +273,7 @@ def _details(
         "precision": layout.precision if layout else None,
         "goodput": None if useful is None else round(useful, 4),
         "best": None if best is None else encoded(best),
-        "usage": None if used is None else used.to_json(),
+        "usage": None if used is None else asdict(used),
         "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
         "save_interval": (run.newest_record.save_interval or None) if run.newest_record else None,
     }

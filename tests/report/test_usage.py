@@ -38,7 +38,7 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
     assert lines["used"].endswith("GPU-hours") and "starts 52s" in lines["time lost"]
     assert lines["memory"] == "peak 21.4 GiB on a GPU, peak 6 GiB on a node, 19% of the 32 GiB requested"
     assert lines["CPU"] == "75% of the cores' time"
-    assert Usage(**usage.to_json()) == usage
+    assert Usage(**vars(usage)) == usage
 
 
 def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tmp_path: Path) -> None:
