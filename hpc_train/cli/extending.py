@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from hpc_train.cli.changes import as_override, other_run_keys
@@ -152,7 +151,10 @@ def _longer(
     if not checkpoints:
         again = new_run_command(paths, changes)
         raise UsageError(f"{name}: has no checkpoint to continue from; train from step 0: `{again}`")
-    step, steps_per_epoch = checkpoints[0].step, _steps_per_epoch(checkpoints[0].state)
+    step = checkpoints[0].step
+    steps_per_epoch = (read_object(checkpoints[0].state).get("extra") or {}).get("steps_per_epoch")
+    if not isinstance(steps_per_epoch, int):
+        steps_per_epoch = None
     total = count_total_steps(experiment.optimization, steps_per_epoch)
     if total is not None and total <= step:
         raise UsageError(
@@ -166,11 +168,6 @@ def _longer(
             f"{status.total_steps} ({status.reason}); train on from its weights without it: `{command}`"
         )
     return _Longer(experiment, total, changes)
-
-
-def _steps_per_epoch(state: Path) -> int | None:
-    steps = (read_object(state).get("extra") or {}).get("steps_per_epoch")
-    return steps if isinstance(steps, int) else None
 
 
 def _length_words(experiment: Experiment, step: int) -> str:

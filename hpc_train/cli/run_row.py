@@ -257,12 +257,15 @@ def _details(
     """
     paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
-    share = 1.0
+    used = None
     if run.recorded:
         rows, share = spread_rows(paths.metrics, MAX_BYTES)
+        launcher, job = launcher_in(paths, run.facts), None
+        if with_accounting and isinstance(launcher, AccountingLauncher):  # a query per run
+            job = launcher.job_usage(paths)
+        used = usage_of(run, now, rows, share, _size(run, launcher), job)
     code = run.facts.get("code")
     useful = goodput(paths, now, elapsed, rows)
-    used = _usage(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
@@ -285,23 +288,6 @@ def best_checkpoint(paths: RunPaths) -> Best | None:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version
         return None
-
-
-def _usage(
-    run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
-) -> Usage | None:
-    """Return the run's usage; None before its first attempt.
-
-    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also query the scheduler, which takes time
-    for each run.
-    """
-    if not run.recorded:
-        return None
-    launcher = launcher_in(run.paths, run.facts)
-    job = None
-    if with_accounting and isinstance(launcher, AccountingLauncher):
-        job = launcher.job_usage(run.paths)
-    return usage_of(run, now, rows, share, _size(run, launcher), job)
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:

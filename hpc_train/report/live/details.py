@@ -168,10 +168,8 @@ class DetailsReader:
         if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
             return
         self._curves_size = size
-        rows = [
-            row for row in spread_rows(self.paths.metrics, _CURVE_BYTES)[0] if row.get("split") == "train"
-        ]
-        rows += self._evaluations
+        sampled, _ = spread_rows(self.paths.metrics, _CURVE_BYTES)
+        rows = [*self._evaluations, *(row for row in sampled if row.get("split") == "train")]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}
 
