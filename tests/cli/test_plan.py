@@ -18,13 +18,8 @@ def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
     assert done.code == 0
     heads, first, second = done.out.splitlines()
     assert heads.startswith("run") and heads.endswith("with")
+    assert "degrees" not in heads and "bubble" not in heads, "its ranks share no layers"
     assert first.endswith("seed=1") and second.endswith("seed=2")
-
-
-def test_a_plan_as_json_carries_its_version(file: Path) -> None:
-    done = hpc_train("plan", file, "--json")
-    plan = json.loads(done.out)
-    assert (plan["version"], plan["name"], plan["runs"][0]["total_steps"]) == (1, "tiny", 9)
 
 
 def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
@@ -123,11 +118,6 @@ def test_a_plan_says_what_makes_ranks_wait_less(file: Path) -> None:
     assert "under split ranks wait 75 % of a step; pipeline keeps" in done.err
 
 
-def test_a_plan_of_ranks_that_share_no_layers_has_no_column_for_it(file: Path) -> None:
-    heads = hpc_train("plan", file).out.splitlines()[0]
-    assert "degrees" not in heads and "bubble" not in heads
-
-
 def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     on_slurm = ("optimization.global_batch_size=32", "optimization.micro_batch_size=8", "slurm={nodes: 4}")
     plan = json.loads(hpc_train("plan", file, *on_slurm, "--local", "--devices", "2", "--json").out)
@@ -196,6 +186,8 @@ def test_a_plan_for_a_thousand_ranks_predicts_a_step(file: Path) -> None:
 
 
 def test_a_plan_without_a_prediction_says_so(file: Path) -> None:
-    (run,) = json.loads(hpc_train("plan", file, "--json", "--no-memory").out)["runs"]
+    plan = json.loads(hpc_train("plan", file, "--json", "--no-memory").out)
+    (run,) = plan["runs"]
+    assert (plan["version"], plan["name"], run["total_steps"]) == (1, "tiny", 9)
     assert (run["peak_memory_gb"], run["memory"], run["fits"]) == (None, None, None)
     assert run["memory_problem"] == "not predicted"

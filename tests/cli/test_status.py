@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +16,7 @@ from hpc_train.run.attempts import claim_attempt, now, tell_end, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.commands import hpc_train, on_terminal
 from tests.run.runs import record_of, small_experiment, small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 
@@ -81,16 +78,7 @@ def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
 
 def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(paths: RunPaths) -> None:
     write_status(paths, RunStatus(state="failed", reason="[red]x[/red] \x1b]0;title\x07\nsecond"))
-    ours, theirs = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-m", "hpc_train", "status"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "TERM": "xterm"},
-        stdout=theirs,
-        check=True,
-    )
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
+    shown = on_terminal("status", COLUMNS="200", TERM="xterm")
     assert r"[red]x[/red] \x1b]0;title\x07\nsecond" in shown
     assert "\x1b]" not in shown
 
@@ -156,12 +144,6 @@ def test_json_has_the_parts_of_the_newest_interruption(paths: RunPaths) -> None:
 def test_a_first_attempt_was_not_interrupted(paths: RunPaths) -> None:
     _attempt(paths, "completed", begin="00:20.000", first_step="00:22.000")
     assert _restart() is None
-
-
-def test_json_has_the_newest_job(paths: RunPaths) -> None:
-    write_status(paths, RunStatus(state="completed"))
-    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["9", "12_3"]})
-    assert json.loads(hpc_train("status", "--json").out)["runs"][0]["job"] == "12_3"
 
 
 def test_no_code_of_others_is_imported(
@@ -303,12 +285,13 @@ def _training(paths: RunPaths, *, attempt_s: float) -> None:
 
 def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(paths: RunPaths) -> None:
     _training(paths, attempt_s=3725)
-    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["12_3"]})
+    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["9", "12_3"]})
     heads, row = hpc_train("status").out.splitlines()
     assert " ".join(heads.split()) == "run experiment state step job elapsed ETA last metric or reason"
     assert row.split()[:6] == ["abc", "small", "running", "40/100", "12_3", "1h02m"]
     assert row.split()[6] in {"29s", "30s"} and row.split()[7:] == ["accuracy", "0.75"]
     found = _row()
+    assert found["job"] == "12_3", "the newest"
     assert found["elapsed_s"] == pytest.approx(3725, abs=60) and found["eta_s"] == pytest.approx(30, abs=30)
     assert found["last_metric"] == {"split": "val", "name": "accuracy", "value": 0.75, "step": 20}
 

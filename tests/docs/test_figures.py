@@ -248,23 +248,6 @@ def _of_gpu_tests() -> Iterator[str]:
 
 
 def _of_the_comparison() -> Iterator[str]:
-    titles = [f"{title}: parts" for title in preemption.TITLES.values()]
-    for side in (preemption.OURS, preemption.PEER):
-        spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)
-        yield f"[{spans[0]:.0f} to {spans[-1]:.0f} s](docs/performance.md#preemption)"
-
-
-def _of_shakespeare() -> Iterator[str]:
-    (row,) = _rows("examples", "examples/shakespeare.yaml, whole command").values()
-    yield f"{100 * row['accuracy']:.0f} % of characters correct"
-
-
-def _of_gpu_tests() -> Iterator[str]:
-    outcomes = [test["outcome"] for test in _result("gpu")["tests"].values()]
-    yield f"{outcomes.count('passed')} passed; {outcomes.count('failed')} failed"
-
-
-def _of_the_comparison() -> Iterator[str]:
     titles = [f"{title}: parts" for title in preemption.TITLES.values() if "first step" not in title]
     for side in (preemption.OURS, preemption.PEER):
         spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)

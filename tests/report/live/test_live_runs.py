@@ -31,16 +31,7 @@ from tests.calls import work_of
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
 from tests.report.live.runs import add_rows, made_run
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
+from tests.report.test_progress_display import Clock
 
 
 def test_a_run_is_shown_as_its_files_say() -> None:
