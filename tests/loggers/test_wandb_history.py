@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.attempts import Attempt, Make, preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, offline_rows, plain, row
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import WandbServer
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -116,14 +115,6 @@ def test_a_damaged_record_counts_as_none(text: str, run: RunPaths) -> None:
     assert sent(history_of(run), 2) == [(0, 1), (1, 2)]
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        for name, value in served.environment().items():
-            monkeypatch.setenv(name, value)
-        yield served
-
-
 def logging_to(run: RunPaths, mode: str) -> Make:
     return lambda number: WandbLogger(context(run.folder, number, mode))
 
@@ -135,12 +126,12 @@ def expected(run: RunPaths) -> list[dict[str, Any]]:
 @pytest.mark.fault(30)
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
-def test_online_history_equals_the_rows(run: RunPaths, server: WandbServer) -> None:
+def test_online_history_equals_the_rows(run: RunPaths, used_server: WandbServer) -> None:
     def has_rows(count: int) -> bool:
-        return "wid123" in server.runs and len(server.runs["wid123"].history) >= count
+        return "wid123" in used_server.runs and len(used_server.runs["wid123"].history) >= count
 
     preempted_killed_and_rolled_back(run, logging_to(run, "online"), has_rows)
-    (served,) = server.runs.values()
+    (served,) = used_server.runs.values()
     assert plain(served.history) == expected(run)
     assert served.received == len(served.history), "no row came twice"
     assert [line["_timestamp"] for line in served.history] == [
@@ -162,7 +153,7 @@ def test_the_last_offline_attempt_has_all_rows(run: RunPaths) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_were_sent_and_withdrawn_are_in_another_run(run: RunPaths, server: WandbServer) -> None:
+def test_rows_sent_and_withdrawn_are_in_another_run(run: RunPaths, used_server: WandbServer) -> None:
     """A checkpoint that is found damaged takes the run behind rows that wandb has."""
     first = Attempt(run, 1, 0, logging_to(run, "online"))
     first.train(*range(1, 9), saved=8)
@@ -170,6 +161,6 @@ def test_rows_that_were_sent_and_withdrawn_are_in_another_run(run: RunPaths, ser
     second = Attempt(run, 2, 4, logging_to(run, "online"))
     second.train(*range(5, 11), saved=10)
     second.end("completed")
-    assert set(server.runs) == {"wid123", "wid123-2"}
-    assert plain(server.runs["wid123-2"].history) == expected(run)
-    assert server.runs["wid123-2"].name == "run1-2"
+    assert set(used_server.runs) == {"wid123", "wid123-2"}
+    assert plain(used_server.runs["wid123-2"].history) == expected(run)
+    assert used_server.runs["wid123-2"].name == "run1-2"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,12 @@ from hpc_train.loggers.wandb import WandbMirror, num_accepted, refusal
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import context, row
-from tests.loggers.wandb_server import ServedRun, WandbServer, wandb_server
+from tests.loggers.wandb_server import ServedRun, WandbServer
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        for name, value in served.environment().items():
-            monkeypatch.setenv(name, value)
-        yield served
 
 
 @pytest.mark.parametrize(
@@ -55,12 +46,12 @@ def test_the_reason_is_that_of_wandbs_log(tmp_path: Path, line: str, reason: str
     assert reason in (refusal(tmp_path) or "") if reason else refusal(tmp_path) is None
 
 
-def test_the_server_is_asked_for_the_number_of_rows(server: WandbServer) -> None:
+def test_the_server_is_asked_for_the_number_of_rows(used_server: WandbServer) -> None:
     asked = SimpleNamespace(project="p", entity=None, id="wid123")
     assert num_accepted(asked) is None
-    server.runs["wid123"] = ServedRun(history=[{}, {}])
+    used_server.runs["wid123"] = ServedRun(history=[{}, {}])
     assert num_accepted(asked) == 2
-    server.end()
+    used_server.end()
     assert num_accepted(asked) is None
 
 
