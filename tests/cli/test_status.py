@@ -228,40 +228,6 @@ def test_a_node_without_a_heartbeat_is_shown(paths: RunPaths) -> None:
     assert _row()["reason"] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("status.json", "[" * 100_000),
-        ("attempts/1/attempt.json", '{"attempt": 1, "start": "x", "checkpoints": [], "events": []}'),
-        ("attempts/1/attempt.json", '{"cause": {}, "launcher": []}'),
-        ("run.json", '{"slurm_job_ids": 12, "launcher": "slurm"}'),
-        ("run.json", '{"changes": [], "versions": [], "code": [], "source": []}'),
-        ("attempts/\u00b2/attempt.json", "{}"),
-        ("status.json", None),
-        ("attempts/1/attempt.json", None),
-        ("metrics.jsonl", None),
-        ("attempts/1/rank-0.exit", None),
-        ("attempts/1/rank-0.error", None),
-        ("attempts/1/events.json", None),
-    ],
-)
-@pytest.mark.parametrize("command", [("status",), ("clean", "--yes", "bad"), ("cancel", "bad")])
-def test_malformed_files(paths: RunPaths, command: tuple[str, ...], name: str, content: str | None) -> None:
-    """None: a pipe, which nobody writes into."""
-    bad = RunPaths(paths.folder.rename(paths.folder.with_name("bad")))
-    small_run(paths.folder.parents[1])
-    claim_attempt(bad, "local")
-    write_status(bad, RunStatus(state="failed", attempt=1))
-    path = bad.folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    os.mkfifo(path) if content is None else path.write_text(content)
-    done = hpc_train(*command)  # a traceback fails the test
-    if command == ("status",):
-        assert done.code == 0
-        assert "bad" in done.out and "abc" in done.out
-
-
 def _training(paths: RunPaths, *, attempt_s: float) -> None:
     """Have the run train for so long, at two steps a second, now at step 40 of 100."""
     number = claim_attempt(paths, "local")
