@@ -131,8 +131,6 @@ def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     (run,) = plan["runs"]
     assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
     assert json.loads(hpc_train("plan", file, *on_slurm, "--devices", "2", "--json").out) == plan
-    refused = hpc_train("submit", file, "--devices", "2")
-    assert (refused.code, refused.err) == (2, "--devices: is for this machine; add --local\n")
 
 
 def test_a_refused_plan_begins_with_the_problem(file: Path) -> None:

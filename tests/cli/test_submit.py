@@ -73,7 +73,8 @@ def test_a_file_that_asks_nothing_of_slurm_is_not_submitted_there(file: Path, op
     [
         (["--launcher", "slurm", "--local"], "--local: is for this machine, launcher slurm is not"),
         (["--launcher", "slurm", "--devices", "2"], "--devices: is for this machine, launcher slurm is not"),
-        (["--devices", "2", "--dry-run"], "--devices: is for this machine"),
+        (["--devices", "2", "--dry-run"], "--devices: is for this machine; add --local"),
+        (["slurm={}", "--jobs", "2"], "--jobs: is for this machine; add --local"),
         (["--local", "--launcher", "locl"], "did you mean local?"),
     ],
 )
