@@ -15,13 +15,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import (
-    ForecastLauncher,
-    JobForecast,
-    Launcher,
-    SharingLauncher,
-    StartRequest,
-)
+from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, SharingLauncher, StartRequest
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
 

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    checkpoint,
-    compile_start,
-    memory,
-    open_files,
-    performance_page,
-    pipeline,
-    preemption,
-)
+from benchmarks import checkpoint, compile_start, memory, open_files, performance_page, pipeline, preemption
 from benchmarks import input as input_benchmark
 from benchmarks.measuring import RESULTS
 from tests.docs.pages import PAGES, REPOSITORY
