@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -50,18 +49,3 @@ def python(*arguments: str | Path) -> Done:
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def on_terminal(*arguments: str, **environment: str) -> str:
-    """Return the output of a command on a terminal."""
-    ours, theirs = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-m", "hpc_train", *arguments],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
-        stdout=theirs,
-        check=True,
-    )
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    return shown

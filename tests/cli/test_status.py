@@ -16,9 +16,10 @@ from hpc_train.run.attempts import claim_attempt, now, tell_end, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train, on_terminal
+from tests.cli.commands import hpc_train
 from tests.run.runs import record_of, small_experiment, small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
+from tests.terminals import on_terminal
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_run_whose_launcher_died_is_corrected(paths: RunPaths) -> None:
 
 def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(paths: RunPaths) -> None:
     write_status(paths, RunStatus(state="failed", reason="[red]x[/red] \x1b]0;title\x07\nsecond"))
-    shown = on_terminal("status", COLUMNS="200", TERM="xterm")
+    shown = on_terminal("status", columns=200)
     assert r"[red]x[/red] \x1b]0;title\x07\nsecond" in shown
     assert "\x1b]" not in shown
 

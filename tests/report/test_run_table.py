@@ -7,8 +7,8 @@ import pytest
 from hpc_train.console import fitted
 from hpc_train.report.run_times import short_duration
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import on_terminal
 from tests.run.runs import small_run
+from tests.terminals import on_terminal
 
 _HEADS = ["run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason"]
 _ROW = [
@@ -50,7 +50,7 @@ def test_durations_are_short(seconds: float | None, words: str) -> None:
 @pytest.mark.slow
 def test_states_are_coloured_on_a_terminal_unless_no_color_is_set(tmp_path: Path) -> None:
     write_status(small_run(tmp_path / "runs"), RunStatus(state="failed", reason="completed nothing"))
-    shown = on_terminal("status", COLUMNS="80", TERM="xterm")
+    shown = on_terminal("status", columns=80)
     assert "\x1b[31mfailed\x1b[0m" in shown and "completed nothing" in shown
-    plain = on_terminal("status", COLUMNS="80", TERM="xterm", NO_COLOR="1")
+    plain = on_terminal("status", columns=80, NO_COLOR="1")
     assert "failed" in plain and "\x1b" not in plain
