@@ -92,8 +92,8 @@ def grouped(runs: Iterable[Compared], over: Collection[str], metric: Metric) -> 
         Group(
             values,
             group,
-            Spread.of(run.last and run.last.value for run in group),
-            Spread.of(run.best and run.best.value for run in group),
+            Spread.of(run.last.value if run.last else None for run in group),
+            Spread.of(run.best.value if run.best else None for run in group),
             Spread.of(run.duration_s for run in group),
         )
         for values, group in members.values()
@@ -316,7 +316,9 @@ def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) 
         values = [_csv_text(group.values.get(key)) for key in keys]
         numbers = [number for spread in (group.last, group.best) for number in _spread_cells(spread)]
         names = " ".join(run.name for run in group.runs)
-        lines.append(csv_line([names, *values, *numbers, _seconds(group.duration and group.duration.mean)]))
+        lines.append(
+            csv_line([names, *values, *numbers, _seconds(group.duration.mean if group.duration else None)])
+        )
     print("".join(lines), end="", flush=True)
 
 
@@ -332,7 +334,7 @@ def _group_json(group: Group, keys: Sequence[str]) -> dict[str, Any]:
         "values": {key: group.values.get(key) for key in keys},
         "last": group.last and asdict(group.last),
         "best": group.best and asdict(group.best),
-        "duration_s": _seconds(group.duration and group.duration.mean),
+        "duration_s": _seconds(group.duration.mean if group.duration else None),
     }
 
 

@@ -191,8 +191,8 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
         attempts = "attempt 1 alone" if newest == 1 else f"attempts 1 to {newest}"
         raise UsageError(f"{run_name(paths)}: there is no attempt {attempt}; the run has {attempts}")
     there = [path.name for path in paths.attempt(attempt).files_of_ranks(".log").values()]
-    if not there and (reason := (read_json(paths.status) or {}).get("reason")):
-        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {reason}")
+    if not there and (cause := (read_json(paths.status) or {}).get("reason")):
+        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {cause}")
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
         f"the newest attempt is {newest}"
