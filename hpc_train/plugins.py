@@ -77,34 +77,15 @@ if TYPE_CHECKING:
 
 #: Module that needs torch → its names here.
 _WITH_TORCH = {
-    "hpc_train.training.datasets.base": (
-        "ArraySplit",
-        "DataSource",
-        "DatasetBuilder",
-        "FileSplit",
-        "Split",
-        "TensorSplit",
-    ),
-    "hpc_train.training.datasets.building": ("build_source",),
-    "hpc_train.training.datasets.types": (
-        "Batch",
-        "DataInfo",
-        "TargetSpec",
-    ),
-    "hpc_train.training.distributed.device": ("Precision",),
-    "hpc_train.training.models.base": ("ModelBuilder",),
-    "hpc_train.training.models.torchvision_detection": ("as_given",),
-    "hpc_train.training.strategies.base": (
-        "Forward",
-        "Piece",
-        "RankContext",
-        "Strategy",
-    ),
-    "hpc_train.training.strategies.data_parallel": ("DataParallel",),
-    "hpc_train.training.tasks.base": (
-        "DrawsPictures",
-        "Task",
-    ),
+    "hpc_train.training.datasets.base": "ArraySplit DataSource DatasetBuilder FileSplit Split TensorSplit",
+    "hpc_train.training.datasets.building": "build_source",
+    "hpc_train.training.datasets.types": "Batch DataInfo TargetSpec",
+    "hpc_train.training.distributed.device": "Precision",
+    "hpc_train.training.models.base": "ModelBuilder",
+    "hpc_train.training.models.torchvision_detection": "as_given",
+    "hpc_train.training.strategies.base": "Forward Piece RankContext Strategy",
+    "hpc_train.training.strategies.data_parallel": "DataParallel",
+    "hpc_train.training.tasks.base": "DrawsPictures Task",
 }
 
 __all__ = [
@@ -126,7 +107,7 @@ def __getattr__(name: str) -> object:
     if name == "drawing":
         return importlib.import_module("hpc_train.training.tasks.drawing")
     for module, names in _WITH_TORCH.items():
-        if name in names:
+        if name in names.split():
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -18,6 +18,7 @@ from typing import Self
 
 from tests.waiting import HANG_LIMIT_S, came_true
 
+_REPOSITORY = Path(__file__).parents[1]
 _MOVES = re.compile(r"\x1b\[\d*;?\d*[Hf]")
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[=>78]|\x1b\][^\x07]*\x07|\x1bP[^\x1b]*\x1b\\")
 LEAVES_ALTERNATE_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
@@ -87,3 +88,11 @@ class Terminal:
         self.process.wait()
         os.close(self._ours)
         os.close(self.theirs)
+
+
+def on_terminal(*arguments: str, columns: int, **environment: str) -> str:
+    """Return the output of a command on a terminal."""
+    variables = os.environ | environment
+    with Terminal(*arguments, cwd=_REPOSITORY, environment=variables, columns=columns) as terminal:
+        assert terminal.wait() == 0
+        return terminal.written

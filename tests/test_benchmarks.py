@@ -19,16 +19,7 @@ import pytest
 from benchmarks import gpu_cluster, gpu_throughput, measuring, performance_page, plot, ranks, step, turns
 from benchmarks.gpu_cases import CASES, MODELS, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
-from benchmarks.measuring import (
-    ROOT,
-    comparison,
-    exponent,
-    growth,
-    interleaved,
-    parser,
-    rounds_of,
-    table,
-)
+from benchmarks.measuring import ROOT, comparison, exponent, growth, interleaved, parser, rounds_of, table
 from tests.end_to_end.runs import hpc_train, write_experiment
 
 #: Programs that measure nothing.

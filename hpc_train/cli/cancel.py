@@ -40,7 +40,9 @@ def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], lis
         check_run(paths)  # its files name the jobs and processes to end
     names = run_names(runs_to_cancel)
     for launcher, runs in by_launcher(runs_to_cancel):
-        before = {paths: _state(paths) for paths in runs}
+        for paths in runs:
+            current_status(paths)  # a run whose launcher has died has ended
+        before = {paths: read_status(paths).state for paths in runs}
         try:
             left = set(launcher.cancel(runs))
         except NoSchedulerError as error:
@@ -51,11 +53,6 @@ def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], lis
             for paths in runs
         ]
     return codes, errors
-
-
-def _state(paths: RunPaths) -> str:
-    current_status(paths)  # a run whose launcher has died has ended
-    return read_status(paths).state
 
 
 def _report(paths: RunPaths, name: str, before: str) -> ExitCode:

@@ -92,6 +92,11 @@ class Change:
         return as_override(".".join(map(str, self.path)), self.written)
 
 
+def key_of(override: str) -> str:
+    """Return the key of ``KEY=VALUE``."""
+    return override.partition("=")[0]
+
+
 def as_override(key: str, value: Any) -> str:
     """Return ``KEY=VALUE`` as the command line parses it."""
     return f"{key}={_text(value)}"

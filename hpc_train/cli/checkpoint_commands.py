@@ -70,7 +70,13 @@ def export(options: ExportOptions) -> int:
     output, best = options.output, options.wants_best
     if output.suffix not in ("", ".safetensors", *PROGRAMS):
         say(f"-o {output}: written as safetensors")
-    paths = _one_run(options.run)
+    matches = find_readable([options.run])
+    if len(matches) > 1:
+        raise UsageError(
+            f"{options.run}: matches {len(matches)} runs, export takes one; write its id:\n"
+            f"{listed_runs(matches)}"
+        )
+    paths = matches[0]
     if run_facts(paths).get("workload") == "program":
         raise UsageError(
             f"{run_name(paths)}: a program of yours writes its weights itself, below "
@@ -97,15 +103,6 @@ def export(options: ExportOptions) -> int:
         )
         put_json(written)
     return exit_code
-
-
-def _one_run(word: str) -> RunPaths:
-    matches = find_readable([word])
-    if len(matches) > 1:
-        raise UsageError(
-            f"{word}: matches {len(matches)} runs, export takes one; write its id:\n{listed_runs(matches)}"
-        )
-    return matches[0]
 
 
 def verify(options: VerifyOptions) -> ExitCode:

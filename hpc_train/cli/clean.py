@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,7 +160,11 @@ def _clean(options: CleanOptions) -> tuple[dict[RunPaths, list[_Surplus]], list[
                 raise LivingRunError(f"{run_name(paths)} was resumed in the meantime; run clean again")
             for item in items:
                 _remove(item.path)
-    return surplus, _remove_code(folders, code)
+    unused = {path for folder in folders for path in _unused(folder)}  # a submit may have begun to use some
+    removed = [item for item in code if item.path in unused]
+    for item in removed:
+        remove_folder(item.path)
+    return surplus, removed
 
 
 def _say(items: Sequence[_Surplus]) -> None:
@@ -226,15 +230,6 @@ def _remove_unused_code(snapshots: Path) -> Iterator[_Surplus]:
         remove_folder(path)
         say(f"{path}  removed: {_UNUSED_CODE}")
         yield item
-
-
-def _remove_code(folders: Collection[Path], announced: Sequence[_Surplus]) -> list[_Surplus]:
-    """Remove the listed items that are still unused: a submit may have started using some since."""
-    unused = {path for folder in folders for path in _unused(folder)}
-    removed = [item for item in announced if item.path in unused]
-    for item in removed:
-        remove_folder(item.path)
-    return removed
 
 
 def _confirmed(command: str, question: str) -> bool:

@@ -61,9 +61,7 @@ class _Command(TyperCommand):
         with_value = {
             name for option in options if not getattr(option, "is_flag", False) for name in option.opts
         }
-        if {"run", "runs", "runs_and_overrides"}.isdisjoint(
-            parameter.name or "" for parameter in self.params
-        ):
+        if not any(parameter.name in RUN_PARAMETERS for parameter in self.params):
             return list(args)
         return [
             word if before in with_value else _NEWEST.sub(r"latest-\1", word)

@@ -116,15 +116,18 @@ class CheckpointOptions(Options):
         return True if self.best else False if self.last else None
 
 
-class RanksOptions(CheckpointOptions, _Code, _Json):
-    """The options of commands whose ranks on this machine load a checkpoint."""
-
+class _OnOneRun(_Code, _Json):
     runs_and_overrides: list[str] = argument(
         ...,
         "One run, and keys of data, parallel, device, … to override.",
         "RUN|KEY=VALUE",
         autocompletion=completion.runs_and_overrides,
     )
+
+
+class RanksOptions(CheckpointOptions, _OnOneRun):
+    """The options of commands whose ranks on this machine load a checkpoint."""
+
     devices: int | None = _devices()
 
 
@@ -345,18 +348,12 @@ class PredictOptions(RanksOptions):
 
 
 @command("replay")
-class ReplayOptions(_Code, _Json):
+class ReplayOptions(_OnOneRun):
     """Repeat steps of a run and show their batches, losses and gradients.
 
     From the newest checkpoint before them, on this machine. The run is not changed.
     """
 
-    runs_and_overrides: list[str] = argument(
-        ...,
-        "One run, and keys of data, parallel, device, … to override.",
-        "RUN|KEY=VALUE",
-        autocompletion=completion.runs_and_overrides,
-    )
     step: int = option(..., "The first step to show, as in the metrics.", min=1)
     to: int | None = option(None, "The last step to show. Default: the first.", min=1)
     changes: list[str] = option(

@@ -88,19 +88,22 @@ def grouped(runs: Iterable[Compared], over: Collection[str], metric: Metric) -> 
     for run in runs:
         values = {key: value for key, value in run.values.items() if key not in over}
         members.setdefault(json.dumps(values, sort_keys=True, default=str), (values, []))[1].append(run)
-    groups = [_group(values, each) for values, each in members.values()]
+    groups = [
+        Group(
+            values,
+            group,
+            Spread.of(run.last.value if run.last else None for run in group),
+            Spread.of(run.best.value if run.best else None for run in group),
+            Spread.of(run.duration_s for run in group),
+        )
+        for values, group in members.values()
+    ]
     sign = 1 if metric.goal == "min" else -1
     return sorted(groups, key=lambda group: math.inf if group.best is None else sign * group.best.mean)
 
 
-def _group(values: dict[str, Any], runs: Sequence[Compared]) -> Group:
-    last, best = (
-        Spread.of(point.value if point else None for point in points)
-        for points in zip(*((run.last, run.best) for run in runs), strict=True)
-    )
-    return Group(values, list(runs), last, best, Spread.of(run.duration_s for run in runs))
-
-
+#: The last and the best value of a metric.
+_Points = tuple[Point | None, Point | None]
 _EXCLUSIVE = (
     ("--csv", "--json", "--diff"),
     ("--over", "--group-by"),
@@ -179,21 +182,29 @@ def compare(options: CompareOptions) -> ExitCode:
         return compare_two(options.runs, as_json=options.as_json)
     runs = find_readable(options.runs)
     now = statuses(runs)
-    measured = _measured(runs, options.metric, decisive_metric(now))
-    chosen = measured.metric
-    compared = sorted(_compared(runs, now, measured), key=lambda run: sort_key(run.best, chosen))
+    metric, points = _measured(runs, options.metric, decisive_metric(now))
+    compared = sorted(_compared(runs, now, points), key=lambda run: sort_key(run.best, metric))
     keys = list(dict.fromkeys(key for run in compared for key in run.values))
+    facts = {"version": JSON_VERSION, "metric": str(metric), "goal": metric.goal, "keys": keys}
     if options.over or options.group_by:
-        over = _full_keys(options.over, keys, "--over")
-        common = _full_keys(options.group_by, keys, "--group-by")
-        averaged = [key for key in keys if key not in common] if common else over
-        _show_groups(compared, keys, chosen, averaged, options)
+        averaged = _full_keys(options.over, keys, "--over")
+        if common := _full_keys(options.group_by, keys, "--group-by"):
+            averaged = [key for key in keys if key not in common]
+        common = [key for key in keys if key not in averaged]
+        groups = grouped(compared, averaged, metric)
+        if options.as_json:
+            json_groups = [_group_json(group, common) for group in groups]
+            put_json(facts | {"keys": common, "over": averaged, "groups": json_groups})
+        elif options.as_csv:
+            _write_groups(groups, common, metric)
+        else:
+            _print_groups(groups, common, metric)
     elif options.as_json:
-        put_json(_to_json(compared, keys, chosen))
+        put_json(facts | {"runs": [_run_json(run, keys) for run in compared]})
     elif options.as_csv:
-        _write_csv(compared, keys, chosen)
+        _write_csv(compared, keys, metric)
     else:
-        _print(compared, keys, chosen)
+        _print(compared, keys, metric)
     return ExitCode.DONE
 
 
@@ -202,16 +213,10 @@ def _has(options: CompareOptions, name: str) -> bool:
     return bool(getattr(options, key))
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Last and best value of each run, in the metric that is compared."""
-
-    metric: Metric
-    points: dict[RunPaths, tuple[Point | None, Point | None]]
-
-
-def _measured(runs: Sequence[RunPaths], wanted: str | None, decisive: Metric | None) -> _Measured:
-    """Return the requested metric, or the decisive one without a request.
+def _measured(
+    runs: Sequence[RunPaths], wanted: str | None, decisive: Metric | None
+) -> tuple[Metric, Mapping[RunPaths, _Points]]:
+    """Return the requested metric, or the decisive one without a request, and its values.
 
     It is that of validation rows, or of training rows if those lack it. Training rows are most of the
     files, so they are parsed only if no run has the metric in the others.
@@ -223,24 +228,26 @@ def _measured(runs: Sequence[RunPaths], wanted: str | None, decisive: Metric | N
         for metric in candidates:
             points = {paths: of_run[metric] for paths, of_run in values.items()}
             if any(last is not None for last, _ in points.values()):
-                return _Measured(metric, points)
+                return metric, points
     if wanted is None:  # nothing was measured yet
-        return _Measured(Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None)))
+        return Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None))
     metrics = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
     if (named := find_metric(metrics, wanted)) is not None:  # its values are not numbers
-        return _Measured(named, dict.fromkeys(runs, (None, None)))
+        return named, dict.fromkeys(runs, (None, None))
     listed = ", ".join(sorted(map(str, metrics))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
 
 
-def _compared(runs: Sequence[RunPaths], now: Sequence[RunStatus], measured: _Measured) -> Iterator[Compared]:
+def _compared(
+    runs: Sequence[RunPaths], now: Sequence[RunStatus], points: Mapping[RunPaths, _Points]
+) -> Iterator[Compared]:
     files = [RunFiles.read(paths, with_events=False) for paths in runs]
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
     for run, status in zip(files, now, strict=True):
         paths = run.paths
         values = settings[paths] | facts[paths]
         duration = elapsed_s(run, status)
-        yield Compared(paths, names[paths], status.state, values, *measured.points[paths], duration)
+        yield Compared(paths, names[paths], status.state, values, *points[paths], duration)
 
 
 def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:
@@ -287,24 +294,6 @@ def _full_keys(names: Sequence[str], keys: Sequence[str], option: str) -> list[s
     return full_keys
 
 
-def _show_groups(
-    runs: Sequence[Compared],
-    keys: Sequence[str],
-    metric: Metric,
-    averaged: Sequence[str],
-    options: CompareOptions,
-) -> None:
-    """Print a line per group of runs that differ in the averaged keys only."""
-    common = [key for key in keys if key not in averaged]
-    groups = grouped(runs, averaged, metric)
-    if options.as_json:
-        put_json(_groups_to_json(groups, common, averaged, metric))
-    elif options.as_csv:
-        _write_groups(groups, common, metric)
-    else:
-        _print_groups(groups, common, metric)
-
-
 def _print_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
     names = short_names(keys)
     heads = ["runs", *(names[key] for key in keys), f"last {metric}", f"best ({metric.goal})", "duration"]
@@ -326,8 +315,10 @@ def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) 
     for group in groups:
         values = [_csv_text(group.values.get(key)) for key in keys]
         numbers = [number for spread in (group.last, group.best) for number in _spread_cells(spread)]
-        duration = "" if group.duration is None else round(group.duration.mean, 1)
-        lines.append(csv_line([" ".join(run.name for run in group.runs), *values, *numbers, duration]))
+        names = " ".join(run.name for run in group.runs)
+        lines.append(
+            csv_line([names, *values, *numbers, _seconds(group.duration.mean if group.duration else None)])
+        )
     print("".join(lines), end="", flush=True)
 
 
@@ -337,26 +328,18 @@ def _spread_cells(spread: Spread | None) -> list[float | str]:
     return [spread.mean, "" if spread.std is None else spread.std, spread.count]
 
 
-def _groups_to_json(
-    groups: Sequence[Group], keys: Sequence[str], over: Sequence[str], metric: Metric
-) -> dict[str, Any]:
+def _group_json(group: Group, keys: Sequence[str]) -> dict[str, Any]:
     return {
-        "version": JSON_VERSION,
-        "metric": str(metric),
-        "goal": metric.goal,
-        "keys": list(keys),
-        "over": list(over),
-        "groups": [
-            {
-                "ids": [run.paths.folder.name for run in group.runs],
-                "values": {key: group.values.get(key) for key in keys},
-                "last": group.last and asdict(group.last),
-                "best": group.best and asdict(group.best),
-                "duration_s": round(group.duration.mean, 1) if group.duration else None,
-            }
-            for group in groups
-        ],
+        "ids": [run.paths.folder.name for run in group.runs],
+        "values": {key: group.values.get(key) for key in keys},
+        "last": group.last and asdict(group.last),
+        "best": group.best and asdict(group.best),
+        "duration_s": _seconds(group.duration.mean if group.duration else None),
     }
+
+
+def _seconds(duration_s: float | None) -> float | None:
+    return None if duration_s is None else round(duration_s, 1)
 
 
 def _cells(point: Point | None) -> tuple[str, str]:
@@ -371,9 +354,8 @@ def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) ->
         for point in (run.last, run.best):
             points += ["", ""] if point is None else [point.value, point.step]
         values = [_csv_text(run.values.get(key)) for key in keys]
-        duration = "" if run.duration_s is None else round(run.duration_s, 1)
         experiment = run.paths.siblings.folder.name
-        lines.append(csv_line([run.name, experiment, *values, run.state, *points, duration]))
+        lines.append(csv_line([run.name, experiment, *values, run.state, *points, _seconds(run.duration_s)]))
     print("".join(lines), end="", flush=True)
 
 
@@ -383,23 +365,14 @@ def _csv_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _to_json(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> dict[str, Any]:
+def _run_json(run: Compared, keys: Sequence[str]) -> dict[str, Any]:
     return {
-        "version": JSON_VERSION,
-        "metric": str(metric),
-        "goal": metric.goal,
-        "keys": list(keys),
-        "runs": [
-            {
-                "id": run.paths.folder.name,
-                "name": run.paths.siblings.folder.name,
-                "path": str(run.paths.folder),
-                "state": run.state,
-                "values": {key: run.values.get(key) for key in keys},
-                "last": run.last.to_json() if run.last else None,
-                "best": run.best.to_json() if run.best else None,
-                "duration_s": None if run.duration_s is None else round(run.duration_s, 1),
-            }
-            for run in runs
-        ],
+        "id": run.paths.folder.name,
+        "name": run.paths.siblings.folder.name,
+        "path": str(run.paths.folder),
+        "state": run.state,
+        "values": {key: run.values.get(key) for key in keys},
+        "last": run.last.to_json() if run.last else None,
+        "best": run.best.to_json() if run.best else None,
+        "duration_s": _seconds(run.duration_s),
     }

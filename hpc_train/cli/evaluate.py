@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hpc_train.cli.changes import runs_and_overrides
+from hpc_train.cli.changes import key_of, runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.command_line import exit_code_of
 from hpc_train.cli.command_options import EvaluateOptions, RanksOptions
@@ -79,7 +79,11 @@ def run_ranks(
     run_words, overrides = runs_and_overrides(options.runs_and_overrides)
     paths = one_run(command, run_words)
     wants_best = options.wants_best
-    _refuse_fixed(overrides)
+    if key := next((key for key in map(key_of, overrides) if key.split(".")[0] not in _CHANGEABLE), None):
+        raise UsageError(
+            f"{key}: can't be changed in an evaluation, since the checkpoint was trained with it; "
+            f"keys of {', '.join(_CHANGEABLE)} can"
+        )
     check_run(paths)
     experiment = newest_experiment(paths, overrides)
     check(experiment)
@@ -105,16 +109,6 @@ def one_run(command: str, names: Sequence[str]) -> RunPaths:
     if len(runs) != 1:
         raise UsageError(f"{command}: takes one run, and {' '.join(names)} matches {len(runs)}; give one id")
     return runs[0]
-
-
-def _refuse_fixed(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key.partition(".")[0] not in _CHANGEABLE:
-            raise UsageError(
-                f"{key}: can't be changed in an evaluation, since the checkpoint was trained with it; "
-                f"keys of {', '.join(_CHANGEABLE)} can"
-            )
 
 
 def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:

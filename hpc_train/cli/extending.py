@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
-from hpc_train.cli.changes import as_override, other_run_keys
+from hpc_train.cli.changes import as_override, key_of, other_run_keys
 from hpc_train.cli.starting import new_run_command, other_run
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, UsageError
@@ -50,7 +49,7 @@ def extending(
     A longer run that the block refuses to start is removed again. Raises UsageError if a completed run would
     change in another way, or would not get longer.
     """
-    length = [word for word in overrides if _key(word) in _LENGTH_KEYS]
+    length = [word for word in overrides if key_of(word) in _LENGTH_KEYS]
     runs = _unextended(runs) if length else list(runs)
     states = dict(zip(runs, statuses(runs, is_fresh=True), strict=True)) if overrides else {}
     completed = {paths: status for paths, status in states.items() if status.state == "completed"}
@@ -83,10 +82,6 @@ def extending(
         raise
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0]
-
-
 def _unextended(runs: Sequence[RunPaths]) -> list[RunPaths]:
     """Return the runs without those that others of them extend: an experiment contains both."""
     extending_runs = set(runs)
@@ -108,7 +103,7 @@ def _refuse_unfinished(states: Mapping[RunPaths, RunStatus], length: Sequence[st
             complete = "logs -f" if status.state in GOING_ON else "resume"
             longer = shlex.join(["hpc-train", "resume", name, *length])
             head = (
-                f"{_key(length[0])}: {name} is {status.state}; only a completed run can be trained longer: "
+                f"{key_of(length[0])}: {name} is {status.state}; only a completed run can be trained longer: "
                 f"first `hpc-train {complete} {name}` to its end, then `{longer}`; or start another run"
             )
             raise UsageError(other_run(paths, head, changes))
@@ -120,7 +115,7 @@ def _with_length(
     """Return the run's experiment, the same with the changes, and the changes of the length."""
     noted = noted_changes(paths, newest_number(paths) + 1)
     before = effective_experiment(paths, newest_number(paths) + 1)
-    keys = {_key(word) for word in length}
+    keys = {key_of(word) for word in length}
     unset = [f"{key}=null" for key in _lengths(before) if length and key not in keys]
     after = load_changed(paths, [*noted, *unset, *length, *others], check_names=bool(others)).experiment
     return before, after, [*unset, *length]
@@ -152,7 +147,10 @@ def _longer(
     if not checkpoints:
         again = new_run_command(paths, changes)
         raise UsageError(f"{name}: has no checkpoint to continue from; train from step 0: `{again}`")
-    step, steps_per_epoch = checkpoints[0].step, _steps_per_epoch(checkpoints[0].state)
+    step = checkpoints[0].step
+    steps_per_epoch = (read_object(checkpoints[0].state).get("extra") or {}).get("steps_per_epoch")
+    if not isinstance(steps_per_epoch, int):
+        steps_per_epoch = None
     total = count_total_steps(experiment.optimization, steps_per_epoch)
     if total is not None and total <= step:
         raise UsageError(
@@ -166,11 +164,6 @@ def _longer(
             f"{status.total_steps} ({status.reason}); train on from its weights without it: `{command}`"
         )
     return _Longer(experiment, total, changes)
-
-
-def _steps_per_epoch(state: Path) -> int | None:
-    steps = (read_object(state).get("extra") or {}).get("steps_per_epoch")
-    return steps if isinstance(steps, int) else None
 
 
 def _length_words(experiment: Experiment, step: int) -> str:

@@ -139,8 +139,7 @@ def _default(chosen: FirstFile) -> _Content:
         "epochs": 10, "global_batch_size": batch, "micro_batch_size": micro, **start.optimization,
         "schedule": {"name": "cosine", "warmup_epochs": 0.5},
     }  # fmt: skip
-    comments = _changes(start, data, chosen)
-    section = _data(start, data, chosen)
+    section, comments = _data(start, data, chosen)
     return _Content(model, section, optimization, {"every_epochs": 1}, start.metric, comments)
 
 
@@ -157,7 +156,8 @@ class _Fitted:
         self._lists = {split: str(list_path(output, split).absolute()) for split in survey.new_lists}
         self._recipe: Recipe = self._start.gpu if chosen.has_gpus else self._start.cpu
         self._comments: dict[KeyPath, str] = {}
-        self._is_other_model = chosen.model is not None and chosen.model != self._recipe.model
+        #: The user's model, unless it is the recipe's.
+        self._other_model = chosen.model if chosen.model != self._recipe.model else None
         self._batch, self._micro = self._batch_sizes()
         self._epochs, self._size = self._epochs_and_size()
 
@@ -174,8 +174,8 @@ class _Fitted:
 
     def _model(self) -> dict[str, Any]:
         recipe = self._recipe
-        if self._is_other_model:
-            return {"name": self._chosen.model}
+        if self._other_model is not None:
+            return {"name": self._other_model}
         model: dict[str, Any] = {"name": recipe.model}
         if recipe.cost is not None and self._survey.images is not None:
             self._comments["model", "name"] = "small, for a CPU"
@@ -212,7 +212,7 @@ class _Fitted:
         most = _TEXT_EPOCHS if images is None else next(epochs for limit, epochs in table if samples <= limit)
         if cost is None or not samples:
             return most, sizes[0]
-        cost = _OTHER_COST if self._is_other_model else cost
+        cost = cost if self._other_model is None else _OTHER_COST
         budget_s = _CPU_BUDGET_S / samples
 
         def sample_s(size: tuple[int, int] | None) -> float:
@@ -250,9 +250,9 @@ class _Fitted:
 
     def _only_side(self, side: int) -> int | None:
         """Return the side of images that the user's model takes if it does not take ``side``."""
-        if not self._is_other_model or self._chosen.model is None:
+        if self._other_model is None:
             return None
-        fitting = model_facts.facts(self._chosen.model, {}, image_size=side).get("fitting_size")
+        fitting = model_facts.facts(self._other_model, {}, image_size=side).get("fitting_size")
         return fitting if isinstance(fitting, int) and fitting != side else None
 
     def _optimization(self, has_classes: bool) -> dict[str, Any]:
@@ -366,19 +366,25 @@ def quoted(value: object) -> str:
     return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
-def _data(start: Start, name: str, chosen: FirstFile) -> dict[str, Any]:
+def _data(start: Start, name: str, chosen: FirstFile) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Return the section, and the remarks on values that only the user knows."""
     data: dict[str, Any] = {"name": name}
+    changes: dict[KeyPath, str] = {}
     facts = data_facts(name)
     size = facts.image_size(DataConfig(name=name))
     if start.needs_root(name) or chosen.root is not None:
         data["root"] = chosen.root or start.root
+    if chosen.root is None and start.needs_root(name):
+        changes["data", "root"] = f"{CHANGE}: {facts.root}"
     if name == start.own_data:
         data |= start.own_keys
+        table = f"{DOCS}/reference_parts.md#data-dataname"
+        changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
     elif facts.modality == "images" and facts.image_size_argument is None and size is None:
         data["image_size"] = IMAGE_SIZE
     if chosen.has_gpus:
         data["workers"] = "auto"
-    return data
+    return data, changes
 
 
 def _num_samples(start: Start, name: str, chosen: FirstFile) -> int | None:
@@ -399,17 +405,6 @@ def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
             return size, micro
         micro //= 2
         batch = min(batch, samples // micro * micro)
-
-
-def _changes(start: Start, data: str, chosen: FirstFile) -> dict[KeyPath, str]:
-    """Return the remark on values that only the user knows."""
-    changes: dict[KeyPath, str] = {}
-    if chosen.root is None and start.needs_root(data):
-        changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
-    if data == start.own_data:
-        table = f"{DOCS}/reference_parts.md#data-dataname"
-        changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
-    return changes
 
 
 def _header(output: Path, chosen: FirstFile, *, has_changes: bool) -> list[str]:
@@ -445,7 +440,7 @@ def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
 
 
 def _described(path: KeyPath) -> str:
-    """Return the first sentence of the key's description; none if that is too short or too long."""
+    """Return the first sentence of the key's description; empty if that is too short or too long."""
     sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(description_of(path).split()))[0]
     sentence = sentence.replace("``", "").rstrip(".")
     return sentence if _COMMENT_LENGTHS[0] <= len(sentence) <= _COMMENT_LENGTHS[1] else ""

@@ -71,7 +71,6 @@ def logs(options: LogsOptions) -> ExitCode:
     if options.follow:
         if earlier and earlier < newest_number(paths):
             _print_earlier(paths, rank, earlier, lines)
-            _say_starting(paths, earlier)
         _follow(paths, rank, attempt, lines)
         return ExitCode.DONE
     log, is_output = find_log(paths, rank, attempt)
@@ -81,7 +80,6 @@ def logs(options: LogsOptions) -> ExitCode:
     elif earlier:
         is_all = options.print_all or options.lines == 0
         _print_earlier(paths, rank, earlier, lines or (0 if is_all else FOLLOWED_LINES))
-        _say_starting(paths, earlier)
     else:
         _LogReader(log, lines).print_new()
         if attempt is None and not is_output:
@@ -119,17 +117,14 @@ def _has_output(log: Path) -> bool:
 
 
 def _print_earlier(paths: RunPaths, rank: int, number: int, lines: int) -> None:
-    """Print the last lines of an attempt that has ended, and why it ended."""
+    """Print the last lines of an attempt that has ended, why it ended, and that the next one starts."""
     _LogReader(paths.attempt(number).log(rank), lines).print_new()
     record = read_record(paths.attempt(number))
     if record is not None and record.reason:
         say(f"attempt {number}: {record.reason}")
-
-
-def _say_starting(paths: RunPaths, earlier: int) -> None:
     newest, (status,) = newest_number(paths), statuses([paths])
-    reason = f" ({status.reason})" if status.reason and newest == earlier else ""
-    say(f"attempt {newest if newest > earlier else newest + 1}: starting{reason}")
+    reason = f" ({status.reason})" if status.reason and newest == number else ""
+    say(f"attempt {newest if newest > number else newest + 1}: starting{reason}")
 
 
 def _to_json(paths: RunPaths, log: Path, attempt: int | None, rank: int | None, lines: list[str]) -> Log:
@@ -186,26 +181,22 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     if log.is_file():
         return log
     if attempt == 0:
-        raise UsageError(_not_started(paths))
+        (status,) = statuses([paths])
+        if status.state in GOING_ON:
+            raise UsageError(f"{run_name(paths)}: has not started yet; `logs -f` waits for it")
+        reason = f": {status.reason}" if status.reason else ""
+        raise UsageError(f"{run_name(paths)}: {status.state} before it started{reason}")
     newest = newest_number(paths)
     if attempt > newest:
         attempts = "attempt 1 alone" if newest == 1 else f"attempts 1 to {newest}"
         raise UsageError(f"{run_name(paths)}: there is no attempt {attempt}; the run has {attempts}")
     there = [path.name for path in paths.attempt(attempt).files_of_ranks(".log").values()]
-    if not there and (reason := (read_json(paths.status) or {}).get("reason")):
-        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {reason}")
+    if not there and (cause := (read_json(paths.status) or {}).get("reason")):
+        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {cause}")
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
         f"the newest attempt is {newest}"
     )
-
-
-def _not_started(paths: RunPaths) -> str:
-    (status,) = statuses([paths])
-    if status.state in GOING_ON:
-        return f"{run_name(paths)}: has not started yet; `logs -f` waits for it"
-    reason = f": {status.reason}" if status.reason else ""
-    return f"{run_name(paths)}: {status.state} before it started{reason}"
 
 
 def _say_earlier(paths: RunPaths) -> None:

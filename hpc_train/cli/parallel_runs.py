@@ -105,14 +105,8 @@ class Slots:
         for slot, process in enumerate(self._slots):
             if process is not None and (code := exit_code(process)) is not None:
                 self._slots[slot] = None
-                self.codes.append(_exit_code(code))
-
-
-def _exit_code(code: int) -> ExitCode:
-    try:
-        return ExitCode(code)
-    except ValueError:  # a signal ended it
-        return ExitCode.FAILED
+                is_signal = code not in set(ExitCode)
+                self.codes.append(ExitCode.FAILED if is_signal else ExitCode(code))
 
 
 def _main(folder: str, launcher: str, devices: str, parent: str, how: str, *changes: str) -> None:

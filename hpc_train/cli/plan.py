@@ -10,13 +10,7 @@ from typing import Any, TypedDict, cast
 
 from hpc_train.cli import plan_cost, queue_forecast
 from hpc_train.cli.command_options import PlanOptions
-from hpc_train.cli.preflight import (
-    LauncherChoice,
-    Preflight,
-    missing_packs,
-    say_remarks,
-    with_found_sizes,
-)
+from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
 from hpc_train.cli.searching import next_trials
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
@@ -247,21 +241,15 @@ def _table(
     rows = [[*_HEADS], *map(_cells, runs)]
     if not any(run.parallel for run in runs):  # programs have no steps that we know
         rows = [[run, ranks, hours] for run, ranks, *_, hours in rows]
-    for head, cells in more_columns:
-        _append(rows, head, cells)
+    more = list(more_columns)
     if any(run.parallel and len(traits_of(run.parallel.strategy).degrees) > 1 for run in runs):
-        _append(rows, "degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs])
+        more.append(("degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs]))
     if any(run.stages for run in runs):
-        _append(rows, "stages", [_stages(run) for run in runs])
-        _append(rows, "bubble", [_bubble(run) for run in runs])
+        more += [("stages", [_stages(run) for run in runs]), ("bubble", [_bubble(run) for run in runs])]
     if any(run.values for run in runs):
-        _append(rows, "with", [describe(run.values) for run in runs])
-    return rows
-
-
-def _append(rows: list[list[str]], head: str, cells: Sequence[str]) -> None:
-    for row, cell in zip(rows, (head, *cells), strict=True):
-        row.append(cell)
+        more.append(("with", [describe(run.values) for run in runs]))
+    columns_to_add = ([head, *cells] for head, cells in more)
+    return [[*row, *cells] for row, *cells in zip(rows, *columns_to_add, strict=True)]
 
 
 def _stages(run: PlannedRun) -> str:
@@ -292,15 +280,10 @@ def _hint(run: PlannedRun) -> str | None:
 def _cells(run: PlannedRun) -> list[str]:
     is_auto = run.micro_batches is None
     by_trial = ("auto", "auto") if is_auto else (run.micro_batches, run.accumulation)
-    cells = (run.ranks, *by_trial, run.precision, run.steps_per_epoch, run.total_steps)
-    return [run.id, *("unknown" if cell is None else str(cell) for cell in cells), _hours(run)]
-
-
-def _hours(run: PlannedRun) -> str:
     hours = run.size.gpu_hours
-    if hours is None:
-        return "unknown"
-    return f"at most {hours:g}" if hours else "0"
+    limit = "0" if hours == 0 else hours and f"at most {hours:g}"
+    cells = (run.ranks, *by_trial, run.precision, run.steps_per_epoch, run.total_steps, limit)
+    return [run.id, *("unknown" if cell is None else str(cell) for cell in cells)]
 
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:

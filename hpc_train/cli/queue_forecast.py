@@ -15,13 +15,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import (
-    ForecastLauncher,
-    JobForecast,
-    Launcher,
-    SharingLauncher,
-    StartRequest,
-)
+from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, SharingLauncher, StartRequest
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 
 
@@ -46,8 +40,16 @@ class QueueForecast:
 
     def to_json(self) -> dict[str, Any]:
         """Return the keys of ``plan --json``."""
-        jobs = None if self.jobs is None else [_job_json(job) for job in self.jobs]
-        return {"refused": list(self.refused), "jobs": jobs}
+        jobs = [
+            JobForecastJson(
+                runs=[paths.folder.name for paths in job.runs],
+                earliest_start=job.earliest_start,
+                nodes=job.nodes or None,
+                note=job.note or None,
+            )
+            for job in self.jobs or ()
+        ]
+        return {"refused": list(self.refused), "jobs": None if self.jobs is None else jobs}
 
 
 def never_starting(launcher: Launcher, loaded: Loaded, name: str, runs: Sequence[PlannedRun]) -> list[str]:
@@ -133,12 +135,6 @@ def _which(job: JobForecast, plan: Plan) -> str:
         return ""
     first = job.runs[0].folder.name
     return f"{first}: " if len(job.runs) == 1 else f"{counted(len(job.runs), 'run')} from {first}: "
-
-
-def _job_json(job: JobForecast) -> JobForecastJson:
-    runs = [paths.folder.name for paths in job.runs]
-    nodes, note = job.nodes or None, job.note or None
-    return {"runs": runs, "earliest_start": job.earliest_start, "nodes": nodes, "note": note}
 
 
 def _local(utc: str) -> str:

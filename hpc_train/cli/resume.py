@@ -273,7 +273,10 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     take_over = request.take_over
     if status.state == "completed":
         name = run_name(paths)
-        say(f"{name}: completed already, in {paths.folder}{_longer_words(paths)}; nothing to resume")
+        names, longer = extensions(paths), longer_command(paths)
+        words = f" (`{longer}` trains it longer)" if longer else ""
+        words = f", extended by {', '.join(names)}" if names else words
+        say(f"{name}: completed already, in {paths.folder}{words}; nothing to resume")
         return ExitCode.DONE
     if is_made_only:
         return None
@@ -288,14 +291,6 @@ def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_onl
     if record is not None and record.job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status, request)
     return None
-
-
-def _longer_words(paths: RunPaths) -> str:
-    """Return the runs that extend a completed run, else the command that does."""
-    if names := extensions(paths):
-        return f", extended by {', '.join(names)}"
-    longer = longer_command(paths)
-    return f" (`{longer}` trains it longer)" if longer else ""
 
 
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,12 +15,14 @@ from hpc_train.errors import BadFileError, HpcTrainError
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.base import AccountingLauncher, Launcher
 from hpc_train.launchers.lookup import launcher_in, statuses
-from hpc_train.paths import RunPaths
-from hpc_train.recovery.budgets import Left
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery.budgets import Left, Limits
+from hpc_train.recovery.diagnosis import silent_for
+from hpc_train.recovery.history import effective_recovery
 from hpc_train.recovery.save_interval import SaveInterval
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
-from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
 from hpc_train.report.run_times import (
     Restart,
@@ -32,8 +37,12 @@ from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.file_shapes import decoded, encoded
+from hpc_train.run.files import read_text
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import GOING_ON, RunStatus, extension_words
+
+#: Six heartbeats: clocks of nodes and file servers may differ by a few heartbeats.
+_SILENT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ class RunRow:
         jobs = job_ids(facts)
         # The status of another run has no words.
         has_recovery = is_full or (run.attempts and now.state in GOING_ON)
-        recovery = recovery_of(run, now) if has_recovery else Recovery()
+        recovery = _recovery_of(run, now) if has_recovery else _Recovery()
         values = facts.get("values")
         # Only a run in training needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
@@ -257,12 +266,15 @@ def _details(
     """
     paths, layout, best = run.paths, layout_of(run), best_checkpoint(run.paths)
     rows: Sequence[Row] = ()
-    share = 1.0
+    used = None
     if run.recorded:
         rows, share = spread_rows(paths.metrics, MAX_BYTES)
+        launcher, job = launcher_in(paths, run.facts), None
+        if with_accounting and isinstance(launcher, AccountingLauncher):  # a query per run
+            job = launcher.job_usage(paths)
+        used = usage_of(run, now, rows, share, _size(run, launcher), job)
     code = run.facts.get("code")
     useful = goodput(paths, now, elapsed, rows)
-    used = _usage(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
@@ -273,7 +285,7 @@ def _details(
         "precision": layout.precision if layout else None,
         "goodput": None if useful is None else round(useful, 4),
         "best": None if best is None else encoded(best),
-        "usage": None if used is None else used.to_json(),
+        "usage": None if used is None else asdict(used),
         "first_step": (run.newest_record.first_step or None) if run.newest_record else None,
         "save_interval": (run.newest_record.save_interval or None) if run.newest_record else None,
     }
@@ -287,23 +299,6 @@ def best_checkpoint(paths: RunPaths) -> Best | None:
         return None
 
 
-def _usage(
-    run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
-) -> Usage | None:
-    """Return the run's usage; None before its first attempt.
-
-    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also query the scheduler, which takes time
-    for each run.
-    """
-    if not run.recorded:
-        return None
-    launcher = launcher_in(run.paths, run.facts)
-    job = None
-    if with_accounting and isinstance(launcher, AccountingLauncher):
-        job = launcher.job_usage(run.paths)
-    return usage_of(run, now, rows, share, _size(run, launcher), job)
-
-
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
     """Return the ranks, GPUs and cores of an attempt if the launcher started it now; None if unknown."""
     record, experiment = run.newest_record, run.experiment
@@ -312,3 +307,75 @@ def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
         return None if experiment is None else launcher.ranks(experiment, devices)
     except (HpcTrainError, OSError):
         return None
+
+
+@dataclass(frozen=True)
+class _Recovery:
+    """``budget`` is None if nothing requeues the run, or its file can't be read."""
+
+    budget: Left | None = None
+    excluded_nodes: dict[str, str] = field(default_factory=dict)
+    #: Lines to show in addition to the run's own reason.
+    words: tuple[str, ...] = ()
+
+
+def _recovery_of(run: RunFiles, now: RunStatus) -> _Recovery:
+    """Return how the run would recover. ``now``: its status."""
+    newest = run.paths.attempt(run.newest_number)
+    silent = _silent_nodes(newest) if now.state == "running" else ()
+    if not launcher_in(run.paths, run.facts).is_queue:
+        return _Recovery(words=silent)
+    records = run.records
+    try:
+        limits = _limits(run)
+    except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: other commands report it
+        return _Recovery(words=silent)
+    excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
+    lines = []
+    if excluded and now.state in GOING_ON:
+        kept = (
+            "can't exclude these nodes, since too few would be left: " if newest.kept_nodes.exists() else ""
+        )
+        lines = [f"{kept}{bad_nodes.exclusion_words(excluded)}"]
+    newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
+    left = budgets.left([record for record in records if record.job == newest_job], limits)
+    return _Recovery(left, excluded, (*lines, *silent))
+
+
+def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
+    lines = []
+    for path in sorted(attempt.folder.glob("heartbeat-*.json")):
+        with suppress(OSError):
+            age_s = time.time() - path.stat().st_mtime
+            if age_s > _SILENT_S:
+                node = path.stem.removeprefix("heartbeat-")
+                lines.append(silent_for(node, age_s))
+    return tuple(lines)
+
+
+#: Cached by the text of ``recovery`` sections: most are equal, and a resolved file takes longer to read.
+_limits_by_text: dict[tuple[str, ...], Limits] = {}
+
+
+def _limits(run: RunFiles) -> Limits:
+    next_number = run.newest_number + 1
+    text = (*_recovery_section(run.paths), *_recovery_changes(run, next_number))
+    if text not in _limits_by_text:
+        _limits_by_text[text] = effective_recovery(run.paths, next_number)
+    return _limits_by_text[text]
+
+
+def _recovery_changes(run: RunFiles, attempt: int) -> list[str]:
+    if not run.facts.get("changes"):
+        return []
+    from hpc_train.run.create import noted_changes  # the schema: 0.2 s, which few runs need
+
+    return [word for word in noted_changes(run.paths, attempt) if word.startswith("recovery")]
+
+
+def _recovery_section(paths: RunPaths) -> list[str]:
+    """Return the lines of the frozen file's ``recovery:``, which is written with one key per line."""
+    lines = read_text(paths.experiment).splitlines()
+    if "recovery:" not in lines:
+        return []
+    return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))

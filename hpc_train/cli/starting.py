@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpc_train.cli.changes import as_override, swept_values
+from hpc_train.cli.changes import as_override, key_of, swept_values
 from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
@@ -237,9 +237,11 @@ def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
     """Return the ``submit`` command of a run like this one, with other values of some keys."""
     origin = origin_of(paths)
     file = Path(origin.file if origin else paths.experiment)
-    overrides = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
+    overrides = [
+        word for word in (origin.overrides if origin else []) if key_of(word).split(".")[0] != "sweep"
+    ]
     swept = _swept(paths) if origin else []
-    latest = {_key(word): word for word in [*overrides, *swept, *changes]}
+    latest = {key_of(word): word for word in [*overrides, *swept, *changes]}
     return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
 
 
@@ -250,10 +252,6 @@ def other_run(paths: RunPaths, head: str, overrides: Sequence[str]) -> str:
         command = new_run_command(paths, [*overrides, f"model.init_from={run_name(paths)}"])
         lines.append(f"  from its weights: `{command}`")
     return "\n".join(lines)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0]
 
 
 def _swept(paths: RunPaths) -> list[str]:

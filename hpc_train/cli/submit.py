@@ -222,7 +222,11 @@ class _Submission:
             return self._folders
         self._take_snapshot()
         folders = []
-        for run, (folder, is_new) in zip(runs, self._create_all(runs), strict=True):
+        paths = [RunPaths(self._folder.folder / run.id) for run in runs]
+        created = in_parallel(lambda pair: self._create(*pair), zip(paths, runs, strict=True))
+        if any(created):
+            sync_folder(self._folder.folder)
+        for run, folder, is_new in zip(runs, paths, created, strict=True):
             if is_new:
                 folders.append((folder, True))
             elif self._options.new:
@@ -239,14 +243,6 @@ class _Submission:
                 self._make_free(RunPaths(self._folder.folder / run.id))
             self._snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
             self._surroundings = Surroundings.read(self._snapshot)
-
-    def _create_all(self, runs: Sequence[PlannedRun]) -> list[tuple[RunPaths, bool]]:
-        """Create the runs; return each one's paths, and False if it existed."""
-        paths = [RunPaths(self._folder.folder / run.id) for run in runs]
-        created = in_parallel(lambda pair: self._create(*pair), zip(paths, runs, strict=True))
-        if any(created):
-            sync_folder(self._folder.folder)
-        return list(zip(paths, created, strict=True))
 
     def _create_beside(self, paths: RunPaths, run: PlannedRun) -> RunPaths:
         """Create the run under the first free name of ``<id>-2``, ``<id>-3``, …"""
@@ -312,7 +308,9 @@ class _Submission:
                     f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
                     "starts again with the current code and file"
                 )
-            if is_again or self._resumes(paths, run, status):
+            # A search's trial continues from its checkpoint if the search was stopped.
+            is_interrupted = run.id in self._again and status.state == INTERRUPTED
+            if is_again or (is_interrupted and not inputs_differ(paths, run.experiment)):
                 changes = tuple(_overrides_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
                 continue
@@ -353,11 +351,6 @@ class _Submission:
 
     def _changes_of_active(self, paths: RunPaths, run: PlannedRun) -> list[Change]:
         return _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
-
-    def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
-        """Return True if a search's trial continues from its checkpoint, because the search was stopped."""
-        is_interrupted = run.id in self._again and status.state == INTERRUPTED
-        return is_interrupted and not inputs_differ(paths, run.experiment)
 
 
 def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:

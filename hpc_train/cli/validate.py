@@ -167,7 +167,9 @@ def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
     If other downloads may already be in a cache, the Hugging Face clients of child processes go offline.
     """
     experiments = [run.experiment for run in plan.runs if isinstance(run.experiment, Experiment)]
-    downloads = dict.fromkeys(download for job in experiments for download in _downloads(job))
+    downloads = dict.fromkeys(
+        download for job in experiments for download in (*_of_data(job.data), *_of_model(job.model))
+    )
     unreachable = {download: reason for download in downloads if (reason := _no_network(download.servers))}
     if unreachable:
         os.environ.update(dict.fromkeys(_OFFLINE, "1"))
@@ -182,11 +184,6 @@ def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
         for download, reason in unreachable.items()
         if not download.may_be_there
     ]
-
-
-def _downloads(experiment: Experiment) -> Iterator[_Download]:
-    yield from _of_data(experiment.data)
-    yield from _of_model(experiment.model)
 
 
 def _of_data(data: DataConfig) -> Iterator[_Download]:

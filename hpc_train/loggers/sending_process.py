@@ -18,8 +18,8 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import Any, NoReturn, TextIO
 
@@ -91,7 +91,7 @@ def _mirror_attempt(settings: dict[str, Any], output: TextIO, errors: TextIO) ->
             mirror.report_once(problem)
         os._exit(0)
 
-    mirror = _mirror_class(settings["to"])(settings, report)
+    mirror: Mirror = resolve_name(_MIRRORS[settings["to"]])(settings, report)
     read = _Input()
     read.start()
     signal.signal(signal.SIGALRM, lambda *_: end("it did not answer in time"))
@@ -130,7 +130,7 @@ def _sync(settings: dict[str, Any]) -> dict[str, Any]:
     notes: list[str] = []
     try:
         check_version(settings["to"])
-        mirror = _mirror_class(settings["to"])(settings, notes.append)
+        mirror: Mirror = resolve_name(_MIRRORS[settings["to"]])(settings, notes.append)
         mirror.begin()
         _send(mirror, read.news)
         if (problem := mirror.missing(read.committed_step)) is not None:
@@ -147,12 +147,6 @@ def _sync(settings: dict[str, Any]) -> dict[str, Any]:
     finally:
         if "scratch" in settings:
             shutil.rmtree(settings["scratch"], ignore_errors=True)
-
-
-def _mirror_class(tracker: str) -> type[Mirror]:
-    module, _, name = _MIRRORS[tracker].partition(":")
-    mirror_class: type[Mirror] = getattr(import_module(module), name)
-    return mirror_class
 
 
 def _unsent(settings: dict[str, Any], step: int) -> list[str]:

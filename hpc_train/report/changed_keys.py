@@ -70,19 +70,16 @@ def _differ(values: Sequence[Any]) -> bool:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Return the shortest suffix of each dotted key that identifies it uniquely; never ``name`` alone."""
-    return {key: next(end for end in _suffixes(key) if _identifies(end, key, keys)) for key in keys}
+    return {key: _short_name(key, keys) for key in keys}
 
 
-def _suffixes(key: str) -> list[str]:
+def _short_name(key: str, keys: Sequence[str]) -> str:
     parts = key.split(".")
-    return [".".join(parts[place:]) for place in reversed(range(len(parts)))]
-
-
-def _identifies(suffix: str, key: str, keys: Sequence[str]) -> bool:
-    """Return True if ``suffix`` belongs to no other of the keys; a whole key always identifies itself."""
-    if suffix == key:
-        return True
-    return suffix not in {"name", *keys} and sum(other.endswith(f".{suffix}") for other in keys) == 1
+    for place in range(len(parts) - 1, 0, -1):
+        suffix = ".".join(parts[place:])
+        if suffix not in {"name", *keys} and sum(other.endswith(f".{suffix}") for other in keys) == 1:
+            return suffix
+    return key
 
 
 @lru_cache

@@ -140,17 +140,13 @@ def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> 
         run = None
         # A damaged run, or another user's.
         with suppress(OSError, HpcTrainError, ArithmeticError, RecursionError):
-            resolved = _resolved(paths)
+            resolved: Mapping[str, Any] | None = read_json(paths.resolved)
+            if run_facts(paths).get("changes"):
+                resolved = effective_experiment(paths, newest_number(paths)).model_dump(mode="json")
             if resolved is not None and _does(resolved, wanted):
                 run = measured(paths, resolved, launcher)
         if run is not None:
             yield run
-
-
-def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
-    if run_facts(paths).get("changes"):
-        return effective_experiment(paths, newest_number(paths)).model_dump(mode="json")
-    return read_json(paths.resolved)
 
 
 def _does(resolved: Mapping[str, Any], wanted: _Work) -> bool:

@@ -16,7 +16,6 @@ from hpc_train.run.run_status import run_facts
 
 if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
-    from hpc_train.run.attempts import AttemptRecord
     from hpc_train.run.run_status import RunStatus
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc_train.console import rounded
 from hpc_train.launchers.base import JobUsage
@@ -54,10 +54,6 @@ class Usage:
     requested_memory_gib: float | None = None
     memory_efficiency: float | None = None
     cpu_efficiency: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return ``usage`` of ``status --json``."""
-        return dict(vars(self))
 
     def details(self) -> list[tuple[str, str]]:
         """Return label and text of each line; a text is empty if nothing is known."""

@@ -65,17 +65,16 @@ def _as_trial(optuna: Any, trial: Trial, parameters: Mapping[str, Distribution])
         "diverged": states.PRUNED,  # without a value, it ranks behind all others
         "failed": states.FAIL,
     }
-    chosen = {key: _place(parameters[key], value) for key, value in trial.values.items()}
+    chosen = {
+        key: parameters[key].place_of(value) if parameters[key].kind == CHOICE else value
+        for key, value in trial.values.items()
+    }
     return optuna.trial.create_trial(
         state=state[trial.state],
         value=trial.value if trial.state == "finished" else None,
         params=chosen,
         distributions={key: _distribution(optuna, parameters[key]) for key in chosen},
     )
-
-
-def _place(distribution: Distribution, value: Any) -> Any:
-    return distribution.place_of(value) if distribution.kind == CHOICE else value
 
 
 def _asked(optuna: Any, trial: Any, parameters: Mapping[str, Distribution]) -> dict[str, Any]:

@@ -164,7 +164,12 @@ def trials_of(
     trials = [_trial(paths, values, status_of[paths], search, is_due) for paths, values in values_of.items()]
     completed = [paths for paths, status in status_of.items() if status.state == "completed"]
     if completed and not any(trial.value is not None for trial in trials):
-        _check_metric(search, completed)
+        rows = (row for paths in completed[:10] for row in rows_in(paths.metrics))
+        metrics = ", ".join(sorted(map(str, metrics_in(rows)))[:50]) or "none"
+        raise NoResultError(
+            f"sweep.search.metric: {search.metric} is in no completed run's metrics.jsonl; "
+            f"there are {metrics}"
+        )
     return trials
 
 
@@ -212,20 +217,9 @@ def _trial(
 
 def best_value(rows: Iterator[Row], search: SearchConfig) -> float | None:
     """Return the best finite value of the metric, None without one."""
-    split, name = _split_metric(search.metric)
+    split, slash, name = search.metric.partition("/")
+    if not slash or split not in SPLITS:
+        split, name = SPLITS[0], search.metric
     values = [number(row.get(name)) for row in rows if row.get("split") == split]
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return (min if search.mode == "min" else max)(finite, default=None)
-
-
-def _split_metric(text: str) -> tuple[str, str]:
-    split, slash, name = text.partition("/")
-    return (split, name) if slash and split in SPLITS else (SPLITS[0], text)
-
-
-def _check_metric(search: SearchConfig, completed: Sequence[RunPaths]) -> None:
-    metrics = sorted(map(str, metrics_in(row for paths in completed[:10] for row in rows_in(paths.metrics))))
-    raise NoResultError(
-        f"sweep.search.metric: {search.metric} is in no completed run's metrics.jsonl; there are "
-        f"{', '.join(metrics[:50]) or 'none'}"
-    )

@@ -31,15 +31,12 @@ def test_whole_checkpoints_and_the_one_that_would_load_are_named(run: RunPaths) 
 
 def test_a_damaged_checkpoint_fails_and_the_next_would_load(run: RunPaths) -> None:
     shard = run.checkpoint(10).shard(1)
-    data = bytearray(shard.read_bytes())
-    data[3] ^= 1
-    shard.write_bytes(data)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:3] + b"?" + content[4:])
     done = hpc_train("verify", "abc")
     assert str(shard) in done.err
     assert _lines("abc") == (1, ["10  damaged", "05  whole, would load"])
-
-
-def test_a_checkpoint_without_manifest_fails(run: RunPaths) -> None:
+    shard.write_bytes(content)
     run.checkpoint(10).manifest.unlink()
     assert _lines("abc") == (1, ["10  damaged", "05  whole, would load"])
 

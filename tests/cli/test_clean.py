@@ -205,15 +205,11 @@ def test_code_of_a_new_submit_stays(run: RunPaths, tmp_path: Path, monkeypatch: 
     taken = _snapshot(tmp_path / "runs", "taken")
     unused = _snapshot(tmp_path / "runs", "unused")
 
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
+    def agree(command: str, question: str) -> bool:
+        os.utime(taken)
+        return True
 
-        def readline(self) -> str:
-            os.utime(taken)
-            return "y\n"
-
-    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(clean_module, "_confirmed", agree)
     done = hpc_train("clean", "abc")
     assert (done.code, str(taken) in done.err) == (0, True)
     assert (taken.exists(), unused.exists()) == (True, False)

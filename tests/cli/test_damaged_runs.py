@@ -201,7 +201,8 @@ def test_values_of_a_wrong_type(runs: tuple[RunPaths, RunPaths], file: Path, nam
     wrong = []
     for key, value in product(true, _VALUES):
         text = json.dumps(true | {key: value})
-        found = problems(runs, file, name, lambda path: path.write_text(text), {"status", "resume"})
+        tried = {"status", "resume", "clean", "cancel"}
+        found = problems(runs, file, name, lambda path: path.write_text(text), tried)
         wrong += [f"{key}={value}: {each}" for each in found]
     assert wrong == []
 

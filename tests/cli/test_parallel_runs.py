@@ -47,11 +47,6 @@ def test_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         devices_per_run(2, 3, "cuda")
 
 
-def test_jobs_are_for_this_machine(file: Path) -> None:
-    done = hpc_train("submit", file, "slurm={}", "--jobs", "2")
-    assert done.code == 2 and "--jobs: is for this machine; add --local" in done.err
-
-
 def test_runs_under_nohup_outlive_their_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from hpc_train.cli import queue_forecast
 from hpc_train.cli.preflight import missing_data
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.plan.input_files import pack_files
-from hpc_train.experiment.validate.loading import load
+from hpc_train.experiment.plan.planning import Plan
+from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
+from hpc_train.launchers.slurm.launcher import SlurmLauncher
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
+from tests.plan.files import loaded, plan_on_slurm
 
 
 def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
@@ -18,13 +25,8 @@ def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
     assert done.code == 0
     heads, first, second = done.out.splitlines()
     assert heads.startswith("run") and heads.endswith("with")
+    assert "degrees" not in heads and "bubble" not in heads, "its ranks share no layers"
     assert first.endswith("seed=1") and second.endswith("seed=2")
-
-
-def test_a_plan_as_json_carries_its_version(file: Path) -> None:
-    done = hpc_train("plan", file, "--json")
-    plan = json.loads(done.out)
-    assert (plan["version"], plan["name"], plan["runs"][0]["total_steps"]) == (1, "tiny", 9)
 
 
 def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
@@ -123,19 +125,12 @@ def test_a_plan_says_what_makes_ranks_wait_less(file: Path) -> None:
     assert "under split ranks wait 75 % of a step; pipeline keeps" in done.err
 
 
-def test_a_plan_of_ranks_that_share_no_layers_has_no_column_for_it(file: Path) -> None:
-    heads = hpc_train("plan", file).out.splitlines()[0]
-    assert "degrees" not in heads and "bubble" not in heads
-
-
 def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     on_slurm = ("optimization.global_batch_size=32", "optimization.micro_batch_size=8", "slurm={nodes: 4}")
     plan = json.loads(hpc_train("plan", file, *on_slurm, "--local", "--devices", "2", "--json").out)
     (run,) = plan["runs"]
     assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
     assert json.loads(hpc_train("plan", file, *on_slurm, "--devices", "2", "--json").out) == plan
-    refused = hpc_train("submit", file, "--devices", "2")
-    assert (refused.code, refused.err) == (2, "--devices: is for this machine; add --local\n")
 
 
 def test_a_refused_plan_begins_with_the_problem(file: Path) -> None:
@@ -196,6 +191,34 @@ def test_a_plan_for_a_thousand_ranks_predicts_a_step(file: Path) -> None:
 
 
 def test_a_plan_without_a_prediction_says_so(file: Path) -> None:
-    (run,) = json.loads(hpc_train("plan", file, "--json", "--no-memory").out)["runs"]
+    plan = json.loads(hpc_train("plan", file, "--json", "--no-memory").out)
+    (run,) = plan["runs"]
+    assert (plan["version"], plan["name"], run["total_steps"]) == (1, "tiny", 9)
     assert (run["peak_memory_gb"], run["memory"], run["fits"]) == (None, None, None)
     assert run["memory_problem"] == "not predicted"
+
+
+class _TwoJobs(SlurmLauncher):
+    """A queue that takes two jobs of a user."""
+
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+        too_many = KeyProblem("sweep", f"{len(runs)} runs", "write less")
+        return [JobForecast([run.paths for run in runs], problems=[too_many] if len(runs) > 2 else [])]
+
+
+def _refused(file: Loaded, plan: Plan) -> list[str]:
+    return queue_forecast.never_starting(_TwoJobs(), file, plan.name, queue_forecast.to_submit(plan))
+
+
+def test_only_runs_that_would_be_submitted_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    file = loaded(tmp_path, "sweep.grid={seed: [1, 2, 3, 4]}", more="slurm: {}\n")
+    plan = plan_on_slurm(file)
+    assert len(_refused(file, plan)) == 1
+    for run in plan.runs[:2]:
+        paths = RunPaths(runs_root() / plan.name / run.id)
+        paths.folder.mkdir(parents=True)
+        paths.run.write_text("{}")
+    assert _refused(file, plan) == []
+    (line,) = queue_forecast.never_starting(_TwoJobs(), file, plan.name, plan.runs)
+    assert "sweep: 4 runs" in line

@@ -1,4 +1,4 @@
-"""What ``predict`` refuses before any rank starts, and what it writes."""
+"""What ``predict`` and ``evaluate`` refuse before any rank starts, and what ``predict`` writes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
 from tests.cli.commands import hpc_train
 from tests.run.runs import small_run
+from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 ROWS = [
     {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
@@ -35,26 +36,51 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["abc", "-o", "runs/small/abc/out.csv"], "is inside run folder"),
-        (["abc", "-o", "link.csv", "--force"], "exists and is not a plain file"),
-        (["abc", "-o", "out.txt"], "-o: out.txt must end in .jsonl or .csv"),
-        (["abc", "-o", "no/out.csv"], "there is no folder no; make the folder first"),
-        (["abc", "-o", "there.csv"], "-o: there.csv exists; add --force"),
-        (["abc", "-o", "there.csv", "--force"], "has no checkpoint yet"),
-        (["abc", "-o", "out.csv", "--data", "nowhere"], "--data: there is no file or folder nowhere"),
-        (["data.root=x", "-o", "out.csv"], "predict: names no run"),
-        (["abc", "model.name=gpt", "-o", "out.csv"], "model.name: can't be changed"),
+        ("predict abc -o runs/small/abc/out.csv", "is inside run folder"),
+        ("predict abc -o link.csv --force", "exists and is not a plain file"),
+        ("predict abc -o out.txt", "-o: out.txt must end in .jsonl or .csv"),
+        ("predict abc -o no/out.csv", "there is no folder no; make the folder first"),
+        ("predict abc -o there.csv", "-o: there.csv exists; add --force"),
+        ("predict abc -o there.csv --force", "has no checkpoint yet"),
+        ("predict abc -o out.csv --data nowhere", "--data: there is no file or folder nowhere"),
+        ("predict data.root=x -o out.csv", "predict: names no run"),
+        ("predict abc model.name=gpt -o out.csv", "model.name: can't be changed"),
+        ("evaluate data.root=x", "evaluate: names no run; give a run id"),
+        ("evaluate nosuch", "no run or experiment of this name"),
+        ("evaluate abc", "has no checkpoint yet; try again once it has saved one"),
+        (
+            "evaluate abc model.name=gpt",
+            "model.name: can't be changed in an evaluation, since the",
+        ),
+        ("evaluate abc optimization.steps=3", "optimization.steps: can't be changed in an evaluation"),
+        ("evaluate abc data.rot=3", "did you mean root?"),
+        ("evaluate abc --code old", "--code: unknown value 'old'"),
     ],
 )
 def test_mistakes_are_named_before_any_rank_starts(
-    run: RunPaths, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunPaths, words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(run.folder.parents[1]))
     monkeypatch.chdir(tmp_path)
     Path("there.csv").touch()
     Path("link.csv").symlink_to("there.csv")
-    done = hpc_train("predict", *words)
+    done = hpc_train(*words.split())
     assert done.code != 0 and said in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--step", "4"], "there is no checkpoint of step 4; there are 10, 5"),
+        (["--best"], "has no best checkpoint; omit --best, or train with checkpoint.best"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named(run: RunPaths, options: list[str], said: str) -> None:
+    begin_attempt(run, 1)
+    for step in (5, 10):
+        write_checkpoint(run, step, attempt=1)
+    done = hpc_train("evaluate", run.folder, *options)
+    assert done.code == 2 and said in done.err
 
 
 @pytest.mark.parametrize("task", ["segmentation", "causal_lm"])

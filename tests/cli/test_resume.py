@@ -145,11 +145,6 @@ def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) 
     assert newest_number(failed) == 1
 
 
-@pytest.mark.parametrize("words", [["seed=1"], ["nonsense"]])
-def test_words_that_name_no_run_are_a_usage_error(words: list[str]) -> None:
-    assert _resume(*words) == 2
-
-
 @pytest.mark.parametrize("options", [[], ["--take-over"]])
 def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths, options: list[str]) -> None:
     claim_attempt(failed, "local")  # by this process
@@ -308,6 +303,8 @@ def test_changes_of_an_active_run_are_checked_and_lead_to_cancel_and_resume(file
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
+        (["seed=1"], "resume: names no run"),
+        (["nonsense"], "no run or experiment of this name"),
         (["exp.yaml"], "`hpc-train submit exp.yaml` starts its runs"),
         (["tiny", "data.workers", "=", "2"], "data.workers is a key; write data.workers=VALUE"),
         (["tiny", "steps=30"], "did you mean optimization.steps?"),
@@ -408,7 +405,7 @@ def test_a_queued_run_is_refused_and_an_unsubmitted_run_is_not(
         write_status(paths, RunStatus("pending"))
     (cancelled[1].folder / "unsubmitted").touch()
     done = hpc_train("resume", "tiny")
-    assert (done.code, "is pending" in done.err) == (1, True)
+    assert (done.code, "is pending on a queue; `hpc-train cancel" in done.err) == (1, True)
     assert [run.paths for run in queued[-1]] == [cancelled[1]]
 
 
@@ -493,10 +490,3 @@ def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: 
     again = ("submit", file, "--local", "--launcher", COMPLETING)
     assert "completed already" in hpc_train(*again, data.format(two)).err
     assert "of other files than data.root" in hpc_train(*again, data.format(one)).err
-
-
-def test_a_run_in_a_queue_is_not_resumed(file: Path) -> None:
-    assert hpc_train("submit", file, "--launcher", QUEUE).code == 0
-    done = hpc_train("resume", "tiny", "--launcher", QUEUE)
-    assert (done.code, "is pending on a queue; `hpc-train cancel" in done.err) == (1, True), done.err
-    assert len(queued) == 1

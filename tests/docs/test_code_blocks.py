@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import tomllib
@@ -158,3 +159,16 @@ def headings(page: Path) -> set[str]:
         line.lstrip("#").strip().lower() for line in page.read_text().splitlines() if line.startswith("#")
     ]
     return {"".join(c for c in line.replace(" ", "-") if c.isalnum() or c in "-_") for line in lines}
+
+
+_TOP = "tests|hpc_train|docs|slurm_templates|envs|examples|benchmarks"
+#: No pattern, and no folder of a run or a plug-in: ``…/tests/``, ``my_tests/``.
+_PATH = re.compile(rf"(?<![\w/.…-])(?:\.\./)?((?:{_TOP})/[\w./*<{{-]*[\w/])")
+
+
+def test_every_path_that_a_page_names_exists() -> None:
+    files = [*PAGES, REPOSITORY / "tests/faults/catalogue.yaml"]
+    named = {(file.name, path) for file in files for path in _PATH.findall(file.read_text())}
+    assert len(named) > 40
+    plain = {(page, path) for page, path in named if not set("*<{") & set(path)}
+    assert {(page, path) for page, path in plain if not (REPOSITORY / path).exists()} == set()

@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    checkpoint,
-    compile_start,
-    memory,
-    open_files,
-    performance_page,
-    pipeline,
-    preemption,
-)
+from benchmarks import checkpoint, compile_start, memory, open_files, performance_page, pipeline, preemption
 from benchmarks import input as input_benchmark
 from benchmarks.measuring import RESULTS
 from tests.docs.pages import PAGES, REPOSITORY
@@ -235,23 +227,6 @@ def _of_watching() -> Iterator[str]:
     (found,) = _result("watch_cpu")["tables"]
     share = found["rows"]["200 runs, 4 written to"]["share of a core, %"]
     yield f"it took [{share:.1f} % of a core]"
-
-
-def _of_shakespeare() -> Iterator[str]:
-    (row,) = _rows("examples", "examples/shakespeare.yaml, whole command").values()
-    yield f"{100 * row['accuracy']:.0f} % of characters correct"
-
-
-def _of_gpu_tests() -> Iterator[str]:
-    outcomes = [test["outcome"] for test in _result("gpu")["tests"].values()]
-    yield f"{outcomes.count('passed')} passed; {outcomes.count('failed')} failed"
-
-
-def _of_the_comparison() -> Iterator[str]:
-    titles = [f"{title}: parts" for title in preemption.TITLES.values()]
-    for side in (preemption.OURS, preemption.PEER):
-        spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)
-        yield f"[{spans[0]:.0f} to {spans[-1]:.0f} s](docs/performance.md#preemption)"
 
 
 def _of_shakespeare() -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -22,42 +21,22 @@ from tests.waiting import HANG_LIMIT_S
 def test_a_page_runs_as_a_notebook(page: Path, tmp_path: Path) -> None:
     cells = [block for block in blocks(page) if block.language == "python"]
     assert len(cells) > 1
-    outputs = run_cells(cells, tmp_path)
+    outputs = run_by_jupyter(cells, tmp_path)
     assert "completed" in outputs[0] and all(outputs), outputs
     (run,) = (tmp_path / "runs").glob("*/*/run.json")
     assert run.parent.name in outputs[0]
 
 
-def run_cells(cells: list[Block], folder: Path) -> list[str]:
-    """Return what each cell printed; by Jupyter if it is installed, as in the dev extra."""
-    if importlib.util.find_spec("nbconvert") and importlib.util.find_spec("ipykernel"):
-        return run_by_jupyter(cells, folder)
-    mark = "--- end of a cell ---"
-    script = folder / "cells.py"
-    script.write_text("".join(f"{cell.text}\nprint({mark!r})\n" for cell in cells))
-    return run_python([str(script)], folder).split(mark)[: len(cells)]
-
-
 def run_by_jupyter(cells: list[Block], folder: Path) -> list[str]:
+    """Return what each cell printed."""
     file = folder / "page.ipynb"
     code: dict[str, Any] = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
     sources = [code | {"id": f"cell-{number}", "source": cell.text} for number, cell in enumerate(cells)]
     file.write_text(json.dumps({"cells": sources, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    run_python(
-        ["-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", file.name], folder
-    )
-    executed = json.loads(file.read_text())["cells"]
-    return ["".join(map(text_of, cell["outputs"])) for cell in executed]
-
-
-def text_of(output: dict[str, Any]) -> str:
-    return "".join(output["text"]) if output.get("name") == "stdout" else ""
-
-
-def run_python(arguments: list[str], folder: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUNS"}
+    words = ["jupyter", "nbconvert", "--to", "notebook", "--execute", "--inplace", file.name]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", *words],
         cwd=folder,
         env=with_package(environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
         capture_output=True,
@@ -66,4 +45,9 @@ def run_python(arguments: list[str], folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    executed = json.loads(file.read_text())["cells"]
+    return ["".join(map(text_of, cell["outputs"])) for cell in executed]
+
+
+def text_of(output: dict[str, Any]) -> str:
+    return "".join(output["text"]) if output.get("name") == "stdout" else ""

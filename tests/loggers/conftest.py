@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpc_train.loggers import process_logger
+from tests.loggers.tracking_server import serving
+from tests.loggers.wandb_server import WandbServer
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -28,3 +32,26 @@ def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let only a hang end wandb's process: on a busy machine it needs more than the usual limit."""
     monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S)
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    """A fake of wandb's server."""
+    with serving(WandbServer()) as served:
+        yield served
+
+
+@pytest.fixture
+def used_server(server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> WandbServer:
+    """The same, and the environment names it."""
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A loopback port that refuses: bound, so that nobody else takes it, and not listening."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]

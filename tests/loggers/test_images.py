@@ -24,7 +24,7 @@ from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.evaluation_outputs import EvaluationFiles, png
 from tests.loggers.test_run_folder_loggers import killed
 from tests.loggers.wandb_files import context, read_run, row
-from tests.loggers.wandb_server import wandb_server
+from tests.loggers.wandb_server import WandbServer
 
 
 @pytest.fixture
@@ -137,21 +137,18 @@ def assert_images_are_with_their_rows(history: list[dict[str, Any]], expected: d
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
-def test_wandb_has_images_of_final_rows_only(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    with wandb_server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        writer = begin(run, 0, WandbLogger(context(run.folder, 1, "online")))
-        train(run, writer, 1, range(1, 4))
-        writer.committed(2)
-        writer.close()
-        writer = begin(run, 2, WandbLogger(context(run.folder, 2, "online")))
-        train(run, writer, 2, range(3, 5))
-        (run.evaluation(4) / "predictions.png").write_bytes(b"damaged")
-        writer.committed(4)
-        writer.state = "completed"
-        writer.close()
-    (served,) = server.runs.values()
+def test_wandb_has_images_of_final_rows_only(run: RunPaths, used_server: WandbServer) -> None:
+    writer = begin(run, 0, WandbLogger(context(run.folder, 1, "online")))
+    train(run, writer, 1, range(1, 4))
+    writer.committed(2)
+    writer.close()
+    writer = begin(run, 2, WandbLogger(context(run.folder, 2, "online")))
+    train(run, writer, 2, range(3, 5))
+    (run.evaluation(4) / "predictions.png").write_bytes(b"damaged")
+    writer.committed(4)
+    writer.state = "completed"
+    writer.close()
+    (served,) = used_server.runs.values()
     assert served.received == len(served.history), "no row came twice"
     *history, last = served.history
     expected = {1: image_of(1, 1), 2: image_of(2, 1), 3: image_of(3, 2)}

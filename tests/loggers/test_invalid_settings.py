@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,13 @@ from hpc_train.loggers.process_logger import WandbLogger
 from hpc_train.paths import RunPaths
 from tests.loggers.attempts import Attempt
 from tests.loggers.wandb_files import context
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import WandbServer
 
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what a test deletes of the environment from the next test."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-
-
-@pytest.fixture
-def server() -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        yield served
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import context_of
 from tests.loggers.test_sync import saved, write_rows
 from tests.loggers.wandb_files import context, row
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import WandbServer
 from tests.run.runs import small_run
 
 #: Part of every secret here.
@@ -56,19 +54,6 @@ def _secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path) -> RunPaths:
     (tmp_path / "cifar" / "run1").mkdir(parents=True)
     return RunPaths(tmp_path / "cifar" / "run1")
-
-
-@pytest.fixture
-def server() -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        yield served
-
-
-@pytest.fixture
-def closed_port() -> Iterator[int]:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
 
 
 def leaks(folder: Path, outputs: Any) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +32,13 @@ from tests.loggers.attempts import Attempt
 from tests.loggers.test_mlflow import client_of, history_in
 from tests.loggers.test_mlflow import expected as expected_in_mlflow
 from tests.loggers.wandb_files import plain, row, without_images
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import WandbServer
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 from tests.waiting import HANG_LIMIT_S
 
 _LOGGING = {"logging": {"wandb": {"project": "p", "mode": "offline"}}}
 _TO_ALL = ("--to", "wandb", "--to", "mlflow", "--to", "tensorboard")
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        for name, value in served.environment().items():
-            monkeypatch.setenv(name, value)
-        yield served
 
 
 @pytest.fixture
@@ -94,7 +85,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.slow
 def test_offline_runs(
-    run: RunPaths, server: WandbServer, store: str, monkeypatch: pytest.MonkeyPatch
+    run: RunPaths, used_server: WandbServer, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(number: int) -> WandbLogger:
         begin_attempt(run, number, [path.folder.name for path in run.checkpoint_folders()])
@@ -111,7 +102,7 @@ def test_offline_runs(
     second.train(6, 7, 8, saved=6)
     saved(run, 6, 2)
     assert hpc_train("sync", "abc").code == 0, "while the second attempt runs"
-    assert steps_sent(server, run) == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    assert steps_sent(used_server, run) == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     second.kill(kills_process=True)
     third = Attempt(run, 3, 6, make)
     third.train(*range(7, 11), saved=10)
@@ -127,7 +118,7 @@ def test_offline_runs(
         "wandb": 6, "mlflow": 15, "tensorboard": 15,
     }  # fmt: skip
     assert all((each["rows"], each["step"], each["error"]) == (15, 10, None) for each in synced.values())
-    (served,) = server.runs.values()
+    (served,) = used_server.runs.values()
     assert without_images(plain(served.history)) == [_named(each) for each in iter_rows(run.metrics)]
     assert served.received == 15 and served.history[-1]["val/predictions"]["_type"] == "image-file"
     assert served.name == "abc" and not run.wandb_sync.exists()
@@ -138,13 +129,13 @@ def test_offline_runs(
 
     before = contents(run.folder), contents(Path(store.removeprefix("file://")))
     asked: list[str] = []
-    monkeypatch.setattr(server, "answer", lambda path, body: asked.append(path) or {})
+    monkeypatch.setattr(used_server, "answer", lambda path, body: asked.append(path) or {})
     assert hpc_train("sync", "abc", *_TO_ALL).out.count("nothing new, 15 rows up to step 10") == 3
     assert (contents(run.folder), contents(Path(store.removeprefix("file://")))) == before
 
     assert not asked, "the record is enough"
 
-    monkeypatch.delattr(server, "answer")
+    monkeypatch.delattr(used_server, "answer")
     run.synced.unlink()
     assert hpc_train("sync", "abc", *_TO_ALL).out.count("nothing new, 15 rows up to step 10") == 3
     assert served.received == 15 and history_in(store, mlflow_run) == expected_in_mlflow(run)
@@ -160,20 +151,20 @@ def in_events(run: RunPaths) -> dict[str, list[tuple[int, Any]]]:
 
 
 @pytest.mark.slow
-def test_a_killed_sync_is_repeated(run: RunPaths, server: WandbServer) -> None:
+def test_a_killed_sync_is_repeated(run: RunPaths, used_server: WandbServer) -> None:
     write_rows(run, *range(1, 3001))
     saved(run, 3000, 0, "failed")
     has_lines, may_answer = threading.Event(), threading.Event()
 
     def hold_back() -> None:
-        served = server.runs[wandb_id(run)]
+        served = used_server.runs[wandb_id(run)]
         if served.history:  # the rest does not arrive
             del served.history[1000:]
             served.summary["_step"] = 999
             has_lines.set()
             may_answer.wait(HANG_LIMIT_S)
 
-    server.on_lines = hold_back
+    used_server.on_lines = hold_back
     command = [sys.executable, "-m", "hpc_train", "sync", "abc"]
     killed = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
     assert has_lines.wait(HANG_LIMIT_S)
@@ -182,12 +173,12 @@ def test_a_killed_sync_is_repeated(run: RunPaths, server: WandbServer) -> None:
     lock = locked(run.wandb_lock, limit_s=HANG_LIMIT_S, must=True)  # its process ends with it
     assert lock is not None
     lock.close()
-    server.on_lines = lambda: None
+    used_server.on_lines = lambda: None
     may_answer.set()
-    assert not run.synced.exists() and len(server.runs[wandb_id(run)].history) == 1000
+    assert not run.synced.exists() and len(used_server.runs[wandb_id(run)].history) == 1000
     done = hpc_train("sync", "abc")
     assert done.code == 0, done.err
-    assert steps_sent(server, run) == list(range(1, 3001)) and len(server.runs) == 1
+    assert steps_sent(used_server, run) == list(range(1, 3001)) and len(used_server.runs) == 1
 
 
 @pytest.mark.slow
@@ -232,12 +223,12 @@ def test_a_repeated_evaluation_at_a_sent_step_reaches_event_files(run: RunPaths,
 
 
 @pytest.mark.slow
-def test_a_run_that_another_process_sends_is_left_to_it(run: RunPaths, server: WandbServer) -> None:
+def test_a_run_that_another_process_sends_is_left_to_it(run: RunPaths, used_server: WandbServer) -> None:
     write_rows(run, 1)
     saved(run, 1, 0)
     lock = locked(run.wandb_lock)
     done = hpc_train("sync", "abc")
-    assert done.code == 75 and "another process sends the run's rows" in done.err and not server.runs
+    assert done.code == 75 and "another process sends the run's rows" in done.err and not used_server.runs
     assert lock is not None
     lock.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from hpc_train.loggers.tracker_environment import (
 )
 from tests.loggers.attempts import Attempt
 from tests.loggers.wandb_files import context
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import WandbServer
 
 DOCS = Path(__file__).parents[2] / "docs" / "logging.md"
 #: What a sweep's agent, a launch job and a parent run leave in a shell.
@@ -43,12 +42,6 @@ LEFT_BEHIND = {
     "MLFLOW_EXPERIMENT_ID": "7",
     "MLFLOW_EXPERIMENT_NAME": "foreign",
 }
-
-
-@pytest.fixture
-def server() -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        yield served
 
 
 def wandb_names() -> set[str]:

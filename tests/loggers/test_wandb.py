@@ -3,10 +3,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,6 @@ from hpc_train.loggers.tracker_environment import has_key
 from hpc_train.loggers.wandb import _named
 from tests.loggers.wandb_files import context, read_run, row
 from tests.waiting import HANG_LIMIT_S
-
-
-@pytest.fixture
-def closed_port() -> Iterator[int]:
-    """A loopback port that refuses: bound, so that nobody else takes it, and not listening."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield bound.getsockname()[1]
 
 
 @pytest.mark.fault(30)

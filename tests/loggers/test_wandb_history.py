@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpc_train.loggers.process_logger import WandbLogger
+from hpc_train.loggers import wandb
+from hpc_train.loggers.process_logger import WandbLogger, wandb_settings
 from hpc_train.loggers.sending import SentRows, locked
-from hpc_train.loggers.wandb import _named
+from hpc_train.loggers.wandb import WandbMirror, _named, num_accepted, refusal
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import MetricsFile, iter_rows
 from tests.loggers.attempts import Attempt, Make, preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, offline_rows, plain, row
-from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.loggers.wandb_server import ServedRun, WandbServer
 from tests.waiting import HANG_LIMIT_S
 
 
@@ -116,14 +117,6 @@ def test_a_damaged_record_counts_as_none(text: str, run: RunPaths) -> None:
     assert sent(history_of(run), 2) == [(0, 1), (1, 2)]
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    with wandb_server() as served:
-        for name, value in served.environment().items():
-            monkeypatch.setenv(name, value)
-        yield served
-
-
 def logging_to(run: RunPaths, mode: str) -> Make:
     return lambda number: WandbLogger(context(run.folder, number, mode))
 
@@ -135,12 +128,12 @@ def expected(run: RunPaths) -> list[dict[str, Any]]:
 @pytest.mark.fault(30)
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient_close")
-def test_online_history_equals_the_rows(run: RunPaths, server: WandbServer) -> None:
+def test_online_history_equals_the_rows(run: RunPaths, used_server: WandbServer) -> None:
     def has_rows(count: int) -> bool:
-        return "wid123" in server.runs and len(server.runs["wid123"].history) >= count
+        return "wid123" in used_server.runs and len(used_server.runs["wid123"].history) >= count
 
     preempted_killed_and_rolled_back(run, logging_to(run, "online"), has_rows)
-    (served,) = server.runs.values()
+    (served,) = used_server.runs.values()
     assert plain(served.history) == expected(run)
     assert served.received == len(served.history), "no row came twice"
     assert [line["_timestamp"] for line in served.history] == [
@@ -162,7 +155,7 @@ def test_the_last_offline_attempt_has_all_rows(run: RunPaths) -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_were_sent_and_withdrawn_are_in_another_run(run: RunPaths, server: WandbServer) -> None:
+def test_rows_sent_and_withdrawn_are_in_another_run(run: RunPaths, used_server: WandbServer) -> None:
     """A checkpoint that is found damaged takes the run behind rows that wandb has."""
     first = Attempt(run, 1, 0, logging_to(run, "online"))
     first.train(*range(1, 9), saved=8)
@@ -170,6 +163,109 @@ def test_rows_that_were_sent_and_withdrawn_are_in_another_run(run: RunPaths, ser
     second = Attempt(run, 2, 4, logging_to(run, "online"))
     second.train(*range(5, 11), saved=10)
     second.end("completed")
-    assert set(server.runs) == {"wid123", "wid123-2"}
-    assert plain(server.runs["wid123-2"].history) == expected(run)
-    assert server.runs["wid123-2"].name == "run1-2"
+    assert set(used_server.runs) == {"wid123", "wid123-2"}
+    assert plain(used_server.runs["wid123-2"].history) == expected(run)
+    assert used_server.runs["wid123-2"].name == "run1-2"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            'filestream: fatal error: filestream: failed to upload: 401 Unauthorized url=http://h/x: {"a"}',
+            "401 Unauthorized",
+        ),
+        (
+            "filestream: fatal error: filestream: failed to upload: 404 Not Found url=http://h/x",
+            "404 Not Found",
+        ),
+        (
+            "filestream: fatal error: filestream: failed to upload: 413 Request Entity Too Large url=http://h",
+            "413 Request Entity Too Large",
+        ),
+        ("filestream: json decode error: invalid character '<'", "captive portal"),
+        ("api: HTTP error 500 Internal", None),
+    ],
+)
+def test_the_reason_is_that_of_wandbs_log(tmp_path: Path, line: str, reason: str | None) -> None:
+    (tmp_path / "debug-internal.log").write_text(f'{{"level":"ERROR","msg":"{line}"}}\n')
+    assert reason in (refusal(tmp_path) or "") if reason else refusal(tmp_path) is None
+
+
+def test_the_server_is_asked_for_the_number_of_rows(used_server: WandbServer) -> None:
+    asked = SimpleNamespace(project="p", entity=None, id="wid123")
+    assert num_accepted(asked) is None
+    used_server.runs["wid123"] = ServedRun(history=[{}, {}])
+    assert num_accepted(asked) == 2
+    used_server.end()
+    assert num_accepted(asked) is None
+
+
+class _FakeRun:
+    starting_step = 0
+    url = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.dir = str(folder / "files")
+        self.rows: list[Any] = []
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+
+    def log(self, values: Any, step: int) -> None:
+        self.rows.append(values)
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(0, "has 0 of 2"), (None, "at least 0 of 2"), (8, None)])
+def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, accepted: int | None, told: str | None
+) -> None:
+    monkeypatch.setattr(wandb, "_start", lambda *_: _FakeRun(run.folder))
+    monkeypatch.setattr(wandb, "num_accepted", lambda _: accepted)
+    warnings: list[str] = []
+    file = MetricsFile(run.metrics, 0)
+    for step in range(1, 9):
+        file.append(row("train", step))
+    file.close()
+    mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
+    mirror.begin()
+    mirror.send(2)
+    assert warnings == []
+    (run.folder / "logs").mkdir()
+    (run.folder / "logs" / "a.log").write_text("filestream: fatal error: 403 Forbidden url=x\n")
+    mirror.send(4)
+    mirror.send(6)
+    assert mirror._lock is not None
+    mirror._lock.close()
+    assert [told in each for each in warnings if told] == ([True] if told else []) == [True] * len(warnings)
+
+
+def test_an_absent_server_is_retried_at_checkpoints(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Any] = [OSError("away"), OSError("away"), _FakeRun(run.folder)]
+
+    def start(*_: Any) -> Any:
+        if isinstance(starts[0], OSError):
+            raise starts.pop(0)
+        return starts[0]
+
+    monkeypatch.setattr(wandb, "_start", start)
+    monkeypatch.setattr(wandb, "num_accepted", lambda _: None)
+    warnings: list[str] = []
+    file = MetricsFile(run.metrics, 0)
+    for step in range(1, 9):
+        file.append(row("train", step))
+    file.close()
+    mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
+    mirror.begin()
+    assert mirror._lock is None, "sync may send meanwhile"
+    mirror.show(row("train", 1))
+    mirror.send(2)
+    mirror.send(4)
+    assert [each["step"] for each in starts[0].rows] == [1, 2, 3, 4]
+    assert warnings == ["OSError: away"]
+    assert mirror._lock is not None
+    mirror._lock.close()
+
+
+def _config(run: RunPaths) -> Any:
+    return context(run.folder, mode="online").experiment.logging.wandb

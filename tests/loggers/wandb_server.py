@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.loggers.tracking_server import TrackingServer, serving
+from tests.loggers.tracking_server import TrackingServer
 
 ENTITY = "tester"
 
@@ -96,10 +94,3 @@ def _bucket(run_id: str, run: ServedRun) -> dict[str, Any]:
         "notes": None,
         "wandbConfig": '{"t": 1}',  # without it the run counts as never started
     }
-
-
-@contextmanager
-def wandb_server() -> Iterator[WandbServer]:
-    """Serve on a loopback port until the block ends."""
-    with serving(WandbServer()) as server:
-        yield server

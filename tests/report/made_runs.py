@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
-import struct
-import zlib
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord
@@ -146,30 +147,11 @@ def _evaluation(paths: RunPaths, step: int, number: int) -> None:
         lines.append(",".join([CLASSES[row], *map(str, counts)]))
     (folder / "confusion.csv").write_text("\n".join(lines) + "\n")
     for place in range(2):
-        (folder / f"prediction-{place}.png").write_bytes(_street(number + place))
+        (folder / f"prediction-{place}.png").write_bytes(png(96, 64, (number, place, 142)))
 
 
-def _street(seed: int, width: int = 96, height: int = 64) -> bytes:
-    noise = random.Random(seed)
-    horizon, car = height // 2 + noise.randint(-6, 6), noise.randint(20, 60)
-    return png(width, height, lambda x, y: _pixel(x, y, horizon, car, height))
-
-
-def _pixel(x: int, y: int, horizon: int, car: int, height: int) -> tuple[int, int, int]:
-    if car <= x < car + 18 and horizon - 4 <= y < horizon + 10:
-        return (0, 0, 142)
-    if y > horizon:
-        return (128, 64, 128) if abs(x - 48) < (y - horizon) * 1.6 + 6 else (244, 35, 232)
-    return (70, 70, 70) if (x // 14) % 3 and y > horizon - 22 + (x // 14) % 5 * 3 else (70, 130, 180)
-
-
-def png(width: int, height: int, pixel: Any) -> bytes:
-    """Return a PNG file of (red, green, blue) by place."""
-    lines = [b"\0" + bytes(channel for x in range(width) for channel in pixel(x, y)) for y in range(height)]
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(b"".join(lines))), (b"IEND", b"")]
-    chunks = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in parts
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+def png(width: int, height: int, color: tuple[int, int, int] = (0, 0, 0)) -> bytes:
+    """Return a PNG file of one color."""
+    content = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(content, "png")
+    return content.getvalue()

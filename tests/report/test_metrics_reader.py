@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.metrics_reader import MetricsReader, newest_judged, rows_in, validation_rows
+from hpc_train.report.metrics_reader import (
+    Metric,
+    MetricsReader,
+    find_metric,
+    newest_judged,
+    rows_in,
+    validation_rows,
+)
 
 
 @pytest.fixture
@@ -82,3 +89,24 @@ def test_rows_longer_than_a_block_or_across_blocks(tmp_path: Path, *, ends_with_
     expected = [json.loads(line) for line in complete if not line.endswith("no JSON")]
     assert list(rows_in(path)) == expected
     assert validation_rows(path) == [row for row in expected if row["split"] == "val"]
+
+
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [
+        ("loss", "min"),
+        ("ema_loss", "min"),
+        ("rmse", "min"),
+        ("accuracy", "max"),
+        ("map_50", "max"),
+        ("iou_time", "max"),
+        ("ema_iou_error", "max"),
+    ],
+)
+def test_less_of_a_loss_or_an_error_is_better(name: str, goal: str) -> None:
+    assert Metric("val", name).goal == goal
+
+
+def test_detectors_are_compared_by_average_precision() -> None:
+    found = [Metric("train", "loss"), Metric("val", "map"), Metric("val", "map50")]
+    assert find_metric(found, None) == Metric("val", "map")

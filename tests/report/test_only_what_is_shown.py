@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -200,11 +199,3 @@ def test_json_reads_only_metrics_twice(runs: list[RunPaths], monkeypatch: pytest
     names = _opened(monkeypatch, "status", "--json")
     assert names.count("1/metrics.jsonl") == 2
     assert {names.count(f"1/{name}") for name in ("run.json", "status.json", "resolved.json")} == {1}
-
-
-def test_a_value_that_is_not_finite_is_the_last_but_not_the_best(runs: list[RunPaths]) -> None:
-    with runs[0].metrics.open("a") as file:
-        file.write('{"split": "val", "step": 60, "accuracy": NaN}\n')
-    found = json.loads(hpc_train("compare", "sweep", "--json").out)
-    (row,) = (row for row in found["runs"] if row["id"] == runs[0].folder.name)
-    assert row["last"] == {"value": None, "step": 60} and math.isfinite(row["best"]["value"])

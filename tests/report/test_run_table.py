@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +7,8 @@ import pytest
 from hpc_train.console import fitted
 from hpc_train.report.run_times import short_duration
 from hpc_train.run.run_status import RunStatus, write_status
-from tests.cli.commands import REPOSITORY
 from tests.run.runs import small_run
+from tests.terminals import on_terminal
 
 _HEADS = ["run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason"]
 _ROW = [
@@ -54,21 +50,7 @@ def test_durations_are_short(seconds: float | None, words: str) -> None:
 @pytest.mark.slow
 def test_states_are_coloured_on_a_terminal_unless_no_color_is_set(tmp_path: Path) -> None:
     write_status(small_run(tmp_path / "runs"), RunStatus(state="failed", reason="completed nothing"))
-    assert "\x1b[31mfailed\x1b[0m" in _on_terminal(TERM="xterm")
-    assert "completed nothing" in _on_terminal(TERM="xterm")
-    plain = _on_terminal(TERM="xterm", NO_COLOR="1")
+    shown = on_terminal("status", columns=80)
+    assert "\x1b[31mfailed\x1b[0m" in shown and "completed nothing" in shown
+    plain = on_terminal("status", columns=80, NO_COLOR="1")
     assert "failed" in plain and "\x1b" not in plain
-
-
-def _on_terminal(**environment: str) -> str:
-    ours, theirs = pty.openpty()
-    subprocess.run(
-        [sys.executable, "-m", "hpc_train", "status"],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"} | environment,
-        stdout=theirs,
-        check=True,
-    )
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.base import JobUsage
 from hpc_train.report.metrics_reader import rows_in
 from hpc_train.report.run_files import RunFiles
-from hpc_train.report.usage import Usage, counts_by_state, usage_of
+from hpc_train.report.usage import Usage, counts_by_state, step_seconds, usage_of
 from hpc_train.run.attempts import AttemptRecord, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import read_status
@@ -38,7 +39,7 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
     assert lines["used"].endswith("GPU-hours") and "starts 52s" in lines["time lost"]
     assert lines["memory"] == "peak 21.4 GiB on a GPU, peak 6 GiB on a node, 19% of the 32 GiB requested"
     assert lines["CPU"] == "75% of the cores' time"
-    assert Usage(**usage.to_json()) == usage
+    assert Usage(**vars(usage)) == usage
 
 
 def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tmp_path: Path) -> None:
@@ -73,3 +74,38 @@ def test_runs_are_counted_by_state() -> None:
 def test_large_numbers_of_hours_are_written_in_full() -> None:
     assert dict(Usage(12345.6, None).details())["used"] == "12,346 GPU-hours"
     assert dict(Usage(None, 1.25).details())["used"] == "1.25 core-hours"
+
+
+def row(
+    step: int, step_s: float | None = None, wait_s: float | None = None, split: str = "train"
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"split": split, "step": step}
+    return found | {
+        key: value for key, value in (("step_s", step_s), ("data_wait_s", wait_s)) if value is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_steps", "seconds"),
+    [
+        ([], 10, None),
+        ([row(5), row(10)], 10, None),
+        ([row(5, 2.0), row(10, 4.0)], 10, 5 * 2 + 5 * 4),
+        # Waits for data do not count.
+        ([row(5, 2.0, 0.5)], 5, 5 * 1.5),
+        # The first row of an attempt counts as the next one of any attempt.
+        ([row(5), row(10, 2.0)], 10, 20),
+        ([row(5, 1.0), row(8), row(9), row(10, 2.0)], 10, 5 + 10),
+        # What follows the last row with a time counts as that row.
+        ([row(5, 2.0), row(7)], 8, 16),
+        # Steps that no checkpoint contains do not count.
+        ([row(5, 2.0), row(10, 4.0), row(15, 8.0)], 7, 10 + 8),
+        ([row(5, 2.0)], 0, 0),
+        # Evaluations and other content of the file.
+        ([row(5, 2.0), row(5, split="val"), row(10, 2.0)], 10, 20),
+        ([{"split": "train"}, {"split": "train", "step": "x"}, row(5, 2.0)], 5, 10),
+    ],
+)
+def test_each_step_counts_once(rows: list[dict[str, Any]], num_steps: int, seconds: float | None) -> None:
+    found = step_seconds(rows, num_steps)
+    assert (found and found.useful) == seconds

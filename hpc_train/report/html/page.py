@@ -25,7 +25,7 @@ from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
 from hpc_train.report.run_times import first_step_words, short_duration
 from hpc_train.report.usage import PARTS, summed
-from hpc_train.run.run_status import extension_words
+from hpc_train.run.run_status import RunStatus, extension_words
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -182,7 +182,7 @@ def _table(ranking: Ranking, collected: Collected) -> dict[str, Any]:
         columns += [("experiment", "text", [_text_cell(run.experiment) for run in runs])]
     columns += [_key_column(key, runs, collected) for key in swept]
     columns += [
-        ("step", "number", [_step_cell(run) for run in runs]),
+        ("step", "number", [(_steps(run.status), run.status.step) for run in runs]),
         ("time", "number", [(short_duration(run.elapsed_s), run.elapsed_s) for run in runs]),
     ]
     if metric:
@@ -225,9 +225,8 @@ def _text_cell(text: str) -> _Cell:
     return _cut(text), None
 
 
-def _step_cell(run: RunData) -> _Cell:
-    total = run.status.total_steps
-    return f"{run.status.step:,} / {'?' if total is None else f'{total:,}'}", run.status.step
+def _steps(status: RunStatus) -> str:
+    return f"{status.step:,} / {'?' if status.total_steps is None else f'{status.total_steps:,}'}"
 
 
 def _value_cell(value: Any) -> _Cell:

@@ -124,11 +124,11 @@ def failures(runs: Sequence[LiveRun], columns: Mapping[Column, int]) -> list[str
     for run in sorted(runs, key=lambda run: run.since, reverse=True):
         if run.state == "failed" and len(one_line(_note(run))) > width:
             names.setdefault(run.status.reason or "", []).append(run.name)
-    return [one_line(f"{_first(of_reason)}: {reason}") for reason, of_reason in names.items()]
-
-
-def _first(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    lines = []
+    for reason, of_reason in names.items():
+        more = f" and {len(of_reason) - 1} more" if len(of_reason) > 1 else ""
+        lines.append(one_line(f"{of_reason[0]}{more}: {reason}"))
+    return lines
 
 
 def newest(runs: Sequence[LiveRun]) -> LiveRun | None:
@@ -154,13 +154,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     count = min(width, len(values))
     edges = [place * len(values) // count for place in range(count + 1)] if count else []
-    shown = [_mean(values[start:end]) for start, end in pairwise(edges)]
+    shown = [mean(values[start:end]) for start, end in pairwise(edges)]
     finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     return "".join(_block(value, low, high) for value in shown)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; the sum of the values may overflow."""
     return sum(value / len(values) for value in values)
 
 

@@ -15,7 +15,7 @@ from hpc_train.console import one_line
 from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.report.live.cells import rate_words
+from hpc_train.report.live.cells import mean, rate_words
 from hpc_train.report.live.live_runs import LiveRun, stamp
 from hpc_train.report.metrics_reader import (
     Metric,
@@ -168,7 +168,8 @@ class DetailsReader:
         if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
             return
         self._curves_size = size
-        rows = [*self._evaluations, *_training_rows(self.paths)]
+        sampled, _ = spread_rows(self.paths.metrics, _CURVE_BYTES)
+        rows = [*self._evaluations, *(row for row in sampled if row.get("split") == "train")]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}
 
@@ -184,10 +185,6 @@ class DetailsReader:
         metric = self._metric()
         best_point = last_and_best(self._evaluations, metric)[1] if metric else None
         return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
-
-
-def _training_rows(paths: RunPaths) -> list[Row]:
-    return [row for row in spread_rows(paths.metrics, _CURVE_BYTES)[0] if row.get("split") == "train"]
 
 
 def _points(rows: Sequence[Row], metric: Metric) -> Points:
@@ -310,7 +307,7 @@ def _heights(points: Points, columns: int, rows: int) -> list[int]:
     def column(point: tuple[float, float]) -> int:
         return round((point[0] - first) / (last - first) * (columns - 1)) if last > first else 0
 
-    means = {x: _mean([value for _, value in group]) for x, group in groupby(points, column)}
+    means = {x: mean([value for _, value in group]) for x, group in groupby(points, column)}
     known = sorted(means)
     heights, place = [], 0
     for x in range(columns):
@@ -321,7 +318,3 @@ def _heights(points: Points, columns: int, rows: int) -> list[int]:
         value = means[left] * (1 - share) + means[right] * share
         heights.append(round((1 - ((value / 2 - low / 2) / span if span > 0 else 0.5)) * (rows - 1)))
     return heights
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(value / len(values) for value in values)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
@@ -179,12 +178,16 @@ class _TrackedRun:
     def shown(self, name: str) -> LiveRun:
         self._metrics.update()
         facts, jobs = run_facts(self.paths), job_ids(run_facts(self.paths))
+        values = {  # readable at a glance: drawn values have 16 digits
+            key: float(f"{value:.4g}") if isinstance(value, float) else value
+            for key, value in recorded_values(self.paths).items()
+        }
         return LiveRun(
             paths=self.paths,
             name=name,
             experiment=str(facts.get("name", self.paths.folder.parent.name)),
             status=self._status,
-            values=in_words({key: _short(value) for key, value in recorded_values(self.paths).items()}),
+            values=in_words(values),
             since=self._record.start if self._record else str(facts.get("created", "")),
             job=jobs[-1] if jobs else None,
             nodes=tuple(self._record.hosts) if self._record else (),
@@ -193,11 +196,6 @@ class _TrackedRun:
             train=self._metrics.training[-1] if self._metrics.training else {},
             evaluation=self._metrics.evaluation,
         )
-
-
-def _short(value: Any) -> Any:
-    """Return a number as it is read at a glance: drawn values have 16 digits."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class MetricsTail:

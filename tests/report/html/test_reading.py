@@ -134,13 +134,13 @@ def test_pictures_are_png_files_of_bounded_size_and_number(tmp_path: Path) -> No
     (paths,) = made_sweep(tmp_path, 1, steps=100)
     folder = paths.evaluation(100)
     (folder / "a.png").write_text("<svg onload=alert(1)>")
-    (folder / "b.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)) + b"x" * limits.PICTURE_BYTES)
+    (folder / "b.png").write_bytes(png(1, 1) + b"x" * limits.PICTURE_BYTES)
     (folder / "c.png").mkdir()
     found = newest_evaluation(paths)
     assert found is not None
     assert [picture.title for picture in found.pictures] == ["prediction-0", "prediction-1"]
     for number in range(20):
-        (folder / f"d{number}.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)))
+        (folder / f"d{number}.png").write_bytes(png(1, 1))
     found = newest_evaluation(paths)
     assert found is not None and len(found.pictures) == limits.PICTURES
 

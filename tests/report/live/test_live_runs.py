@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from hpc_train.report.live.cells import (
     short_number,
     sparkline,
 )
-from hpc_train.report.live.details import DetailsReader, LogTail
+from hpc_train.report.live.details import MIN_LINES, DetailsReader, LogTail, charts
 from hpc_train.report.live.live_runs import ENDED_EVERY_S, LiveRun, RunsReader
 from hpc_train.run.files import remove_folder
 from hpc_train.run.run_status import RunStatus, write_status
@@ -31,16 +32,7 @@ from tests.calls import work_of
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
 from tests.report.live.runs import add_rows, made_run
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
+from tests.report.test_progress_display import Clock
 
 
 def test_a_run_is_shown_as_its_files_say() -> None:
@@ -265,3 +257,53 @@ def test_a_sparkline_shows_trend_and_non_finite_values() -> None:
     assert [short_number(value) for value in (3.14159, 1234.5, 2.5e7, math.inf)] == [
         "3.14", "1.23k", "25M", "inf",
     ]  # fmt: skip
+
+
+def test_a_line_goes_from_one_corner_to_the_other() -> None:
+    titles, *rows = charts({"loss": [(10.0 * x, 1.0 - x / 10) for x in range(11)]}, 20, 6)
+    assert titles == ("loss: 0 at step 100 ", "")
+    assert [line for _, line in rows] == [
+        "        1 ⠑⠢⡀⠀⠀⠀⠀⠀⠀⠀",
+        "          ⠀⠀⠈⠒⢄⠀⠀⠀⠀⠀",
+        "          ⠀⠀⠀⠀⠀⠑⠤⡀⠀⠀",
+        "        0 ⠀⠀⠀⠀⠀⠀⠀⠈⠢⢄",
+        "     step 0      100",
+    ]
+
+
+def test_as_many_curves_as_fit_stand_side_by_side() -> None:
+    curves = {name: [(1.0, 1.0), (2.0, value)] for name, value in (("a", 2.0), ("b", 3.0), ("c", 4.0))}
+    for width, names in ((30, "a"), (79, "ab"), (160, "abc")):
+        (titles, _), *rows = charts(curves, width, 8)
+        assert [name for name in "abc" if f"{name}: " in titles] == list(names)
+        assert len(rows) == 7 and all(len(line) <= width for _, line in rows)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.0], [math.nan, 1.0], [], [math.inf, -math.inf, 1.0]],
+    ids=["one point", "one finite", "none", "one finite of three"],
+)
+def test_without_two_finite_points_nothing_is_drawn(values: list[float]) -> None:
+    assert charts({"loss": list(enumerate(values))}, 80, 10) == []
+    assert charts({"loss": [(1.0, 1.0), (2.0, 2.0)]}, 80, MIN_LINES - 1) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5.0] * 100, [sys.float_info.max, -sys.float_info.max], [5e-324, 0.0], [math.nan, 1.0, math.inf, 2.0],
+        [float(value) for value in range(10_000)],
+    ],
+    ids=["constant", "huge", "tiny", "with gaps", "many"],
+)  # fmt: skip
+def test_any_values_are_drawn(values: list[float]) -> None:
+    drawn = charts({"loss": list(enumerate(values))}, 80, 8)
+    assert len(drawn) == 8
+    dots = "".join(line for _, line in drawn)
+    assert any("⠀" < character <= "⣿" for character in dots)
+
+
+def test_values_over_decades_have_a_logarithmic_scale() -> None:
+    (title, _), *_ = charts({"loss": [(1.0, 100.0), (2.0, 0.01)]}, 60, 8)
+    assert title.startswith("loss, logarithmic: 0.01 at step 2")

@@ -45,7 +45,7 @@ def _three() -> list[RunPaths]:
     ]
 
 
-def test_runs_and_details_fit_80_columns() -> None:
+def test_runs_and_details_fit_80_columns_and_keys_select_a_run() -> None:
     _three()
 
     async def test(app: WatchApp, pilot: Pilot[None]) -> None:
@@ -54,6 +54,12 @@ def test_runs_and_details_fit_80_columns() -> None:
         assert len(lines) == 24 and all(len(line) <= 80 for line in lines)
         assert re.search(r"^a1 +running +\S+ 50/100 +\d+s +\S{10} 0.04 +\S", lines[2]), lines[2]
         assert "q quit" in lines[-1]
+        await pilot.press("down")
+        await shows(pilot, "b2 of small, failed", "reason     rank 0: ValueError: no")
+        await pilot.press("enter")
+        await shows(pilot, "b2: details", "folder")
+        await pilot.press("escape", "up")
+        await shows(pilot, "a1 of small, running", "accuracy 0.5")
 
     on_screen(test)
 
@@ -145,21 +151,6 @@ def test_a_wide_screen_has_all_columns() -> None:
         assert "a1" in text_of(app) and all(len(line) <= 60 for line in lines_of(app))
 
     on_screen(test, size=(200, 40))
-
-
-def test_up_down_and_enter_show_details_of_the_run() -> None:
-    _three()
-
-    async def test(app: WatchApp, pilot: Pilot[None]) -> None:
-        await shows(pilot, "a1 of small")
-        await pilot.press("down")
-        await shows(pilot, "b2 of small, failed", "reason     rank 0: ValueError: no")
-        await pilot.press("enter")
-        await shows(pilot, "b2: details", "folder")
-        await pilot.press("escape", "up")
-        await shows(pilot, "a1 of small, running", "accuracy 0.5")
-
-    on_screen(test)
 
 
 def test_new_rows_are_shown_and_the_selection_stays() -> None:
