@@ -105,7 +105,7 @@ def test_size_and_channels_are_those_of_the_data(name: str, args: dict[str, int]
     assert size is None if images is None else images.shape[1:] == (size, size)
 
 
-@pytest.mark.parametrize("name", sorted(built_in.TORCHVISION_IMAGES))
+@pytest.mark.parametrize("name", sorted(built_in.TORCHVISION))
 def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
     assert name in torchvision.datasets.__all__
 
