@@ -49,7 +49,16 @@ class StrategyTraits:
 
 
 _UNUSED = ("find_unused_parameters",)
-
+#: A strategy whose ranks each own a shard of all parameters.
+_SHARDED = StrategyTraits(
+    degrees=("shard",),
+    rest=("shard",),
+    arguments=(),
+    shards_parameters=True,
+    shards_optimizer=True,
+    runs_one_by_one=True,
+    implementation="hpc_train.training.strategies.fully_sharded:FSDPStrategy",
+)
 #: The built-in strategies, one row each.
 BUILT_IN = {
     "ddp": StrategyTraits(
@@ -58,62 +67,37 @@ BUILT_IN = {
         has_mesh=False,
         implementation="hpc_train.training.strategies.ddp:DDPStrategy",
     ),
-    "fsdp": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
-        replicated_by="hsdp",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
-        implementation="hpc_train.training.strategies.fully_sharded:FSDPStrategy",
-    ),
-    "hsdp": StrategyTraits(
+    "fsdp": replace(_SHARDED, replicated_by="hsdp"),
+    "hsdp": replace(
+        _SHARDED,
         degrees=("shard", "replicate"),
         rest=("replicate", "shard"),
         spans_node="shard",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
         implementation="hpc_train.training.strategies.fully_sharded:HSDPStrategy",
     ),
-    "zero1": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
+    "zero1": replace(
+        _SHARDED,
         arguments=_UNUSED,
-        shards_optimizer=True,
-        runs_one_by_one=True,
+        shards_parameters=False,
         implementation="hpc_train.training.strategies.zero1:ZeRO1Strategy",
     ),
-    "zero2": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
-        implementation="hpc_train.training.strategies.fully_sharded:ZeRO2Strategy",
-    ),
-    "tensor": StrategyTraits(
+    "zero2": replace(_SHARDED, implementation="hpc_train.training.strategies.fully_sharded:ZeRO2Strategy"),
+    "tensor": replace(
+        _SHARDED,
         degrees=("shard", "replicate", "tensor"),
+        rest=("replicate",),
         divides_node="tensor",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
         is_model_parallel=True,
-        runs_one_by_one=True,
         implementation="hpc_train.training.strategies.tensor:TensorStrategy",
     ),
-    "pipeline": StrategyTraits(
+    "pipeline": replace(
+        _SHARDED,
         degrees=("shard", "replicate", "tensor", "pipeline"),
         rest=("pipeline", "replicate"),
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
         is_model_parallel=True,
         has_stages=True,
         has_schedule=True,
+        runs_one_by_one=False,
         implementation="hpc_train.training.strategies.pipeline:PipelineStrategy",
     ),
 }

@@ -28,7 +28,6 @@ from hpc_train.experiment.data_facts.survey.content import (
     remarks_of,
     sampled_images,
     summary_of,
-    with_images,
     without_fifth,
 )
 
@@ -53,7 +52,7 @@ def image_folder(root: Path) -> Survey:
         assert val is not None
         remedy = f"put images of it into {root}/train/{unknown[0]}, or remove it"
         raise UsageError(f"--root: {val / unknown[0]} is a class that train lacks; {remedy}")
-    images = with_images(sampled_images(path for files in paths.values() for path in files), root)
+    images = sampled_images((path for files in paths.values() for path in files), root)
     counts = {name: len(files) for name, files in paths.items()}
     absent = [name for name in paths if val is not None and not val_counts.get(name)]
     extra = [name for name in class_folders(root) if name not in ("train", val and val.name)]
@@ -88,7 +87,7 @@ def class_folders_alone(root: Path) -> Survey | None:
     names = [name for name in class_folders(root) if train != root and name != "train"]
     others = {name: classes_with_images(root / name) for name in names}
     val = next((name for name in names if others[name] and others[name].keys() <= paths.keys()), None)
-    images = with_images(sampled_images(path for files in paths.values() for path in files), root)
+    images = sampled_images((path for files in paths.values() for path in files), root)
     rows, val_rows, how = _rows_of(paths, root), [], f"the validation images are those in {val}"
     if val is not None:
         val_rows = _rows_of(others[val], root)
@@ -151,7 +150,7 @@ def image_list(folder: Path, task: str | None = None) -> Survey:
     if kind == "class":
         content, more = _class_remarks(rows, val_rows, args)
         remarks += more
-    images = with_images(sampled_images(base / row[0] for row in rows), base)
+    images = sampled_images((base / row[0] for row in rows), base)
     return Survey(
         "regression" if kind == "number" else "classification", "image_list", args | channels_args(images),
         len(rows), bool(val_rows), summary_of(len(rows), len(val_rows), content, images),

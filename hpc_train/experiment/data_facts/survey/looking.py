@@ -33,7 +33,6 @@ from hpc_train.experiment.data_facts.survey.content import (
     remarks_of,
     sampled_images,
     summary_of,
-    with_images,
 )
 from hpc_train.experiment.data_facts.survey.listed_images import (
     class_folders_alone,
@@ -148,7 +147,7 @@ def _segmentation_folder(root: Path) -> Survey:
     """Return the content of ``root`` with train/images and train/masks."""
     val = validation_folder(root)
     paths = image_paths(root / "train" / "images")
-    images = with_images(sampled_images(paths), root / "train" / "images")
+    images = sampled_images(paths, root / "train" / "images")
     folders = [root / "train" / "masks", *([] if val is None else [val / "masks"])]
     masks = [path for folder in folders for path in image_paths(folder)]
     values, number_read = _mask_values(masks)
@@ -224,7 +223,7 @@ def _coco(root: Path) -> Survey | None:
 def _of_annotations(documents: Mapping[str, Any], root: Path) -> Survey:
     train, has_val = documents["train"], "val" in documents
     folder = root / "train"
-    images = with_images(sampled_images(folder / entry["file_name"] for entry in train["images"]), folder)
+    images = sampled_images((folder / entry["file_name"] for entry in train["images"]), folder)
     counts = Counter(entry["category_id"] for entry in train["annotations"])
     names = {entry["id"]: str(entry["name"]) for entry in train["categories"]}
     missing = [name for number, name in names.items() if not counts[number]]
