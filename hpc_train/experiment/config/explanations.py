@@ -20,6 +20,7 @@ from hpc_train.experiment.config.keys import (
     members,
     node_at,
     section_schema,
+    value_at,
 )
 from hpc_train.experiment.config.problems import (
     MAX_PROBLEMS,
@@ -168,13 +169,6 @@ def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
         if node is None:
             break
     return path
-
-
-def value_at(data: Any, path: KeyPath) -> Any:
-    """Return the value at a path that exists."""
-    for segment in path:
-        data = data[segment]
-    return data
 
 
 def _example_of(node: Node) -> str:
