@@ -17,34 +17,13 @@ from hpc_train.experiment.validate.base import rule
 
 #: Options of sbatch that the launcher sets itself.
 OWNED = (
-    "wrap",
-    "array",
-    "output",
-    "error",
-    "input",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "export",
-    "export-file",
-    "job-name",
-    "open-mode",
-    "chdir",
-    "parsable",
-    "test-only",
-    "wait",
-    "wait-all-nodes",
+    "wrap", "array", "output", "error", "input", "signal", "requeue", "no-requeue", "export", "export-file",
+    "job-name", "open-mode", "chdir", "parsable", "test-only", "wait", "wait-all-nodes",
     # They change sbatch's output, or the cluster that it talks to.
-    "clusters",
-    "help",
-    "quiet",
-    "usage",
-    "verbose",
-    "version",
+    "clusters", "help", "quiet", "usage", "verbose", "version",
     # For root, on behalf of other users.
-    "uid",
-    "gid",
-)
+    "uid", "gid",
+)  # fmt: skip
 #: Options that request memory by the core or the GPU, for sites that refuse it by the node (``mem_gb``).
 MEMORY_SHARES = ("mem-per-cpu", "mem-per-gpu")
 _WORD = re.compile(SLURM_WORD_PATTERN)
