@@ -96,12 +96,7 @@ def missing_root(data: DataConfig) -> Problem | None:
     is_no_name = facts.example == "" and "/" in name
     if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
         return None
-    return Problem(
-        ("data", "root"),
-        f"is missing, and {shortened(name)} needs it",
-        f"write {facts.root}",
-        code="data.root-missing",
-    )
+    return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
 
 
 def misplaced(data: DataConfig) -> Problem | None:
@@ -117,11 +112,9 @@ def missing_index(data: DataConfig) -> Problem | None:
         is_missing = bool(files) and not has_index(data, files)
     except OSError:  # the ranks may be able to read them
         return None
-    return (
-        Problem(("data", "root"), *without_index(data, files), code="data.index-missing")
-        if is_missing
-        else None
-    )
+    if not is_missing:
+        return None
+    return Problem(("data", "root"), *without_index(data, files), code="data.index-missing")
 
 
 def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:

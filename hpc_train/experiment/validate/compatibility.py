@@ -74,45 +74,36 @@ def _has_batchnorm(experiment: Experiment) -> bool:
 
 _FP32_OR_DDP = "write fp32, or parallel.strategy: ddp"
 _WRITE_A_NUMBER = "write a number, like 64"
-_WRITE_BLOCKS = "write blocks"
-_NO_FLOAT8 = "write bf16, or use such a GPU"
 
 
 def sharded_batchnorm(precision: str, strategy: str, model: str) -> Problem:
     """Return the problem with BatchNorm in mixed precision if the strategy shards parameters."""
     message = f"{precision} does not work under {strategy} for {model}, which has BatchNorm"
-    return Problem(("precision",), message, _FP32_OR_DDP, code="precision.batchnorm")
+    return Problem(("precision",), message, _FP32_OR_DDP)
 
 
 def auto_batchnorm(model: str) -> Problem:
     """Return the problem with ``micro_batch_size: auto`` for a model with BatchNorm."""
     message = f"auto would make BatchNorm's statistics depend on memory, and {model} has BatchNorm"
-    return Problem(
-        ("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER, code="batch.auto-batchnorm"
-    )
+    return Problem(("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER)
 
 
 def auto_on_cpu() -> Problem:
     """Return what is wrong with ``micro_batch_size: auto`` for ranks without GPUs."""
-    path = ("optimization", "micro_batch_size")
-    return Problem(
-        path,
-        "auto finds what fits into the memory of a GPU, and ranks use CPUs",
-        _WRITE_A_NUMBER,
-        code="batch.auto-cpu",
-    )
+    path, message = ("optimization", "micro_batch_size"), "auto finds what fits into the memory of a GPU"
+    return Problem(path, f"{message}, and ranks use CPUs", _WRITE_A_NUMBER, code="batch.auto-cpu")
 
 
 def compiled_whole(strategy: str) -> Problem:
     """Return the problem with compiling the whole model if the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"
-    return Problem(("compile", "scope"), message, _WRITE_BLOCKS, code="compile.stages")
+    return Problem(("compile", "scope"), message, "write blocks")
 
 
 def no_float8(found: str) -> Problem:
     """Return the problem with fp8 on a device without it; ``found``: the device or GPU that is used."""
     message = f"fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and {found}"
-    return Problem(("precision",), message, _NO_FLOAT8, code="precision.fp8-device")
+    return Problem(("precision",), message, "write bf16, or use such a GPU")
 
 
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
@@ -121,12 +112,8 @@ def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
         return None
     message = f"needs a number of ranks that divides {micro_batches} micro-batches, got {ranks}"
     fitting = max(size for size in range(1, ranks) if micro_batches % size == 0)
-    return Problem(
-        ("parallel", "sync_batchnorm"),
-        message,
-        f"start {fitting}, or write false",
-        code="parallel.sync-batchnorm-ranks",
-    )
+    path, remedy = ("parallel", "sync_batchnorm"), f"start {fitting}, or write false"
+    return Problem(path, message, remedy, code="parallel.sync-batchnorm-ranks")
 
 
 @rule("optimizer.clips-itself", "optimization.optimizer", "parallel.strategy")
