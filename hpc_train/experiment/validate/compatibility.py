@@ -1,12 +1,8 @@
-"""Which settings do not work together: the single source for validation, tests and docs/parallelism.md.
-
-``FEATURES`` are settings that can be combined freely, except where a rule below refuses it.
-"""
+"""Rules on settings that do not work together: the source of the table in docs/parallelism.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import Problem
@@ -18,41 +14,6 @@ from hpc_train.experiment.validate.base import rule
 
 #: Precisions whose compute dtype differs from the dtype of the parameters.
 _MIXED = ("bf16", "fp16", "fp8")
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One setting, as overrides of a file: a row of the docs' table, which tests combine."""
-
-    title: str
-    overrides: tuple[str, ...]
-    #: Whether it runs on a CPU within seconds; otherwise it is left to ``make test-gpu``.
-    on_cpu: bool = True
-
-
-FEATURES = (
-    Feature("fp32", ("precision=fp32",)),
-    Feature("tf32", ("precision=tf32",)),
-    Feature("bf16", ("precision=bf16",)),
-    Feature("fp16 with a scaler", ("precision=fp16",)),
-    Feature("fp8", ("precision=fp8",), on_cpu=False),
-    Feature("fp64", ("precision=fp64",)),
-    Feature("gradient clipping", ("optimization.clip_grad_norm=1.0",)),
-    Feature("channels_last", ("model.channels_last=true",)),
-    Feature("SyncBN", ("parallel.sync_batchnorm=true",)),
-    Feature("EMA", ("optimization.ema={decay: 0.9}",)),
-    Feature("layer-wise lr decay", ("optimization.optimizer.layer_decay=0.8",)),
-    Feature("compile, by block", ("compile=true",)),
-    Feature("compile, whole", ("compile={scope: model}",)),
-    Feature("compile, reduce-overhead", ("compile={mode: reduce-overhead}",)),
-    Feature("compile, max-autotune", ("compile={mode: max-autotune}",), on_cpu=False),
-    Feature("compile, with fallback", ("compile={fallback: true}",)),
-    Feature("activation checkpointing, all blocks", ("activation_checkpointing=blocks",)),
-    Feature("activation checkpointing, every 2nd block", ("activation_checkpointing=every 2",)),
-    Feature("activation checkpointing, selective", ("activation_checkpointing=selective",)),
-)
-
-
 #: Optimizers of torch and timm that need whole parameters instead of DTensors. Compared by a test.
 NEED_WHOLE_PARAMETERS = (
     "adafactor", "adamp", "adamuon", "cadafactor", "cadamp", "cmars", "csgdp", "mars", "nadamuon", "novograd",
