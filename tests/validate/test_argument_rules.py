@@ -47,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(model_facts, "facts", facts)
     monkeypatch.setattr(model_facts, "known_names", lambda kind: ["resnet18"])
-    model_facts.forget_answers()
+    model_facts._refusals.clear()
     return found
 
 
