@@ -2,11 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.plan.sweep import describe, expand, run_id
-from tests.plan.files import loaded, plan_here
+from tests.plan.files import loaded
 
 
 def test_the_last_key_of_the_grid_varies_fastest(tmp_path: Path) -> None:
@@ -61,41 +58,6 @@ def test_the_order_of_scaled_keys_does_not_change_ids(tmp_path: Path) -> None:
         )
     )
     assert [variant.id for variant in one] == [variant.id for variant in other]
-
-
-def test_a_size_that_does_not_fit_is_refused_at_its_value(tmp_path: Path) -> None:
-    with pytest.raises(BadFileError) as error:
-        expand(loaded(tmp_path, more=SCALING.replace('"1-2"', "9")))
-    (line,) = error.value.problems
-    assert "sweep.grid.slurm.nodes[2]: " in line and "micro-batches" in line
-
-
-def test_this_machine_has_no_nodes_to_vary(tmp_path: Path) -> None:
-    with pytest.raises(BadFileError) as error:
-        plan_here(loaded(tmp_path, more=SCALING), 1)
-    (line,) = error.value.problems
-    assert (
-        "sweep.grid.slurm.nodes: has no effect on this machine, so all values would give the same run; "
-        in line
-    )
-    assert line.endswith("take it out of the grid, or submit it to a queue")
-
-
-def test_two_combinations_that_are_one_run_are_refused_at_the_grid(tmp_path: Path) -> None:
-    # Written differently, and the same once defaults are filled in.
-    file = loaded(tmp_path, more="sweep:\n  grid: {optimization.schedule: [{name: constant}, {}]}\n")
-    with pytest.raises(BadFileError) as error:
-        expand(file)
-    (line,) = error.value.problems
-    assert line.startswith(f"{tmp_path}/exp.yaml:12:9: sweep.grid: ")
-    assert "are the same run" in line
-
-
-def test_every_bad_combination_is_reported_at_once(tmp_path: Path) -> None:
-    more = "sweep:\n  grid: {optimization.micro_batch_size: [8, 5, 7]}\n"
-    with pytest.raises(BadFileError) as error:
-        expand(loaded(tmp_path, more=more))
-    assert len(error.value.problems) == 2
 
 
 def test_values_are_described_as_in_an_experiment_file() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from tests.plan.files import loaded
 
@@ -20,37 +19,6 @@ def test_steps_are_taken_as_given(tmp_path: Path) -> None:
         tmp_path, "optimization.epochs=null", "optimization.steps=7"
     ).experiment.optimization
     assert BatchArithmetic.of(optimization, 100, 1).total_steps == 7
-
-
-def test_data_smaller_than_a_batch_are_refused(tmp_path: Path) -> None:
-    optimization = loaded(tmp_path).experiment.optimization
-    assert BatchArithmetic.of(optimization, 32, 1).steps_per_epoch == 1
-    with pytest.raises(BadFileError, match=r"optimization\.global_batch_size: 32 is more than the 31"):
-        BatchArithmetic.of(optimization, 31, 1)
-
-
-def test_more_ranks_than_micro_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadFileError, match="needs at most 4 ranks, one per micro-batch, got 5"):
-        BatchArithmetic.of(loaded(tmp_path).experiment.optimization, 100, 5)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "micro_batch_size", "advice"),
-    [
-        (31, "8", "write 24 or less, so that"),
-        (24, "8", "write 24 or less, so that"),
-        (31, "auto", "write 31 or less, so that"),
-        (7, "8", "write 7 or less, in it and in optimization.micro_batch_size"),
-    ],
-)
-def test_the_batch_that_is_advised_fits_data_and_micro_batches(
-    tmp_path: Path, num_samples: int, micro_batch_size: str, advice: str
-) -> None:
-    optimization = loaded(
-        tmp_path, f"optimization.micro_batch_size={micro_batch_size}"
-    ).experiment.optimization
-    with pytest.raises(BadFileError, match=advice):
-        BatchArithmetic.of(optimization, num_samples, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.training_sections import DataConfig, NormalizeConfig
-from hpc_train.experiment.data_facts.image_facts import model_problem
 from hpc_train.experiment.validate import model_facts
 from hpc_train.registry import parts
-from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.types import DataInfo
 from tests.config.files import GOOD, code_and_key, problems_of
 
 VIT = "model={name: timm/vit}"
@@ -65,16 +60,6 @@ def test_a_vit_is_asked_whether_it_takes_cifars_images(tmp_path: Path) -> None:
     assert line.endswith("; write 224, or model.args: {img_size: 32}")
     assert problems_of(tmp_path, GOOD, model, CIFAR, "model.args={img_size: 32}") == []
     assert problems_of(tmp_path, GOOD, model, CIFAR, "data.image_size=224") == []
-
-
-def test_ranks_refuse_channels_in_the_same_words(tmp_path: Path) -> None:
-    data = DataConfig(name="imagefolder", root="x", normalize=NormalizeConfig(mean=[0.5], std=[0.2]))
-    given = "data={name: imagefolder, root: x, normalize: {mean: [0.5], std: [0.2]}}"
-    line, *_ = problems_of(tmp_path, GOOD, given)
-    with pytest.raises(BadFileError) as error:
-        Normalize(DataInfo(2, 3, (0.5,) * 3, (0.2,) * 3), data)
-    assert line.endswith(str(error.value))
-    assert model_problem("torchvision/resnet18", 2) is not None and model_problem("timm/resnet18", 2) is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.layer_rules import layer_facts
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training import optimization
-from tests.config.files import GOOD, problems_of
 from tests.end_to_end.runs import wait_for
 
 
@@ -208,29 +207,6 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     for name, kind in optimization._torch_classes().items():
         arguments = inspect.signature(kind).parameters.keys() - {"params", "lr"}
         assert set(TORCH_OPTIMIZERS[name].split()) == arguments, name
-
-
-@pytest.mark.parametrize(("override", "said"), [
-    ("optimization.optimizer.name=adamww", "there is no optimizer 'adamww'; did you mean adamw?"),
-    ("optimization.optimizer.name=torch/lamb", "no optimizer 'torch/lamb'; write one of torch.optim"),
-    ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean timm/lamb?"),
-    ("optimization.optimizer.name=timm/krom", "there is no optimizer 'timm/krom'; write one of torch.optim"),
-    ("optimization.optimizer.name=kron", "kron keeps lists of tensors and its own random generator"),
-    ("optimization.optimizer.name=timm/AdaHessian", "AdaHessian needs second derivatives, which"),
-    ("optimization.optimizer.name=torch/sparseadam", "sparseadam supports sparse gradients only"),
-    ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
-    ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
-])  # fmt: skip
-def test_a_misspelt_optimizer_or_schedule_is_found(
-    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {
-        "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
-        "timm": ["resnet18"],
-    }
-    monkeypatch.setattr(model_facts, "_answer", lambda question: answers)
-    (line,) = problems_of(tmp_path, GOOD, override)
-    assert said in line
 
 
 def test_that_names_were_not_checked_is_said(
