@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from hpc_train.errors import counted
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import KeyPath, Problem, shown
-from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
 from hpc_train.experiment.topology.degrees import find_degrees
 from hpc_train.experiment.validate.base import rule
