@@ -81,7 +81,7 @@ def _place(distribution: Distribution, value: Any) -> Any:
 def _asked(optuna: Any, trial: Any, parameters: Mapping[str, Distribution]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in by_condition(parameters):
-        if parameters[key].condition.hold(values):
+        if parameters[key].applies(values):
             values[key] = _suggested(trial, key, parameters[key], _distribution(optuna, parameters[key]))
     return values
 
