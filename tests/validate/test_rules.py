@@ -138,7 +138,9 @@ class StripesArgs(Section):
 
 def test_the_facts_of_a_plug_in_say_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = DataFacts("images", "class", args=StripesArgs, layout=lambda root: LACKING)
-    monkeypatch.setattr("hpc_train.experiment.data_facts.by_name.load_traits", lambda kind, name: facts)
+    monkeypatch.setattr(
+        "hpc_train.experiment.data_facts.by_name.load_traits", lambda kind, name, default: facts
+    )
     monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: {"stripes": "acme.stripes:build"})
     (said,) = problems_of(tmp_path, GOOD, "data={name: stripes, args: {widht: 2}}")
     assert code_and_key(said) == ("data.arguments", "data.args.widht") and "'width'?" in said

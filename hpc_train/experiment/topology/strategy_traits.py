@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import Problem, shown
 from hpc_train.registry import load_traits
 
@@ -115,17 +114,7 @@ def traits_of(strategy: str) -> StrategyTraits:
     An unknown strategy, or one without a row, has the defaults. Raises BadFileError if a plug-in's row can't
     be imported or is not a ``StrategyTraits``.
     """
-    if strategy in BUILT_IN:
-        return BUILT_IN[strategy]
-    row = load_traits("strategies", strategy)
-    if row is None:
-        return StrategyTraits()
-    if not isinstance(row, StrategyTraits):
-        raise BadFileError(
-            f"parallel.strategy: the traits of {strategy!r} are a {type(row).__name__}; "
-            "export a hpc_train.experiment.topology.strategy_traits.StrategyTraits"
-        )
-    return row
+    return BUILT_IN.get(strategy) or load_traits("strategies", strategy, StrategyTraits())
 
 
 def problems_of_arguments(strategy: str, arguments: Mapping[str, object]) -> Iterator[Problem]:
