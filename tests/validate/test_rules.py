@@ -11,8 +11,8 @@ import pytest
 from hpc_train.experiment.config.fields import PositiveInt, Section
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.experiment.data_facts import by_name
 from hpc_train.experiment.data_facts.built_in import TASKS
-from hpc_train.experiment.data_facts.by_name import misplaced
 from hpc_train.experiment.data_facts.facts import DataFacts
 from hpc_train.experiment.validate import model_facts, part_rules
 from hpc_train.experiment.validate.budget_rules import over_budget, over_share
@@ -138,14 +138,12 @@ class StripesArgs(Section):
 
 def test_the_facts_of_a_plug_in_say_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = DataFacts("images", "class", args=StripesArgs, layout=lambda root: LACKING)
-    monkeypatch.setattr(
-        "hpc_train.experiment.data_facts.by_name.load_traits", lambda kind, name, default: facts
-    )
+    monkeypatch.setattr(by_name, "load_traits", lambda kind, name, default: facts)
     monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: {"stripes": "acme.stripes:build"})
     (said,) = problems_of(tmp_path, GOOD, "data={name: stripes, args: {widht: 2}}")
     assert code_and_key(said) == ("data.arguments", "data.args.widht") and "'width'?" in said
     assert problems_of(tmp_path, GOOD, "data={name: stripes, args: {width: 2}}") == []
-    assert misplaced(DataConfig(name="stripes", root=str(tmp_path))) == LACKING
+    assert by_name.misplaced(DataConfig(name="stripes", root=str(tmp_path))) == LACKING
 
 
 @pytest.fixture
