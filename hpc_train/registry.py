@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
+from typing import TypeVar
 
 from hpc_train.errors import BadFileError, shortened
 
+_Row = TypeVar("_Row")
 #: The key of the file that names a part of each kind; launchers are named on the command line.
 _KEYS = {
     "models": "model.name",
@@ -161,18 +163,25 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> tuple[str, str]:
     return f"there is no {what} '{shortened(name)}'", suggestion(name, sorted(known))
 
 
-def load_traits(kind: str, name: str) -> object | None:
-    """Import and return a plug-in's torch-free description of its part; None if it has none.
+def load_traits(kind: str, name: str, default: _Row) -> _Row:
+    """Import and return a plug-in's torch-free description of its part; ``default`` if it has none.
 
     It is the entry point of the part's name in the group ``hpc_train.strategy_traits`` (for "strategies"),
     ``hpc_train.data_facts`` ("datasets") or ``hpc_train.task_facts`` ("tasks").
-    Raises BadFileError if it can't be imported.
+    Raises BadFileError if it can't be imported or is not of the type of ``default``.
     """
     target = _traits(kind).get(name)
     if target is None:
-        return None
+        return default
     module, _, attr = target.partition(":")
-    return _attribute(kind, name, module, attr)
+    row = _attribute(kind, name, module, attr)
+    if not isinstance(row, type(default)):
+        noun = "traits" if kind == "strategies" else "facts"
+        raise BadFileError(
+            f"{_KEYS[kind]}: the {noun} of {name!r} are a {type(row).__name__}; "
+            f"export a {type(default).__module__}.{type(default).__name__}"
+        )
+    return row
 
 
 def described(kind: str) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any
 from hpc_train.cli.command_line import RUN_PARAMETERS
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.keys import JOB, all_keys, as_mapping, members, node_at
-from hpc_train.experiment.config.other_tools import OPTION_ROWS, VERBS, OptionRow, overrides_of
 from hpc_train.experiment.config.problems import KeyPath
-from hpc_train.experiment.config.synonyms import advice_for, key_for
+from hpc_train.experiment.config.synonyms import OptionRow, advice_for, key_for, other_commands, other_options
+from hpc_train.experiment.config.value_synonyms import overrides_of
 from hpc_train.experiment.validate.other_files import why_not_yaml
 from hpc_train.registry import nearest
 from hpc_train.run.find import find_runs
@@ -62,7 +62,12 @@ def answer(commands: Mapping[str, Any], words: Sequence[str]) -> str | None:
 def _options_last(commands: Mapping[str, Any], words: Sequence[str]) -> list[str]:
     """Move options before the command behind it; empty if there is no command."""
     for index, word in enumerate(words):
-        if word in commands or word in VERBS or word.endswith(_YAML) or not (index or word.startswith("-")):
+        if (
+            word in commands
+            or word in other_commands()
+            or word.endswith(_YAML)
+            or not (index or word.startswith("-"))
+        ):
             return [word, *words[:index], *words[index + 1 :]]
     return []
 
@@ -71,10 +76,10 @@ def _as_command(word: str, commands: Mapping[str, Any]) -> list[str] | None:
     """Return the words here for a first word that is not a command; None if it means nothing."""
     if word.endswith(_YAML) or why_not_yaml(Path(word)):
         return ["submit", word]
-    if written := VERBS.get(word.lower().replace("_", "-")):
+    if written := other_commands().get(word.lower().replace("_", "-")):
         return written.split()
-    if close := nearest(word, [*commands, *VERBS]):
-        return VERBS.get(close, close).split()
+    if close := nearest(word, [*commands, *other_commands()]):
+        return other_commands().get(close, close).split()
     try:
         find_runs([word])
     except UsageError:
@@ -169,7 +174,7 @@ class _Correction:
 
     def _row(self, name: str, attached: str, value: str | None) -> tuple[OptionRow, bool] | None:
         """Return the first row of the option that applies to this command, and whether it takes the value."""
-        for row in OPTION_ROWS:
+        for row in other_options():
             if row.commands and self._name not in row.commands.split():
                 continue
             for alias in row.names.split() if self._applies(row.written) else ():

@@ -80,7 +80,7 @@ def _as_trial(optuna: Any, trial: Trial, parameters: Mapping[str, Distribution])
 def _asked(optuna: Any, trial: Any, parameters: Mapping[str, Distribution]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in by_condition(parameters):
-        if parameters[key].condition.hold(values):
+        if parameters[key].applies(values):
             values[key] = _suggested(trial, key, parameters[key], _distribution(optuna, parameters[key]))
     return values
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from hpc_train.errors import BadFileError, UserError
-from hpc_train.experiment.config.explanations import value_at
-from hpc_train.experiment.config.keys import split_key
+from hpc_train.experiment.config.keys import split_key, value_at
 from hpc_train.experiment.config.sweep_sections import SearchConfig, comparable, varied
 from hpc_train.experiment.plan.sweep import id_of, rounded
 from hpc_train.experiment.validate.child_process import one_child

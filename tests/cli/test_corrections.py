@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from hpc_train.cli import command_options  # noqa: F401
 from hpc_train.cli.command_line import app
-from hpc_train.experiment.config.other_tools import OPTION_ROWS, VERBS
+from hpc_train.experiment.config.synonyms import other_commands, other_options
 from hpc_train.experiment.validate.loading import load
 from tests.cli.commands import hpc_train
 
@@ -217,8 +217,8 @@ def test_a_run_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_verb_is_unknown_here_and_leads_to_a_command() -> None:
-    assert not VERBS.keys() & _GROUP.commands.keys()
-    assert {written.split()[0] for written in VERBS.values()} <= {*_GROUP.commands, "--version"}
+    assert not other_commands().keys() & _GROUP.commands.keys()
+    assert {written.split()[0] for written in other_commands().values()} <= {*_GROUP.commands, "--version"}
 
 
 def _options(command: str) -> set[str]:
@@ -226,7 +226,7 @@ def _options(command: str) -> set[str]:
 
 
 def test_every_option_is_unknown_here_and_leads_to_an_option() -> None:
-    for row in OPTION_ROWS:
+    for row in other_options():
         option = row.written.split()[0] if row.written.startswith("-") else None
         commands = row.commands.split() or [name for name in _GROUP.commands if option in _options(name)]
         assert set(commands) <= _GROUP.commands.keys(), row

@@ -23,7 +23,7 @@ optimization:
 """
 
 
-def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[str]:
+def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[ProblemLine]:
     """Return the lines that ``load`` complains with, the file shown as ``exp.yaml``; none for a good file."""
     path = folder / "exp.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -34,7 +34,7 @@ def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[str]:
     return []
 
 
-def _named(line: str, path: str) -> str:
+def _named(line: str, path: str) -> ProblemLine:
     assert isinstance(line, ProblemLine)
     return ProblemLine(line.replace(path, "exp.yaml"), line.code, line.key)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hpc_train.experiment.config.keys import (
@@ -18,43 +20,43 @@ from hpc_train.experiment.config.marked_yaml import read_value
 from hpc_train.experiment.config.remedies import in_flow
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.synonyms import (
-    _ALSO_CALLED,
-    ADVICE,
-    ADVICE_WITHIN,
-    KEYS,
-    KEYS_WITHIN,
     SBATCH_KEYS,
+    advice_by_name,
+    keys_by_name,
+    keys_within,
+    tables,
 )
-from hpc_train.experiment.config.value_synonyms import VALUES
+from hpc_train.experiment.config.value_synonyms import values_by_name
 
 
 def test_no_name_of_other_tools_has_two_keys() -> None:
-    names = [name for words in _ALSO_CALLED.values() for name in words.split()]
+    names = [name for names in tables()["keys"].values() for name in names.split()]
     assert len(names) == len(set(names))
 
 
 def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
     keys = {".".join(map(str, path)) for path in all_keys()}
     free = ("model.args.", "optimization.optimizer.args.", "parallel.args.")
-    for key in KEYS.values():
-        assert all(each in keys or each.startswith(free) for each in key.split(" and ")), key
-    for section, called in KEYS_WITHIN.items():
-        for name, key in called.items():
-            assert node_at((*section, key.split(".")[0])) is not None
-            assert name not in known_keys(section)
-    assert not KEYS.keys() & ADVICE.keys()
-    for section, advice in ADVICE_WITHIN.items():
-        assert not advice.keys() & {*known_keys(section), *KEYS_WITHIN.get(section, ())}
+    for key in keys_by_name().values():
+        assert all(part in keys or part.startswith(free) for part in key.split(" and ")), key
+    assert not keys_by_name().keys() & advice_by_name().keys()
+    for section in {*tables()["keys_within"], *tables()["arguments"], *tables()["advice_within"]}:
+        path = tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", section))
+        for name, key in keys_within(section).items():
+            assert node_at((*path, key.split(".")[0])) is not None, (section, key)
+            assert name not in known_keys(path)
+        assert not advice_by_name(section).keys() & {*known_keys(path), *keys_within(section)}
 
 
 def test_every_option_of_sbatch_with_a_key_leads_to_it() -> None:
-    assert {option.replace("-", "_"): key for option, key in SBATCH_KEYS.items()}.items() <= KEYS.items()
+    options = {option.replace("-", "_"): key for option, key in SBATCH_KEYS.items()}
+    assert options.items() <= keys_by_name().items()
 
 
 def test_every_value_that_is_recommended_is_one() -> None:
-    for key, called in VALUES.items():
+    for key in tables()["values"]:
         for member in members(node_at(split_key(key)) or {}):
-            assert "enum" not in member or set(called.values()) <= set(member["enum"])
+            assert "enum" not in member or set(values_by_name(key).values()) <= set(member["enum"])
 
 
 def _required(path: tuple[str, ...], node: Node) -> list[tuple[str, ...]]:

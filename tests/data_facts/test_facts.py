@@ -105,47 +105,27 @@ def test_size_and_channels_are_those_of_the_data(name: str, args: dict[str, int]
     assert size is None if images is None else images.shape[1:] == (size, size)
 
 
-@pytest.mark.parametrize("name", sorted(built_in.TORCHVISION_IMAGES))
+@pytest.mark.parametrize("name", sorted(built_in.TORCHVISION))
 def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
     assert name in torchvision.datasets.__all__
 
 
 @pytest.mark.usefixtures("plugged_in")
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "part"),
     [
         (("data={name: masks/city}", "task=outlining"), "data.root: is missing, and masks/city needs it"),
         (
             ("data={name: masks, root: x}",),
-            (
-                "task: classification reads images or features (target: class or classes), and masks "
-                "has images (target: mask); write segmentation, or outlining, or data.name: digits or "
-                "synthetic or imagefolder"
-            ),
+            "masks has images (target: mask); write segmentation, or",
         ),
-        (
-            ("task=outlining",),
-            (
-                "task: outlining reads images (target: mask), and digits has images (target: class); "
-                "write classification, or data.name: segmentation_folder or scans"
-            ),
-        ),
-        (
-            ("data={name: numbers}",),
-            (
-                "task: classification reads images or features (target: class or classes), and numbers "
-                "has features (target: number); write regression, or data.name"
-            ),
-        ),
+        (("task=outlining",), "write classification, or data.name: segmentation_folder or scans"),
+        (("data={name: numbers}",), "numbers has features (target: number); write regression, or data.name"),
     ],
 )
-def test_a_file_is_checked_by_a_plug_ins_row(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_file_is_checked_by_a_plug_ins_row(overrides: tuple[str, ...], part: str, tmp_path: Path) -> None:
     (line,) = problems_of(tmp_path, GOOD, *overrides)
-    assert said in line
-
-
-@pytest.mark.usefixtures("plugged_in")
-def test_what_fits_passes(tmp_path: Path) -> None:
+    assert part in line
     assert problems_of(tmp_path, GOOD, "data={name: masks, root: x}", "task=outlining") == []
 
 

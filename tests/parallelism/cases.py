@@ -20,8 +20,7 @@ from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.topology.degrees import Degrees, find_degrees
 from hpc_train.experiment.topology.strategy_traits import BUILT_IN
-from hpc_train.experiment.validate import compatibility, rules
-from hpc_train.experiment.validate.compatibility import FEATURES
+from hpc_train.experiment.validate import rules
 
 STRATEGIES = tuple(BUILT_IN)
 MODEL_PARALLEL = tuple(name for name, traits in BUILT_IN.items() if traits.is_model_parallel)
@@ -46,6 +45,40 @@ _FILE: dict[str, Any] = {
     "data": {"name": "digits"},
     "optimization": {"steps": STEPS, "schedule": {"name": "cosine"}},
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One setting, as overrides of a file: a row of the docs' table."""
+
+    title: str
+    overrides: tuple[str, ...]
+    #: Whether it runs on a CPU within seconds; otherwise it is left to ``make test-gpu``.
+    on_cpu: bool = True
+
+
+#: Settings that can be combined freely, unless a rule refuses it.
+FEATURES = (
+    Feature("fp32", ("precision=fp32",)),
+    Feature("tf32", ("precision=tf32",)),
+    Feature("bf16", ("precision=bf16",)),
+    Feature("fp16 with a scaler", ("precision=fp16",)),
+    Feature("fp8", ("precision=fp8",), on_cpu=False),
+    Feature("fp64", ("precision=fp64",)),
+    Feature("gradient clipping", ("optimization.clip_grad_norm=1.0",)),
+    Feature("channels_last", ("model.channels_last=true",)),
+    Feature("SyncBN", ("parallel.sync_batchnorm=true",)),
+    Feature("EMA", ("optimization.ema={decay: 0.9}",)),
+    Feature("layer-wise lr decay", ("optimization.optimizer.layer_decay=0.8",)),
+    Feature("compile, by block", ("compile=true",)),
+    Feature("compile, whole", ("compile={scope: model}",)),
+    Feature("compile, reduce-overhead", ("compile={mode: reduce-overhead}",)),
+    Feature("compile, max-autotune", ("compile={mode: max-autotune}",), on_cpu=False),
+    Feature("compile, with fallback", ("compile={fallback: true}",)),
+    Feature("activation checkpointing, all blocks", ("activation_checkpointing=blocks",)),
+    Feature("activation checkpointing, every 2nd block", ("activation_checkpointing=every 2",)),
+    Feature("activation checkpointing, selective", ("activation_checkpointing=selective",)),
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +192,7 @@ def problems_of(case: Case) -> list[Problem]:
     return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
 
 
-def factors(features: Sequence[compatibility.Feature] = FEATURES) -> dict[str, list[Choice]]:
+def factors(features: Sequence[Feature] = FEATURES) -> dict[str, list[Choice]]:
     """Return factor → its choices: features that set the same key exclude each other."""
     found: dict[str, list[Choice]] = {
         "model": [Choice("model", (VIT,)), Choice("model", (RESNET,))],

@@ -17,9 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.validate.compatibility import FEATURES
 from tests.commits import commit
-from tests.parallelism.cases import STRATEGIES, all_cases, batchnorm_cases, refusals, refused_with_batchnorm
+from tests.parallelism.cases import (
+    FEATURES,
+    STRATEGIES,
+    all_cases,
+    batchnorm_cases,
+    refusals,
+    refused_with_batchnorm,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "parallelism.md"

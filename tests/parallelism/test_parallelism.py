@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.experiment.validate.compatibility import FEATURES
 from hpc_train.training.optimization import Optimization
 from tests.parallelism import cases as cases_module
 from tests.parallelism import training
 from tests.parallelism.cases import (
+    FEATURES,
     STRATEGIES,
     Case,
     Choice,

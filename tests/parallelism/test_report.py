@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.validate.compatibility import FEATURES
 from tests.parallelism import report
-from tests.parallelism.cases import SHARDED, STRATEGIES, refusals
+from tests.parallelism.cases import FEATURES, SHARDED, STRATEGIES, refusals
 from tests.parallelism.report import Result
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.plan.planning import make_plan
 from tests.plan.files import loaded, plan_here, plan_on_slurm
 
@@ -90,25 +89,6 @@ def test_degrees_are_unknown_where_they_do_not_fit_the_ranks(tmp_path: Path) -> 
 def test_steps_are_unknown_where_the_data_are(tmp_path: Path) -> None:
     (run,) = make_plan(loaded(tmp_path, "data.name=some.module:data")).runs
     assert (run.steps_per_epoch, run.total_steps, run.micro_batches) == (None, None, 4)
-
-
-def test_data_smaller_than_a_batch_are_reported_at_the_place_in_the_file(tmp_path: Path) -> None:
-    with pytest.raises(BadFileError) as error:
-        make_plan(loaded(tmp_path, "data.args.num_samples=31"))
-    (line,) = error.value.problems
-    assert line.startswith(
-        f"{tmp_path}/exp.yaml:8:22: optimization.global_batch_size: 32 is more than the 31"
-    )
-
-
-def test_a_warmup_as_long_as_the_run_is_reported_at_its_place(tmp_path: Path) -> None:
-    """Epochs against steps: only the size of the data makes them comparable."""
-    one_epoch = ("optimization.schedule={name: cosine, warmup_epochs: 1}", "data.args.num_samples=320")
-    with pytest.raises(BadFileError) as error:
-        make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=10"))
-    (line,) = error.value.problems
-    assert line.startswith("command line: optimization.schedule.warmup_epochs: a warm-up of 10 steps is not")
-    make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=11"))
 
 
 def test_a_plan_survives_pickling(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from hpc_train.experiment.config.keys import BadKeyError, all_keys, known_keys, split_key
@@ -218,13 +217,3 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def steps(text: str, problems_of: Any, limit: int = 12) -> Iterator[tuple[str, list[ProblemLine]]]:
-    """Yield the file and its problems, then again after each answer was followed, until there is none."""
-    for _ in range(limit):
-        problems = problems_of(text)
-        yield text, problems
-        if not problems:
-            return
-        text = followed(text, problems[0])

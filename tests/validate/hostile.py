@@ -5,52 +5,47 @@ from __future__ import annotations
 import json
 import re
 
+import yaml
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from hpc_train.experiment.config.keys import all_keys
 
 #: Says something of every section. ``canary`` is a module that must not be imported.
-FULL: dict[str, object] = {
-    "name": "digits-test",
-    "seed": 3,
-    "device": "cpu",
-    "deterministic": True,
-    "task": "classification",
-    "model": {"name": "canary:build", "pretrained": False, "args": {"width": 8}},
-    "data": {
-        "name": "canary:data",
-        "root": "data/x",
-        "args": {"num_samples": 100},
-        "image_size": 8,
-        "transform": {"name": "canary:transform", "args": {"width": 8}},
-        "augment": {
-            "hflip": 0.5,
-            "random_resized_crop": {"scale": [0.1, 1.0]},
-            "randaugment": {"num_ops": 2},
-        },
-        "normalize": {"mean": [0.5], "std": [0.5]},
-        "workers": 2,
-    },
-    "optimization": {
-        "epochs": 3,
-        "global_batch_size": 64,
-        "micro_batch_size": 16,
-        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "args": {"nesterov": True}},
-        "schedule": {"name": "cosine", "warmup_epochs": 1},
-        "clip_grad_norm": 1.0,
-    },
-    "parallel": {"strategy": "ddp"},
-    "precision": "bf16",
-    "compile": {"mode": "default"},
-    "evaluation": {"every_epochs": 1},
-    "checkpoint": {"every_min": 5, "keep": 2},
-    "recovery": {"max_crashes": 1},
-    "slurm": {"partition": "gpu", "nodes": "2-4", "time_limit": "24h", "extra": {"nice": 5}},
-    "environment": {"python": "/opt/python", "modules": ["cuda/12.8"]},
-    "sweep": {"grid": {"seed": [1, 2], "optimization.optimizer.lr": [0.1, 0.2]}},
-    "logging": {"wandb": {"project": "x", "tags": ["a"]}},
-}
+FULL: dict[str, object] = yaml.safe_load("""
+name: digits-test
+seed: 3
+device: cpu
+deterministic: true
+task: classification
+model: {name: "canary:build", pretrained: false, args: {width: 8}}
+data:
+  name: canary:data
+  root: data/x
+  args: {num_samples: 100}
+  image_size: 8
+  transform: {name: "canary:transform", args: {width: 8}}
+  augment: {hflip: 0.5, random_resized_crop: {scale: [0.1, 1.0]}, randaugment: {num_ops: 2}}
+  normalize: {mean: [0.5], std: [0.5]}
+  workers: 2
+optimization:
+  epochs: 3
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1, momentum: 0.9, args: {nesterov: true}}
+  schedule: {name: cosine, warmup_epochs: 1}
+  clip_grad_norm: 1.0
+parallel: {strategy: ddp}
+precision: bf16
+compile: {mode: default}
+evaluation: {every_epochs: 1}
+checkpoint: {every_min: 5, keep: 2}
+recovery: {max_crashes: 1}
+slurm: {partition: gpu, nodes: 2-4, time_limit: 24h, extra: {nice: 5}}
+environment: {python: /opt/python, modules: [cuda/12.8]}
+sweep: {grid: {seed: [1, 2], optimization.optimizer.lr: [0.1, 0.2]}}
+logging: {wandb: {project: x, tags: [a]}}
+""")
 
 KEYS = [".".join(map(str, path)) for path in all_keys()]
 #: Values as they stand in a file, each of which can be read.

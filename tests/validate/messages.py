@@ -10,6 +10,7 @@ A change is ``KEY=VALUE`` of the command line, or
     ranks 8/2/4     the start on 8 ranks, 2 per node, at least 4 (the latter two may be missing)
     without NAME    the package NAME is not installed
     own parts       the user's modules are looked up too
+    plan            the plan of a valid file; ``plan here``: for this machine
     remarks         remarks on a valid file
 
 with escapes as in Python.
@@ -29,6 +30,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import ProblemLine
+from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.experiment.plan.staged_file import load_stages
 from hpc_train.experiment.validate import logging_rules, model_facts
 from hpc_train.experiment.validate.loading import Loaded
@@ -125,7 +127,7 @@ NAMES = {
     "datasets": ["CIFAR10", "Food101", "MNIST"],
     "smp": ["unet", "fpn"],
     "smp_encoders": ["resnet18", "resnet34"],
-    "timm_optimizers": ["adamw", "adamp", "lamb", "sgdp", "lion", "muon"],
+    "timm_optimizers": ["adahessian", "adamw", "adamp", "kron", "lamb", "sgdp", "lion", "muon"],
     "timm_optimizers/lamb": ["params", "lr", "betas", "eps", "weight_decay", "max_grad_norm"],
     "timm_optimizers/lion": ["params", "lr", "betas", "weight_decay", "caution"],
 }
@@ -223,7 +225,7 @@ def _lines(text: str, changes: list[str], patch: pytest.MonkeyPatch) -> Iterator
             patch.setattr(logging_rules, "find_spec", lambda name, missing=missing: name != missing or None)
         elif change.startswith("ranks "):
             ranks = [int(number) for number in change.removeprefix("ranks ").split("/")]
-    words = ("without ", "ranks ", "own parts", "remarks")
+    words = ("without ", "ranks ", "own parts", "plan", "remarks")
     overrides = [change for change in others if not change.startswith(words)]
     Path("exp.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     try:
@@ -257,6 +259,11 @@ def _later_lines(loaded: Loaded, changes: list[str], ranks: list[int] | None) ->
         yield from map(loaded.source.render, check_start(loaded.experiment, *ranks))
     if "own parts" in changes:
         yield from map(loaded.source.render, missing_parts([loaded.experiment], lambda: None))
+    if "plan" in changes or "plan here" in changes:
+        try:
+            make_plan(loaded, on_this_machine="plan here" in changes)
+        except BadFileError as error:
+            yield from error.problems
     if "remarks" in changes:
         yield from map(loaded.source.render, remarks(loaded.experiment))
 

@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import hpc_train
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.marked_yaml import MAX_BYTES
 from hpc_train.experiment.config.training_sections import AugmentConfig
 from hpc_train.experiment.validate.loading import Loaded, load
+from hpc_train.paths import expanded, runs_root
 from tests.calls import count_calls
 from tests.config.files import GOOD, code_and_key, problems_of
 from tests.waiting import HANG_LIMIT_S
@@ -141,26 +140,6 @@ def test_a_problem_found_later_is_placed_too(good: Path) -> None:
     assert "good.yaml:5:1: data.root: is missing" in loaded.problem("data.root", "is missing", "write one")
 
 
-@pytest.mark.fault(23)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
-@given(st.text(alphabet=st.characters(), max_size=80), st.integers(0, len(GOOD)), st.booleans())
-def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, at: int, inside: bool) -> None:
-    content = GOOD[:at] + text + GOOD[at:] if inside else text
-    problems_of(tmp_path, content.encode("utf-8", "surrogatepass"))
-
-
-@pytest.mark.fault(23)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
-@given(
-    st.sampled_from(
-        ["seed", "name", "slurm", "compile", "slurm.nodes", "data.args.x", "sweep.grid", "sweep.grid.seed"]
-    ),
-    st.text(alphabet="01-.e[]{}:, xon'\"#&*!\n", max_size=12),
-)
-def test_arbitrary_overrides_raise_nothing_but_bad_file(tmp_path: Path, key: str, value: str) -> None:
-    problems_of(tmp_path, GOOD, f"{key}={value}")
-
-
 def test_no_more_of_a_file_is_read_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of a terabyte would fill the memory before it is refused."""
 
@@ -172,3 +151,10 @@ def test_no_more_of_a_file_is_read_than_may_be(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "open", lambda *arguments, **options: Endless())
     with pytest.raises(BadFileError, match="larger than 1 MiB"):
         load(tmp_path / "exp.yaml")
+
+
+def test_a_home_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", "~no-such-user/x")
+    with pytest.raises(UsageError, match=r"'~no-such-user/x' .* write the folder's full path"):
+        runs_root()
+    assert expanded("~no-such-user/x") == Path("~no-such-user/x")

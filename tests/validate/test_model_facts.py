@@ -15,17 +15,21 @@ from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.layer_rules import layer_facts
 from hpc_train.experiment.validate.optimizer_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.training import optimization
-from tests.config.files import GOOD, problems_of
 from tests.end_to_end.runs import wait_for
 
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
-    model_facts.forget_answers()
+    forget()
     yield
     monkeypatch.undo()  # a test may have replaced what is forgotten
-    model_facts.forget_answers()
+    forget()
+
+
+def forget() -> None:
+    model_facts._answer.cache_clear()
+    model_facts._refusals.clear()
 
 
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -44,7 +48,7 @@ ANSWER = """echo '{"result": {"timm": ["resnet50"], "torchvision": [], "datasets
 def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = child(tmp_path, monkeypatch, ANSWER)
     assert model_facts.known_names("timm") == ["resnet50"]
-    model_facts.forget_answers()
+    forget()
     assert model_facts.known_names("datasets") == ["MNIST"]
     assert calls.read_text() == "-m hpc_train.experiment.validate.child_process\n"
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
@@ -53,7 +57,7 @@ def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch
 def test_other_versions_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = child(tmp_path, monkeypatch, ANSWER)
     model_facts.known_names("timm")
-    model_facts.forget_answers()
+    forget()
     monkeypatch.setattr(model_facts, "version", lambda package: f"9.{package}")
     model_facts.known_names("timm")
     assert len(calls.read_text().splitlines()) == 2
@@ -113,7 +117,7 @@ def test_a_damaged_cache_is_asked_anew(tmp_path: Path, monkeypatch: pytest.Monke
     model_facts.known_names("timm")
     (file,) = (tmp_path / "cache").iterdir()
     file.write_text("{")
-    model_facts.forget_answers()
+    forget()
     assert model_facts.known_names("timm") == ["resnet50"]
     assert json.loads(file.read_text())["timm"] == ["resnet50"]
 
@@ -179,7 +183,7 @@ def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pyt
     facts = {"shared": {"heads of attn (num_heads)": 3}, "dropout_key": None, "most_stages": 12}
     calls = child(tmp_path, monkeypatch, f"echo '{json.dumps({'result': {'has_batchnorm': False} | facts})}'")
     assert model_facts.has_batchnorm("timm/vit", {}) is False
-    model_facts.forget_answers()
+    forget()
     found = layer_facts("timm/vit", {})
     assert found is not None and found.model_dump() == facts
     assert layer_facts("acme.models:tiny", {}) is None
@@ -203,29 +207,6 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     for name, kind in optimization._torch_classes().items():
         arguments = inspect.signature(kind).parameters.keys() - {"params", "lr"}
         assert set(TORCH_OPTIMIZERS[name].split()) == arguments, name
-
-
-@pytest.mark.parametrize(("override", "said"), [
-    ("optimization.optimizer.name=adamww", "there is no optimizer 'adamww'; did you mean adamw?"),
-    ("optimization.optimizer.name=torch/lamb", "no optimizer 'torch/lamb'; write one of torch.optim"),
-    ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean timm/lamb?"),
-    ("optimization.optimizer.name=timm/krom", "there is no optimizer 'timm/krom'; write one of torch.optim"),
-    ("optimization.optimizer.name=kron", "kron keeps lists of tensors and its own random generator"),
-    ("optimization.optimizer.name=timm/AdaHessian", "AdaHessian needs second derivatives, which"),
-    ("optimization.optimizer.name=torch/sparseadam", "sparseadam supports sparse gradients only"),
-    ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
-    ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
-])  # fmt: skip
-def test_a_misspelt_optimizer_or_schedule_is_found(
-    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {
-        "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
-        "timm": ["resnet18"],
-    }
-    monkeypatch.setattr(model_facts, "_answer", lambda question: answers)
-    (line,) = problems_of(tmp_path, GOOD, override)
-    assert said in line
 
 
 def test_that_names_were_not_checked_is_said(

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.problems import ProblemLine
-from hpc_train.experiment.validate.loading import load
+from tests.config.files import problems_of
 from tests.validate.following import followed
 from tests.validate.messages import NEWCOMERS, cases, lines_of, text_of, without_libraries
 
@@ -17,21 +15,11 @@ CASES = {case: lines for case, lines in cases(NEWCOMERS).items() if case.startsw
 _MAX_ROUNDS = 12
 
 
-def _problems(text: str) -> list[ProblemLine]:
-    path = Path("exp.yaml")
-    path.write_text(text, encoding="utf-8")
-    try:
-        load(path)
-    except BadFileError as error:
-        return [line for line in error.problems if isinstance(line, ProblemLine)]
-    return []
-
-
 def _remaining_problem(case: str) -> str:
     """Return the first problem that remains after all answers were followed; empty for a valid file."""
     text = text_of(case)
     for _ in range(_MAX_ROUNDS):
-        problems = _problems(text)
+        problems = problems_of(Path(), text)
         if not problems:
             return ""
         try:

@@ -20,6 +20,7 @@ from hpc_train.experiment.config.keys import (
     members,
     node_at,
     section_schema,
+    value_at,
 )
 from hpc_train.experiment.config.problems import (
     MAX_PROBLEMS,
@@ -82,7 +83,9 @@ def _explained(
         if _is_unknown(problem) and problem.remedy.startswith("write parameters: ")
     }
     # A misspelt key is not reported as missing as well.
-    return [problem for path, problem in problems.items() if path not in misspelt or not _is_missing(problem)]
+    return [
+        problem for path, problem in problems.items() if path not in misspelt or problem.code != "key.missing"
+    ]
 
 
 def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
@@ -117,10 +120,6 @@ def _is_unknown(problem: Problem) -> bool:
     return problem.code == "key.unknown"
 
 
-def _is_missing(problem: Problem) -> bool:
-    return problem.code == "key.missing"
-
-
 def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any], schema: Node) -> Problem:
     path = _key_path(loc, schema)
     if kind == "missing" and isinstance(path[-1], str):
@@ -132,9 +131,14 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
-        message, _, remedy = str(context["error"]).partition("; ")
-        return Problem(path, message, remedy, code="value.invalid")
-    return _wrong_value(path, _node(path, schema), _given_at(data, path))
+        message, _, advice = str(context["error"]).partition("; ")
+        return Problem(path, message, advice, code="value.invalid")
+    node, value = _node(path, schema), _given_at(data, path)
+    is_list = isinstance(value, list) and any(member.get("type") == "array" for member in members(node))
+    actual = f"a list of {len(value)}" if is_list else shown(value)
+    return Problem(
+        path, f"needs {wanted(node)}, got {actual}", remedy(path, node, value), code="value.invalid"
+    )
 
 
 def _node(path: KeyPath, schema: Node) -> Node:
@@ -170,13 +174,6 @@ def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
     return path
 
 
-def value_at(data: Any, path: KeyPath) -> Any:
-    """Return the value at a path that exists."""
-    for segment in path:
-        data = data[segment]
-    return data
-
-
 def _example_of(node: Node) -> str:
     """Return an example value for a required key, as written in a file."""
     if "examples" not in node:
@@ -205,13 +202,6 @@ def _example_for(path: KeyPath, data: dict[str, Any]) -> str | None:
 def _means(path: KeyPath, key: str) -> bool:
     """Return True if another tool's key means ``key`` beside it: ``monitor`` means ``metric``."""
     return meant_path(path) == (*path[:-1], key)
-
-
-def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
-    message = f"needs {wanted(node)}, got {shown(value)}"
-    if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
-        message = f"needs {wanted(node)}, got a list of {len(value)}"
-    return Problem(path, message, remedy(path, node, value), code="value.invalid")
 
 
 def wanted(node: Node) -> str:

@@ -261,6 +261,16 @@ def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | N
     return child(node, segment)
 
 
+def value_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path of a file's content; None if it has none."""
+    for segment in path:
+        if isinstance(segment, int):
+            data = data[segment] if isinstance(data, list) else None
+        else:
+            data = data.get(segment) if isinstance(data, dict) else None
+    return data
+
+
 def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
     """Return a copy of ``data`` with ``value`` at ``path``; missing sections are created, the rest is
     shared.

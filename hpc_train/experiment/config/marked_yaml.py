@@ -17,18 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    Event,
-    MappingEndEvent,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-    StreamEndEvent,
-)
 from yaml.parser import Parser
 from yaml.reader import Reader
 from yaml.scanner import Scanner
@@ -213,12 +201,12 @@ class _Reading:
         """Return the value of the one document; None where there is none."""
         next(self.events)
         start = next(self.events)
-        if isinstance(start, StreamEndEvent):
+        if isinstance(start, yaml.StreamEndEvent):
             return None
         data = self._value(next(self.events), (), 1)
         next(self.events)
         more = next(self.events)
-        if isinstance(more, DocumentStartEvent):
+        if isinstance(more, yaml.DocumentStartEvent):
             self._refuse(
                 "yaml.two-documents",
                 (),
@@ -228,7 +216,7 @@ class _Reading:
             )
         return data
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[yaml.Event]:
         try:
             while self.parser.check_event():
                 yield self.parser.get_event()  # type: ignore[no-untyped-call]
@@ -238,34 +226,34 @@ class _Reading:
             remedy, place = "fix the escape or directive here", _place(self.parser.get_mark())
             raise _UnreadableError("yaml.syntax", "is not valid YAML", remedy, place) from error
 
-    def _refuse(self, code: str, path: KeyPath, event: Event, message: str, remedy: str) -> None:
+    def _refuse(self, code: str, path: KeyPath, event: yaml.Event, message: str, remedy: str) -> None:
         place = _place(event.start_mark)
         self.problems.append(Problem(path, message, remedy, place=place, code=code))
         if len(self.problems) > MAX_PROBLEMS:
             remedy = "fix the errors above first"
             raise _UnreadableError("problems.more", "the rest was not read", remedy, place)
 
-    def _value(self, event: Event, path: KeyPath, depth: int) -> Any:
+    def _value(self, event: yaml.Event, path: KeyPath, depth: int) -> Any:
         self._check_node(event, path)
         self._count(event)
-        if isinstance(event, ScalarEvent):
+        if isinstance(event, yaml.ScalarEvent):
             return self._scalar(event, path)
-        if isinstance(event, AliasEvent):
+        if isinstance(event, yaml.AliasEvent):
             return None
         if depth > MAX_DEPTH:
             message = f"is nested more than {MAX_DEPTH} levels deep"
             raise _UnreadableError("yaml.depth", message, "use fewer levels", _place(event.start_mark))
-        if isinstance(event, SequenceStartEvent):
+        if isinstance(event, yaml.SequenceStartEvent):
             return self._sequence(path, depth)
-        assert isinstance(event, MappingStartEvent)
+        assert isinstance(event, yaml.MappingStartEvent)
         return self._mapping(path, depth)
 
-    def _check_node(self, event: Event, path: KeyPath) -> None:
-        if isinstance(event, AliasEvent):
+    def _check_node(self, event: yaml.Event, path: KeyPath) -> None:
+        if isinstance(event, yaml.AliasEvent):
             message = f"is the alias *{shortened(str(event.anchor))}"
             self._refuse("yaml.alias", path, event, message, "write the value out")
             return
-        assert isinstance(event, NodeEvent)
+        assert isinstance(event, yaml.NodeEvent)
         if event.anchor is not None:
             message = f"has the anchor &{shortened(event.anchor)}"
             self._refuse("yaml.anchor", path, event, message, "take the anchor out")
@@ -275,13 +263,13 @@ class _Reading:
             remedy = "take the tag out; write a plain value"
             self._refuse("yaml.tag", path, event, f"has the tag {shortened(tag)}", remedy)
 
-    def _count(self, event: Event) -> None:
+    def _count(self, event: yaml.Event) -> None:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             message, remedy = f"has more than {MAX_VALUES:,} values", "write only the values of an experiment"
             raise _UnreadableError("yaml.size", message, remedy, _place(event.start_mark))
 
-    def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
+    def _scalar(self, event: yaml.ScalarEvent, path: KeyPath) -> object:
         if _SURROGATE.search(event.value):
             self._refuse("yaml.surrogate", path, event, "has a lone surrogate", "write the whole character")
             return None
@@ -296,7 +284,7 @@ class _Reading:
     def _sequence(self, path: KeyPath, depth: int) -> list[Any]:
         items: list[Any] = []
         for event in self.events:
-            if isinstance(event, SequenceEndEvent):
+            if isinstance(event, yaml.SequenceEndEvent):
                 break
             item_path = (*path, len(items))
             place = _place(event.start_mark)
@@ -307,7 +295,7 @@ class _Reading:
     def _mapping(self, path: KeyPath, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for event in self.events:
-            if isinstance(event, MappingEndEvent):
+            if isinstance(event, yaml.MappingEndEvent):
                 break
             key = self._key(event, path, depth)
             value_event = next(self.events)
@@ -324,9 +312,9 @@ class _Reading:
                 values[key] = value
         return values
 
-    def _key(self, event: Event, path: KeyPath, depth: int) -> str | None:
+    def _key(self, event: yaml.Event, path: KeyPath, depth: int) -> str | None:
         """Return the key; None, with its problem recorded, if it is invalid."""
-        if isinstance(event, ScalarEvent) and event.implicit[0] and event.value == "<<":
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
             self._refuse(
                 "yaml.merge-key", (*path, "<<"), event, "merge keys are not supported", "write the keys out"
             )
@@ -334,7 +322,7 @@ class _Reading:
         key = self._value(event, path, depth + 1)
         if isinstance(key, str):
             return key
-        if not isinstance(event, AliasEvent):
+        if not isinstance(event, yaml.AliasEvent):
             message = f"the key is {shown(key)}, not text"
             self._refuse("yaml.key", path, event, message, "write a name, or put it in quotes")
         return None
@@ -349,14 +337,11 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str) -> _UnreadableError:
             (words for part, words in _REMEDIES if part in reason), "correct the indentation or quotes here"
         )
     )
-    is_unclosed = error.context_mark is not None and _ends_the_file(error, text)
+    # Without an error before the end of the file a quote or bracket is not closed.
+    last_line = len(_LINE_BREAK.split(text.rstrip()))
+    is_unclosed = error.context_mark and error.problem_mark and error.problem_mark.line >= last_line
     place = _place(error.context_mark if is_unclosed else error.problem_mark or error.context_mark)
     return _UnreadableError("yaml.syntax", f"is not valid YAML: {reason}", remedy, place)
-
-
-def _ends_the_file(error: yaml.MarkedYAMLError, text: str) -> bool:
-    """Return True if the parser found nothing wrong until the end: a quote or bracket is not closed."""
-    return error.problem_mark is not None and error.problem_mark.line >= len(_LINE_BREAK.split(text.rstrip()))
 
 
 def _line_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:

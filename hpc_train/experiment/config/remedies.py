@@ -80,7 +80,9 @@ def remedy(path: KeyPath, node: Node, value: object) -> str:
     if value is None:
         example = node.get("examples")
         needed = f"write {in_flow(example[0])}, or another value" if example else "write a value"
-        return needed if _is_required(path) else "take it out, or write a value"
+        parent = as_mapping(node_at(path[:-1]) or {}) or {}
+        is_required = path[-1] in parent.get("required", [])
+        return needed if is_required else "take it out, or write a value"
     if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
         return with_blank(*unspaced)
     if path[:-1] in PARAMETERS and isinstance(value, list) and value:
@@ -334,11 +336,6 @@ def _reads_as_number(text: str) -> bool:
 def _choices(node: Node) -> list[str]:
     parts = members(node)
     return [str(choice) for part in parts for choice in part.get("enum", [part.get("const")]) if choice]
-
-
-def _is_required(path: KeyPath) -> bool:
-    parent = as_mapping(node_at(path[:-1]) or {}) or {}
-    return path[-1] in parent.get("required", [])
 
 
 def in_flow(value: Any) -> str:

@@ -70,9 +70,12 @@ class Distribution(Section):
     """The parameter is only varied in runs with these values: by key, one value or a list of values."""
 
     @cached_property
-    def condition(self) -> Conditions:
-        """``when``, fulfilled by all runs if it is not given."""
-        return Conditions.of(self.when or {})
+    def _condition(self) -> Conditions:
+        return _conditions(self.when or {})
+
+    def applies(self, values: Mapping[str, Any]) -> bool:
+        """Return True if a run with these values fulfills ``when``, so that the parameter is varied."""
+        return _hold(self._condition, values)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -184,11 +187,11 @@ class SweepConfig(Section):
     @cached_property
     def exclusions(self) -> tuple[Conditions, ...]:
         """The conditions of runs that ``exclude`` names."""
-        return tuple(map(Conditions.of, self.exclude))
+        return tuple(map(_conditions, self.exclude))
 
     def is_excluded(self, values: Mapping[str, Any]) -> bool:
         """Tell whether ``exclude`` names a run with these values."""
-        return any(conditions.hold(values) for conditions in self.exclusions)
+        return any(_hold(conditions, values) for conditions in self.exclusions)
 
     @property
     def has_values(self) -> bool:
@@ -250,23 +253,16 @@ def comparable(value: Any) -> object:
     return (type(value).__name__ if isinstance(value, bool | str) or value is None else "number", value)
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Values that a run must have: of each key one."""
+#: Key → the values of which a run must have one, as ``comparable`` returns them.
+Conditions = Mapping[str, frozenset[object]]
 
-    #: As ``comparable`` returns them.
-    accepted: Mapping[str, frozenset[object]]
 
-    @classmethod
-    def of(cls, conditions: Mapping[str, Any]) -> Conditions:
-        """Read a mapping of the file: by key one value, or a list of which each will do."""
-        return cls(
-            {key: frozenset(map(comparable, accepted_values(wanted))) for key, wanted in conditions.items()}
-        )
+def _conditions(section: Mapping[str, Any]) -> Conditions:
+    return {key: frozenset(map(comparable, accepted_values(wanted))) for key, wanted in section.items()}
 
-    def hold(self, values: Mapping[str, Any]) -> bool:
-        """Tell whether a run with these values fulfils them."""
-        return all(key in values and comparable(values[key]) in some for key, some in self.accepted.items())
+
+def _hold(conditions: Conditions, values: Mapping[str, Any]) -> bool:
+    return all(key in values and comparable(values[key]) in wanted for key, wanted in conditions.items())
 
 
 def accepted_values(wanted: Any) -> tuple[Any, ...]:
@@ -278,7 +274,7 @@ def varied(parameters: Mapping[str, Distribution], values: Mapping[str, Any]) ->
     """Return ``values`` without the parameters whose condition (``when``) they do not fulfil."""
     kept = {key: value for key, value in values.items() if key not in parameters}
     for key in by_condition(parameters):
-        if key in values and parameters[key].condition.hold(kept):
+        if key in values and parameters[key].applies(kept):
             kept[key] = values[key]
     return {key: values[key] for key in values if key in kept}
 

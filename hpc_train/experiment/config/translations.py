@@ -26,6 +26,7 @@ from hpc_train.experiment.config.keys import (
     program_key,
     split_key,
     unknown_key,
+    value_at,
 )
 from hpc_train.experiment.config.marked_yaml import resolve_scalar
 from hpc_train.experiment.config.problems import KeyPath, Problem, dotted, split_at_colon
@@ -65,7 +66,7 @@ def unknown_keys(path: KeyPath, data: Mapping[str, Any]) -> Iterator[Problem]:
         likely = likely if is_of_program else suggestion(name, known_keys(()), likely)
         yield Problem(path, "unknown key", likely, on_key=True, code="key.unknown")
         return
-    value = _at(data, path)
+    value = value_at(data, path)
     if len(path) == 1 and program_key(str(path[0])) == "command" and isinstance(value, str | list) and value:
         line = value if isinstance(value, str) else shlex.join(map(str, value))
         command = f"write {PROGRAM}: {{command: {listed(line)}}}"
@@ -113,16 +114,6 @@ def target_of(path: KeyPath) -> KeyPath | None:
     return own if own != path and own[-1] in known_keys(own[:-1]) else meant_path(own)
 
 
-def _at(data: Any, path: KeyPath) -> Any:
-    """Return the value at a path; None if the file has none."""
-    for segment in path:
-        if isinstance(segment, int):
-            data = data[segment] if isinstance(data, list) else None
-        else:
-            data = data.get(segment) if isinstance(data, dict) else None
-    return data
-
-
 def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
     """Return True if the mapping at ``path`` can't be renamed: the file has the section, or there is none."""
     if path[0] == "sweep" or advice_for(own_path(path)):
@@ -131,7 +122,9 @@ def _is_wrapper(path: KeyPath, data: Mapping[str, Any]) -> bool:
     if meant is None:
         return True
     is_above = path[: len(meant)] == meant
-    return as_mapping(node_at(meant) or {}) is not None and (is_above or isinstance(_at(data, meant), dict))
+    return as_mapping(node_at(meant) or {}) is not None and (
+        is_above or isinstance(value_at(data, meant), dict)
+    )
 
 
 def _message(path: KeyPath) -> str:
@@ -152,7 +145,7 @@ def _translation(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | No
     is_off = isinstance(value, bool | str) and str(value).lower() in _OFF
     if is_off and node is not None and not fits(node, value):
         return "take it out"
-    meant = _merged(_at(data, target), target, _converted(target, value, own[-1]), value)
+    meant = _merged(value_at(data, target), target, _converted(target, value, own[-1]), value)
     if meant is None:
         advice = remedy(target, node or {}, value)
         return advice if advice.startswith("take it out") else None
@@ -241,9 +234,9 @@ def _converted_section(target: KeyPath, value: dict[str, Any]) -> dict[str, Any]
 
 def _section_beside(path: KeyPath, section: KeyPath, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
     """Return a section beside the key and its value, with all keys beside it that belong there."""
-    existing = _at(data, section)
+    existing = value_at(data, section)
     merged = dict(existing) if isinstance(existing, dict) else {}
-    for key, value in _at(data, path[:-1]).items():
+    for key, value in value_at(data, path[:-1]).items():
         target = None if key in known_keys(path[:-1]) else meant_path((*path[:-1], key))
         if target is not None and target[:-1] == section:
             new = _converted(target, value, key)
@@ -254,7 +247,7 @@ def _section_beside(path: KeyPath, section: KeyPath, data: Mapping[str, Any]) ->
 def _with_required(target: KeyPath, value: Any, data: Mapping[str, Any]) -> tuple[KeyPath, Any]:
     """Return the key and its value; with its section, if the file lacks others that the section requires."""
     section = target[:-1]
-    if len(section) < 2 or isinstance(_at(data, section), dict):
+    if len(section) < 2 or isinstance(value_at(data, section), dict):
         return target, value
     whole = completed(section, {str(target[-1]): value})
     return (section, whole) if len(whole) > 1 else (target, value)
@@ -270,7 +263,7 @@ def _nested(path: KeyPath, value: Any, data: Mapping[str, Any]) -> str | None:
     if len(keys) <= len(path):
         return None
     end = max(
-        end for end in range(len(path), len(keys) + 1) if end == len(path) or _at(data, keys[: end - 1])
+        end for end in range(len(path), len(keys) + 1) if end == len(path) or value_at(data, keys[: end - 1])
     )
     for key in reversed(keys[end:]):
         value = {str(key): value}
@@ -300,7 +293,7 @@ def _part_of_distribution(path: KeyPath, data: Mapping[str, Any]) -> str | None:
     """Return the distribution for ``min`` and ``max``, or ``values``, of a parameter as wandb has it."""
     if path[-2:-1] == () or path[:1] != ("sweep",) or path[2:3] != ("parameters",) or len(path) != 5:
         return None
-    distribution = _distribution(_at(data, path[:-1]))
+    distribution = _distribution(value_at(data, path[:-1]))
     if isinstance(distribution, list):
         distribution = {"choice": distribution}
     if distribution is None or path[-1] in distribution:

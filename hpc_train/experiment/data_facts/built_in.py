@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_train.experiment.config.training_sections import DataConfig
-from hpc_train.experiment.data_facts import facts, image_facts, root_layout
-from hpc_train.experiment.data_facts.data_size import (
-    TextArgs,
-    count_annotated_images,
-    count_images,
-    count_masked_images,
-    count_sequences,
+from hpc_train.experiment.data_facts import (
+    data_size,
+    facts,
+    image_facts,
+    listed_data,
+    root_layout,
+    token_shards,
 )
 from hpc_train.experiment.data_facts.facts import DataFacts, TaskFacts
-from hpc_train.experiment.data_facts.listed_data import (
-    HuggingFaceArgs,
-    ImageListArgs,
-    WebdatasetArgs,
-    arrow_files,
-    count_listed,
-    count_shards,
-    image_list_files,
-    listed_images,
-    webdataset_files,
-)
-from hpc_train.experiment.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
 from hpc_train.paths import expanded
 from hpc_train.registry import split_name
 
@@ -55,61 +43,49 @@ def _synthetic_samples(data: DataConfig) -> int | None:
 
 #: Number of classes of ``digits``, and of ``synthetic`` by default.
 _CLASSES_OF_DIGITS = 10
-#: Number of classes of torchvision's data sets, as their authors publish them.
-_TORCHVISION_CLASSES = {
-    "CIFAR10": 10,
-    "CIFAR100": 100,
-    "FashionMNIST": 10,
-    "Flowers102": 102,
-    "Food101": 101,
-    "ImageNet": 1000,
-    "KMNIST": 10,
-    "MNIST": 10,
-    "OxfordIIITPet": 37,
-    "STL10": 10,
-    "SVHN": 10,
-    "USPS": 10,
+
+
+class _Published(NamedTuple):
+    """Facts of a data set of torchvision by its authors. None: its arguments or images determine it."""
+
+    #: In the training split.
+    samples: int | None = None
+    classes: int | None = None
+    channels: int | None = None
+    #: The side of the images, if they are square and of equal size.
+    side: int | None = None
+
+
+TORCHVISION = {
+    "CIFAR10": _Published(50_000, 10, 3, 32),
+    "CIFAR100": _Published(50_000, 100, 3, 32),
+    "Cityscapes": _Published(2_975),
+    "Country211": _Published(31_650),
+    "DTD": _Published(1_880),
+    "EMNIST": _Published(None, None, 1, 28),
+    "FER2013": _Published(None, None, 1, 48),
+    "FGVCAircraft": _Published(3_334),
+    "FashionMNIST": _Published(60_000, 10, 1, 28),
+    "Flowers102": _Published(1_020, 102),
+    "Food101": _Published(75_750, 101),
+    "GTSRB": _Published(26_640),
+    "ImageNet": _Published(1_281_167, 1_000),
+    "KMNIST": _Published(60_000, 10, 1, 28),
+    "MNIST": _Published(60_000, 10, 1, 28),
+    "OxfordIIITPet": _Published(3_680, 37),
+    "PCAM": _Published(262_144, None, 3, 96),
+    "QMNIST": _Published(60_000, None, 1, 28),
+    "RenderedSST2": _Published(6_920),
+    "STL10": _Published(5_000, 10, 3, 96),
+    "SVHN": _Published(73_257, 10, 3, 32),
+    "StanfordCars": _Published(8_144),
+    "USPS": _Published(7_291, 10, 1, 16),
+    "VOCSegmentation": _Published(1_464),
 }
-#: Number of samples in the training splits of torchvision's data sets, as their authors publish them.
-_TRAINING_SAMPLES = {
-    "CIFAR10": 50_000,
-    "CIFAR100": 50_000,
-    "Cityscapes": 2_975,
-    "Country211": 31_650,
-    "DTD": 1_880,
-    "FGVCAircraft": 3_334,
-    "FashionMNIST": 60_000,
-    "Flowers102": 1_020,
-    "Food101": 75_750,
-    "GTSRB": 26_640,
-    "ImageNet": 1_281_167,
-    "KMNIST": 60_000,
-    "MNIST": 60_000,
-    "OxfordIIITPet": 3_680,
-    "PCAM": 262_144,
-    "QMNIST": 60_000,
-    "RenderedSST2": 6_920,
-    "STL10": 5_000,
-    "SVHN": 73_257,
-    "StanfordCars": 8_144,
-    "USPS": 7_291,
-    "VOCSegmentation": 1_464,
-}
-#: Channels and side of torchvision's images, if they are square and of equal size.
-TORCHVISION_IMAGES = {
-    "CIFAR10": (3, 32),
-    "CIFAR100": (3, 32),
-    "EMNIST": (1, 28),
-    "FER2013": (1, 48),
-    "FashionMNIST": (1, 28),
-    "KMNIST": (1, 28),
-    "MNIST": (1, 28),
-    "PCAM": (3, 96),
-    "QMNIST": (1, 28),
-    "STL10": (3, 96),
-    "SVHN": (3, 32),
-    "USPS": (1, 16),
-}
+
+
+def _published(data: DataConfig) -> _Published:
+    return TORCHVISION.get(split_name(data.name)[1], _Published())
 
 
 def _image_files(**facts: Any) -> DataFacts:
@@ -148,27 +124,27 @@ DATA_SETS = {
         root="the folder that contains train/<class>/ and val/<class>/",
         layout=root_layout.image_folder,
         is_packable=True,
-        num_samples=lambda data: count_images(expanded(data.root) / "train") if data.root else None,
+        num_samples=lambda data: data_size.count_images(expanded(data.root) / "train") if data.root else None,
         args=image_facts.ImageFolderArgs,
         implementation="hpc_train.training.datasets.sources.imagefolder:build",
     ),
     "image_list": _image_files(
         default_target="class",
         root="the folder of the lists and images",
-        listing=image_list_files,
-        listed_names=listed_images,
+        listing=listed_data.image_list_files,
+        listed_names=listed_data.listed_images,
         index="optional",
-        num_samples=count_listed,
-        args=ImageListArgs,
+        num_samples=listed_data.count_listed,
+        args=listed_data.ImageListArgs,
         implementation="hpc_train.training.datasets.sources.image_list:build",
     ),
     "webdataset": _image_files(
         default_target="class",
         root="the folder of the tar files",
-        listing=webdataset_files,
+        listing=listed_data.webdataset_files,
         index="required",
-        num_samples=count_shards,
-        args=WebdatasetArgs,
+        num_samples=listed_data.count_shards,
+        args=listed_data.WebdatasetArgs,
         implementation="hpc_train.training.datasets.sources.webdataset:build",
     ),
     "segmentation_folder": _image_files(
@@ -176,7 +152,7 @@ DATA_SETS = {
         root="the folder that contains train/images/ and train/masks/",
         layout=root_layout.segmentation_folder,
         num_classes=_argument("num_classes", 0),
-        num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
+        num_samples=lambda data: data_size.count_masked_images(expanded(data.root)) if data.root else None,
         args=image_facts.SegmentationFolderArgs,
         implementation="hpc_train.training.datasets.sources.segmentation_folder:build",
     ),
@@ -187,9 +163,9 @@ DATA_SETS = {
         is_on_hub=True,
         root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
         is_in_root=True,
-        listing=arrow_files,
+        listing=listed_data.arrow_files,
         channels=_argument("channels", 3),
-        args=HuggingFaceArgs,
+        args=listed_data.HuggingFaceArgs,
         implementation="hpc_train.training.datasets.sources.huggingface:build",
     ),
     "torchvision": DataFacts(
@@ -200,11 +176,11 @@ DATA_SETS = {
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
         is_listed=True,
-        image_size=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1],
-        channels=lambda data: TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0],
-        num_classes=lambda data: _TORCHVISION_CLASSES.get(split_name(data.name)[1]),
+        image_size=lambda data: _published(data).side,
+        channels=lambda data: _published(data).channels,
+        num_classes=lambda data: _published(data).classes,
         # An argument may select another part of the data.
-        num_samples=lambda data: None if data.args else _TRAINING_SAMPLES.get(split_name(data.name)[1]),
+        num_samples=lambda data: None if data.args else _published(data).samples,
         implementation="hpc_train.training.datasets.sources.torchvision:build",
     ),
     "coco": _image_files(
@@ -212,7 +188,7 @@ DATA_SETS = {
         root="the folder that contains train.json, val.json and the folders train and val of their images",
         layout=root_layout.coco,
         index="optional",
-        num_samples=count_annotated_images,
+        num_samples=data_size.count_annotated_images,
         args=image_facts.CocoArgs,
         implementation="hpc_train.training.datasets.sources.coco:build",
     ),
@@ -224,8 +200,8 @@ DATA_SETS = {
         layout=root_layout.text,
         is_in_root=True,
         example="",
-        num_samples=count_sequences,
-        args=TextArgs,
+        num_samples=data_size.count_sequences,
+        args=data_size.TextArgs,
         implementation="hpc_train.training.datasets.sources.text:build",
     ),
     "tokens": DataFacts(
@@ -235,9 +211,9 @@ DATA_SETS = {
         root="the folder that contains train.txt, train.jsonl or train.bin",
         is_in_root=True,
         example="",
-        num_samples=count_token_sequences,
-        fingerprint=tokens_fingerprint,
-        args=TokensArgs,
+        num_samples=token_shards.count_token_sequences,
+        fingerprint=token_shards.tokens_fingerprint,
+        args=token_shards.TokensArgs,
         implementation="hpc_train.training.datasets.sources.tokens:build",
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar, get_args
 
-from hpc_train.errors import BadFileError, shortened
+from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import Problem
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import DataConfig
@@ -28,29 +28,17 @@ def data_facts(name: str) -> DataFacts:
     if is_factory(name):
         return DataFacts()
     provider = split_name(name)[0]
-    return DATA_SETS.get(provider) or _exported("datasets", "data.name", provider, DataFacts())
+    return DATA_SETS.get(provider) or load_traits("datasets", provider, DataFacts())
 
 
 def task_facts(name: str) -> TaskFacts:
     """Return the requirements of the task called ``name``. Raises BadFileError like ``data_facts``."""
     if is_factory(name):
         return TaskFacts()
-    return TASKS.get(name) or _exported("tasks", "task", name, TaskFacts())
+    return TASKS.get(name) or load_traits("tasks", name, TaskFacts())
 
 
-def _exported(kind: str, key: str, name: str, default: _Row) -> _Row:
-    row = load_traits(kind, name)
-    if row is None:
-        return default
-    if not isinstance(row, type(default)):
-        raise BadFileError(
-            f"{key}: the facts of {name!r} are a {type(row).__name__}; "
-            f"export a hpc_train.experiment.data_facts.facts.{type(default).__name__}"
-        )
-    return row
-
-
-def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
+def _rows(kind: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
     """Return the rows of all parts of a kind, the built-in ones first.
 
     A plug-in whose row can't be imported is omitted because the file does not name it.
@@ -58,7 +46,7 @@ def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> d
     rows = dict(built_in)
     for name in described(kind):
         with suppress(Exception):
-            rows[name] = _exported(kind, key, name, default)
+            rows[name] = load_traits(kind, name, default)
     return rows
 
 
@@ -96,12 +84,7 @@ def missing_root(data: DataConfig) -> Problem | None:
     is_no_name = facts.example == "" and "/" in name
     if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
         return None
-    return Problem(
-        ("data", "root"),
-        f"is missing, and {shortened(name)} needs it",
-        f"write {facts.root}",
-        code="data.root-missing",
-    )
+    return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
 
 
 def misplaced(data: DataConfig) -> Problem | None:
@@ -117,11 +100,9 @@ def missing_index(data: DataConfig) -> Problem | None:
         is_missing = bool(files) and not has_index(data, files)
     except OSError:  # the ranks may be able to read them
         return None
-    return (
-        Problem(("data", "root"), *without_index(data, files), code="data.index-missing")
-        if is_missing
-        else None
-    )
+    if not is_missing:
+        return None
+    return Problem(("data", "root"), *without_index(data, files), code="data.index-missing")
 
 
 def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
@@ -131,8 +112,8 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
         return None
     target = () if data.target is None else (data.target,)
     modality = () if data.modality is None else (data.modality,)
-    all_tasks = _rows("tasks", "task", TASKS, TaskFacts())
-    all_data = _rows("datasets", "data.name", DATA_SETS, DataFacts())
+    all_tasks = _rows("tasks", TASKS, TaskFacts())
+    all_data = _rows("datasets", DATA_SETS, DataFacts())
     tasks = [name for name, facts in all_tasks.items() if facts.fits(data)]
     others = [
         name

@@ -5,7 +5,7 @@ The arguments of lists, text and token shards are in the modules that count thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -103,9 +103,12 @@ def only_for_masks(data: DataConfig) -> Problem | None:
     return None
 
 
-def keys_of_image_files(data: DataConfig) -> list[str]:
-    """Return the keys of ``data`` that affect the decoding of image files and differ from their defaults."""
-    keys = ("value_range", "exif_orientation", "max_image_pixels")
+#: The keys of ``data`` that affect the decoding of image files.
+KEYS_OF_IMAGE_FILES = ("value_range", "exif_orientation", "max_image_pixels")
+
+
+def changed_keys(data: DataConfig, keys: Iterable[str] = KEYS_OF_IMAGE_FILES) -> list[str]:
+    """Return the ``keys`` of ``data`` that differ from their defaults."""
     return [key for key in keys if getattr(data, key) != DataConfig.model_fields[key].default]
 
 

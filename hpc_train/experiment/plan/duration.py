@@ -71,10 +71,6 @@ class Steps:
     evaluations: int
     checkpoint: CheckpointConfig
 
-    def saves(self, training_s: float) -> int:
-        """Return the number of checkpoints in this many seconds; the last step is always saved."""
-        return count_saves(self.checkpoint, self.total, training_s)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -133,7 +129,7 @@ def predicted(work: StepWork, steps: Steps, step_time: StepTime, size: Ranks) ->
     training_s = steps.total * step_s
     evaluation_s = _mean([run.evaluation_s * run.work.data_ranks / work.data_ranks for run in runs])
     busy_s = training_s + steps.evaluations * evaluation_s
-    busy_s += steps.saves(training_s) * _mean([run.save_s for run in runs])
+    busy_s += count_saves(steps.checkpoint, steps.total, training_s) * _mean([run.save_s for run in runs])
     start_s, stop_s = (_mean([getattr(run, key) for run in runs]) for key in ("start_s", "stop_s"))
     attempts = count_attempts(busy_s, start_s, size.attempt_s)
     duration_s = busy_s + (attempts or 1) * (start_s + stop_s)

@@ -153,12 +153,12 @@ class StagedFile:
         if isinstance(data.get(JOB), dict):
             data[JOB] = data[JOB] | {"nodes": 1}
         changed = {key: value for key, value in section.items() if key != program}
-        data = _merged(data, changed) | {"program": self._program(index, program, section[program], weights)}
+        data = _merged(data, changed) | {"program": self._program(program, section[program], weights)}
         marks = self._marks_of(index)
         marks |= {("program", *mark[1:]): marks[mark] for mark in list(marks) if mark[:1] == (program,)}
         return load_document(Document(data, marks), self._name)
 
-    def _program(self, index: int, program: str, value: Any, weights: str) -> dict[str, Any]:
+    def _program(self, program: str, value: Any, weights: str) -> dict[str, Any]:
         # By the place of this run, so that the command does not depend on the folder of runs.
         run = f"{{run}}/../../{weights}"
         if program == EVALUATE:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.keys import NOT_IDENTITY, SCALING, split_key
+from hpc_train.experiment.config.keys import NOT_IDENTITY, SCALING, split_key, value_at
 from hpc_train.experiment.config.problems import MAX_PROBLEMS, KeyPath, dotted
 from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.config.sweep_sections import (
@@ -233,8 +233,9 @@ def content_hash(experiment: Job, scaled_by: Iterable[KeyPath] = ()) -> str:
     ``scaled_by``: keys outside the id that a sweep varies, whose values are included in its runs' ids.
     """
     settings = _identity(experiment, exclude_defaults=True)
-    if scaled := {dotted(path): _value(experiment, path) for path in scaled_by}:
-        settings["scaled by"] = scaled
+    if paths := list(scaled_by):
+        whole = experiment.model_dump(mode="json")
+        settings["scaled by"] = {dotted(path): value_at(whole, path) for path in paths}
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -242,13 +243,6 @@ def content_hash(experiment: Job, scaled_by: Iterable[KeyPath] = ()) -> str:
 def run_id(experiment: Job, scaled_by: Iterable[KeyPath] = ()) -> str:
     """Return the id of the run; equal experiments have equal ids. ``scaled_by``: see above."""
     return content_hash(experiment, scaled_by)[:RUN_ID_LENGTH]
-
-
-def _value(experiment: Job, path: KeyPath) -> Any:
-    value: Any = experiment.model_dump(mode="json")
-    for segment in path:
-        value = value[segment]
-    return value
 
 
 def changes_identity(old: Job, new: Job) -> list[str]:

@@ -165,7 +165,6 @@ def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | 
         ("optimization", "global_batch_size"),
         f"{global_batch_size} is not a multiple of micro_batch_size {micro_batch_size}",
         f"write {fitting}, or a micro_batch_size that divides {global_batch_size}",
-        code="batch.undivided",
     )
 
 
@@ -178,7 +177,6 @@ def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
         ("data", "augment", "repeats"),
         f"{repeats} does not divide optimization.global_batch_size {global_batch_size}",
         f"write {fitting}, or a global_batch_size that is a multiple of {repeats}",
-        code="batch.undivided-repeats",
     )
 
 
@@ -191,14 +189,9 @@ def too_few_samples(
     path = ("optimization", "global_batch_size")
     message = f"{global_batch_size} is more than the {num_samples} training samples of the data"
     micro = 1 if micro_batch_size == "auto" else micro_batch_size
-    if num_samples < micro:
-        return Problem(
-            path,
-            message,
-            f"write {num_samples} or less, in it and in optimization.micro_batch_size",
-            code="data.too-few",
-        )
     remedy = f"write {num_samples // micro * micro} or less, so that an epoch is at least one step"
+    if num_samples < micro:
+        remedy = f"write {num_samples} or less, in it and in optimization.micro_batch_size"
     return Problem(path, message, remedy, code="data.too-few")
 
 
@@ -217,10 +210,6 @@ def too_long_warmup(
         return None
     key = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"
     shown = unit.removesuffix("s") if warmup == 1 else unit
+    path = ("optimization", "schedule", key)
     message = f"a warm-up of {warmup:g} {shown} is not shorter than the run, which has {length}"
-    return Problem(
-        ("optimization", "schedule", key),
-        message,
-        "write a shorter one, or train longer",
-        code="schedule.long-warmup",
-    )
+    return Problem(path, message, "write a shorter one, or train longer", code="schedule.long-warmup")

@@ -199,17 +199,12 @@ def problem_of_stages(parallel: ParallelConfig) -> Problem | None:
     path = ("parallel", "stages_per_rank")
     if not traits.has_schedule:
         message = f"{parallel.strategy} has one stage per rank"
-        return Problem(path, message, "take it out", code="parallel.schedule") if stages > 1 else None
+        return Problem(path, message, "take it out") if stages > 1 else None
     if is_interleaved and stages < 2:
-        return Problem(
-            path,
-            "interleaved needs at least 2 stages per rank",
-            "write 2, or schedule: 1f1b",
-            code="parallel.schedule",
-        )
+        return Problem(path, "interleaved needs at least 2 stages per rank", "write 2, or schedule: 1f1b")
     if not is_interleaved and stages > 1:
         remedy = "take it out, or write schedule: interleaved"
-        return Problem(path, f"{parallel.schedule} has one stage per rank", remedy, code="parallel.schedule")
+        return Problem(path, f"{parallel.schedule} has one stage per rank", remedy)
     return None
 
 

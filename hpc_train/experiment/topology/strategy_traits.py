@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.problems import Problem, shown
 from hpc_train.registry import load_traits
 
@@ -49,7 +48,16 @@ class StrategyTraits:
 
 
 _UNUSED = ("find_unused_parameters",)
-
+#: A strategy whose ranks each own a shard of all parameters.
+_SHARDED = StrategyTraits(
+    degrees=("shard",),
+    rest=("shard",),
+    arguments=(),
+    shards_parameters=True,
+    shards_optimizer=True,
+    runs_one_by_one=True,
+    implementation="hpc_train.training.strategies.fully_sharded:FSDPStrategy",
+)
 #: The built-in strategies, one row each.
 BUILT_IN = {
     "ddp": StrategyTraits(
@@ -58,62 +66,37 @@ BUILT_IN = {
         has_mesh=False,
         implementation="hpc_train.training.strategies.ddp:DDPStrategy",
     ),
-    "fsdp": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
-        replicated_by="hsdp",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
-        implementation="hpc_train.training.strategies.fully_sharded:FSDPStrategy",
-    ),
-    "hsdp": StrategyTraits(
+    "fsdp": replace(_SHARDED, replicated_by="hsdp"),
+    "hsdp": replace(
+        _SHARDED,
         degrees=("shard", "replicate"),
         rest=("replicate", "shard"),
         spans_node="shard",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
         implementation="hpc_train.training.strategies.fully_sharded:HSDPStrategy",
     ),
-    "zero1": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
+    "zero1": replace(
+        _SHARDED,
         arguments=_UNUSED,
-        shards_optimizer=True,
-        runs_one_by_one=True,
+        shards_parameters=False,
         implementation="hpc_train.training.strategies.zero1:ZeRO1Strategy",
     ),
-    "zero2": StrategyTraits(
-        degrees=("shard",),
-        rest=("shard",),
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
-        runs_one_by_one=True,
-        implementation="hpc_train.training.strategies.fully_sharded:ZeRO2Strategy",
-    ),
-    "tensor": StrategyTraits(
+    "zero2": replace(_SHARDED, implementation="hpc_train.training.strategies.fully_sharded:ZeRO2Strategy"),
+    "tensor": replace(
+        _SHARDED,
         degrees=("shard", "replicate", "tensor"),
+        rest=("replicate",),
         divides_node="tensor",
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
         is_model_parallel=True,
-        runs_one_by_one=True,
         implementation="hpc_train.training.strategies.tensor:TensorStrategy",
     ),
-    "pipeline": StrategyTraits(
+    "pipeline": replace(
+        _SHARDED,
         degrees=("shard", "replicate", "tensor", "pipeline"),
         rest=("pipeline", "replicate"),
-        arguments=(),
-        shards_parameters=True,
-        shards_optimizer=True,
         is_model_parallel=True,
         has_stages=True,
         has_schedule=True,
+        runs_one_by_one=False,
         implementation="hpc_train.training.strategies.pipeline:PipelineStrategy",
     ),
 }
@@ -131,17 +114,7 @@ def traits_of(strategy: str) -> StrategyTraits:
     An unknown strategy, or one without a row, has the defaults. Raises BadFileError if a plug-in's row can't
     be imported or is not a ``StrategyTraits``.
     """
-    if strategy in BUILT_IN:
-        return BUILT_IN[strategy]
-    row = load_traits("strategies", strategy)
-    if row is None:
-        return StrategyTraits()
-    if not isinstance(row, StrategyTraits):
-        raise BadFileError(
-            f"parallel.strategy: the traits of {strategy!r} are a {type(row).__name__}; "
-            "export a hpc_train.experiment.topology.strategy_traits.StrategyTraits"
-        )
-    return row
+    return BUILT_IN.get(strategy) or load_traits("strategies", strategy, StrategyTraits())
 
 
 def problems_of_arguments(strategy: str, arguments: Mapping[str, object]) -> Iterator[Problem]:

@@ -1,12 +1,8 @@
-"""Which settings do not work together: the single source for validation, tests and docs/parallelism.md.
-
-``FEATURES`` are settings that can be combined freely, except where a rule below refuses it.
-"""
+"""Rules on settings that do not work together: the source of the table in docs/parallelism.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from hpc_train.errors import shortened
 from hpc_train.experiment.config.problems import Problem
@@ -18,41 +14,6 @@ from hpc_train.experiment.validate.base import rule
 
 #: Precisions whose compute dtype differs from the dtype of the parameters.
 _MIXED = ("bf16", "fp16", "fp8")
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One setting, as overrides of a file: a row of the docs' table, which tests combine."""
-
-    title: str
-    overrides: tuple[str, ...]
-    #: Whether it runs on a CPU within seconds; otherwise it is left to ``make test-gpu``.
-    on_cpu: bool = True
-
-
-FEATURES = (
-    Feature("fp32", ("precision=fp32",)),
-    Feature("tf32", ("precision=tf32",)),
-    Feature("bf16", ("precision=bf16",)),
-    Feature("fp16 with a scaler", ("precision=fp16",)),
-    Feature("fp8", ("precision=fp8",), on_cpu=False),
-    Feature("fp64", ("precision=fp64",)),
-    Feature("gradient clipping", ("optimization.clip_grad_norm=1.0",)),
-    Feature("channels_last", ("model.channels_last=true",)),
-    Feature("SyncBN", ("parallel.sync_batchnorm=true",)),
-    Feature("EMA", ("optimization.ema={decay: 0.9}",)),
-    Feature("layer-wise lr decay", ("optimization.optimizer.layer_decay=0.8",)),
-    Feature("compile, by block", ("compile=true",)),
-    Feature("compile, whole", ("compile={scope: model}",)),
-    Feature("compile, reduce-overhead", ("compile={mode: reduce-overhead}",)),
-    Feature("compile, max-autotune", ("compile={mode: max-autotune}",), on_cpu=False),
-    Feature("compile, with fallback", ("compile={fallback: true}",)),
-    Feature("activation checkpointing, all blocks", ("activation_checkpointing=blocks",)),
-    Feature("activation checkpointing, every 2nd block", ("activation_checkpointing=every 2",)),
-    Feature("activation checkpointing, selective", ("activation_checkpointing=selective",)),
-)
-
-
 #: Optimizers of torch and timm that need whole parameters instead of DTensors. Compared by a test.
 NEED_WHOLE_PARAMETERS = (
     "adafactor", "adamp", "adamuon", "cadafactor", "cadamp", "cmars", "csgdp", "mars", "nadamuon", "novograd",
@@ -74,45 +35,36 @@ def _has_batchnorm(experiment: Experiment) -> bool:
 
 _FP32_OR_DDP = "write fp32, or parallel.strategy: ddp"
 _WRITE_A_NUMBER = "write a number, like 64"
-_WRITE_BLOCKS = "write blocks"
-_NO_FLOAT8 = "write bf16, or use such a GPU"
 
 
 def sharded_batchnorm(precision: str, strategy: str, model: str) -> Problem:
     """Return the problem with BatchNorm in mixed precision if the strategy shards parameters."""
     message = f"{precision} does not work under {strategy} for {model}, which has BatchNorm"
-    return Problem(("precision",), message, _FP32_OR_DDP, code="precision.batchnorm")
+    return Problem(("precision",), message, _FP32_OR_DDP)
 
 
 def auto_batchnorm(model: str) -> Problem:
     """Return the problem with ``micro_batch_size: auto`` for a model with BatchNorm."""
     message = f"auto would make BatchNorm's statistics depend on memory, and {model} has BatchNorm"
-    return Problem(
-        ("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER, code="batch.auto-batchnorm"
-    )
+    return Problem(("optimization", "micro_batch_size"), message, _WRITE_A_NUMBER)
 
 
 def auto_on_cpu() -> Problem:
     """Return what is wrong with ``micro_batch_size: auto`` for ranks without GPUs."""
-    path = ("optimization", "micro_batch_size")
-    return Problem(
-        path,
-        "auto finds what fits into the memory of a GPU, and ranks use CPUs",
-        _WRITE_A_NUMBER,
-        code="batch.auto-cpu",
-    )
+    path, message = ("optimization", "micro_batch_size"), "auto finds what fits into the memory of a GPU"
+    return Problem(path, f"{message}, and ranks use CPUs", _WRITE_A_NUMBER, code="batch.auto-cpu")
 
 
 def compiled_whole(strategy: str) -> Problem:
     """Return the problem with compiling the whole model if the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"
-    return Problem(("compile", "scope"), message, _WRITE_BLOCKS, code="compile.stages")
+    return Problem(("compile", "scope"), message, "write blocks")
 
 
 def no_float8(found: str) -> Problem:
     """Return the problem with fp8 on a device without it; ``found``: the device or GPU that is used."""
     message = f"fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and {found}"
-    return Problem(("precision",), message, _NO_FLOAT8, code="precision.fp8-device")
+    return Problem(("precision",), message, "write bf16, or use such a GPU")
 
 
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
@@ -121,12 +73,8 @@ def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
         return None
     message = f"needs a number of ranks that divides {micro_batches} micro-batches, got {ranks}"
     fitting = max(size for size in range(1, ranks) if micro_batches % size == 0)
-    return Problem(
-        ("parallel", "sync_batchnorm"),
-        message,
-        f"start {fitting}, or write false",
-        code="parallel.sync-batchnorm-ranks",
-    )
+    path, remedy = ("parallel", "sync_batchnorm"), f"start {fitting}, or write false"
+    return Problem(path, message, remedy, code="parallel.sync-batchnorm-ranks")
 
 
 @rule("optimizer.clips-itself", "optimization.optimizer", "parallel.strategy")

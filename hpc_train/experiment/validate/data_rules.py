@@ -11,11 +11,10 @@ from hpc_train.errors import shortened
 from hpc_train.experiment.config.explanations import args_problems
 from hpc_train.experiment.config.problems import KeyPath, Problem
 from hpc_train.experiment.config.schema import Experiment
-from hpc_train.experiment.config.training_sections import AugmentConfig
 from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.by_name import data_facts, task_facts, task_misfit
 from hpc_train.experiment.data_facts.facts import Modality
-from hpc_train.experiment.data_facts.image_facts import is_detector, keys_of_image_files
+from hpc_train.experiment.data_facts.image_facts import KEYS_OF_IMAGE_FILES, changed_keys, is_detector
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.part_rules import own_arguments, rest_not_taken
 from hpc_train.paths import expanded
@@ -24,7 +23,6 @@ from hpc_train.registry import is_factory, split_name
 _TEXT_MODELS = ("gpt",)
 _IMAGE_MODELS = ("timm", "torchvision", "smp")
 _ARGS: KeyPath = ("data", "args")
-_REMEDY = "take it out; it is for images"
 
 
 def _provider(name: str) -> str:
@@ -81,18 +79,13 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
         yield problem
 
 
+_KEYS_OF_IMAGES = ("transform", "augment", "image_size", "eval_crop", "interpolation", "normalize")
+
+
 @rule(
     "data.not-for-text",
     "data.name",
-    "data.transform",
-    "data.augment",
-    "data.image_size",
-    "data.eval_crop",
-    "data.interpolation",
-    "data.normalize",
-    "data.value_range",
-    "data.exif_orientation",
-    "data.max_image_pixels",
+    *(f"data.{key}" for key in (*_KEYS_OF_IMAGES, *KEYS_OF_IMAGE_FILES)),
     "model.channels_last",
 )
 def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
@@ -100,19 +93,12 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
     if _modality(experiment) != "tokens":
         return
     data = experiment.data
-    is_set: dict[KeyPath, bool] = {
-        ("data", "transform"): data.transform is not None,
-        ("data", "augment"): data.augment != AugmentConfig(),
-        ("data", "image_size"): data.image_size is not None,
-        ("data", "eval_crop"): data.eval_crop != 1.0,
-        ("data", "interpolation"): data.interpolation != "bilinear",
-        ("data", "normalize"): data.normalize is not None,
-        **{("data", key): True for key in keys_of_image_files(data)},
-        ("model", "channels_last"): experiment.model.channels_last,
-    }
-    for path, is_given in is_set.items():
-        if is_given:
-            yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
+    paths = [("data", key) for key in changed_keys(data, (*_KEYS_OF_IMAGES, *KEYS_OF_IMAGE_FILES))]
+    paths += [("model", "channels_last")] if experiment.model.channels_last else []
+    for path in paths:
+        yield Problem(
+            path, f"does not apply to {shortened(data.name)}", "take it out; it is for images", on_key=True
+        )
 
 
 @rule("data.value-range", "data.value_range")

@@ -9,9 +9,8 @@ from importlib.util import find_spec
 from urllib.parse import parse_qsl, urlsplit
 
 from hpc_train.errors import shortened
-from hpc_train.experiment.config.cluster_sections import EnvironmentConfig
 from hpc_train.experiment.config.problems import KeyPath, Problem, is_clean
-from hpc_train.experiment.config.schema import Experiment, LoggingConfig
+from hpc_train.experiment.config.schema import EnvironmentConfig, Experiment, LoggingConfig
 from hpc_train.experiment.validate.base import rule
 from hpc_train.redaction import SECRET_PARAMETERS
 from hpc_train.registry import parts, suggestion

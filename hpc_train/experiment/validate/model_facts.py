@@ -40,11 +40,7 @@ def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``smp``, ``smp_encoders``, ``datasets``,
     ``timm_optimizers``, or ``timm_optimizers/<name>``: its arguments); None if unavailable.
     """
-    names = _answer(None).get(kind)
-    if names is not _checked.get(kind):  # a check of all names, once and not for each run of a sweep
-        is_right = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        _checked[kind] = names if is_right else None
-    return _checked.get(kind)
+    return _answer(None).get(kind)
 
 
 def is_listed(name: str) -> bool:
@@ -86,16 +82,8 @@ def tensors(name: str, args: dict[str, Any]) -> tuple[dict[str, list[int]], froz
     return facts_of_model.get("tensors", {}), frozenset(facts_of_model.get("head", ()))
 
 
-def forget_answers() -> None:
-    """Clear the cache of this process, not the one on disk."""
-    _answer.cache_clear()
-    _refusals.clear()
-
-
 #: A model and the names of its arguments → ``args_refusal``.
 _refusals: dict[tuple[str, frozenset[str]], str | None] = {}
-#: The names of a kind that the last answer had.
-_checked: dict[str, list[str] | None] = {}
 
 
 @cache
@@ -111,7 +99,13 @@ def _answer(question: str | None) -> dict[str, Any]:
         answer = _ask(question)
         if answer:
             _write(file, answer)
-    return answer
+    if question is not None:
+        return answer
+    return {
+        kind: names
+        for kind, names in answer.items()
+        if isinstance(names, list) and all(isinstance(name, str) for name in names)
+    }
 
 
 def _version(package: str) -> str:

@@ -136,7 +136,9 @@ def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
     if not model_facts.is_listed(experiment.model.name):
         return
     key = _key_of_size(experiment)
-    size = _own_size(experiment) if key is None else _written_size(experiment, key)
+    # A task of the user's may resize the images before the model takes them.
+    own = data_facts(experiment.data.name).image_size(experiment.data) if experiment.task in TASKS else None
+    size = own if key is None else _written_size(experiment, key)
     if size is not None and (problem := _size_problem(experiment, key, size)):
         yield problem
     # Models of other providers for masks take any size.
@@ -184,11 +186,6 @@ def _written_size(experiment: Experiment, key: KeyPath) -> int | list[int] | Non
 def _square_or_sides(sides: tuple[int, int]) -> int | list[int]:
     height, width = sides
     return height if height == width else [height, width]
-
-
-def _own_size(experiment: Experiment) -> int | None:
-    # A task of the user's may resize the images before the model takes them.
-    return data_facts(experiment.data.name).image_size(experiment.data) if experiment.task in TASKS else None
 
 
 @rule("model.channels", "model.name", "data.name", "data.args")

@@ -23,7 +23,6 @@ from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_n
 
 _PATH: KeyPath = ("optimization", "optimizer")
 _ARGS: KeyPath = (*_PATH, "args")
-_SCHEDULE: KeyPath = ("optimization", "schedule", "name")
 #: The classes of torch.optim, in lower case, except the unusable ones → their arguments besides ``params``
 #: and ``lr``. Compared by a test.
 TORCH_OPTIMIZERS = {
@@ -59,15 +58,8 @@ UNUSABLE_OPTIMIZERS = {
 }
 #: Arguments that are true, false or, for torch's default, null.
 _SWITCHES = (
-    "nesterov",
-    "amsgrad",
-    "centered",
-    "fused",
-    "foreach",
-    "maximize",
-    "capturable",
-    "differentiable",
-)
+    "nesterov", "amsgrad", "centered", "fused", "foreach", "maximize", "capturable", "differentiable",
+)  # fmt: skip
 
 
 @rule("optimizer.unknown", "optimization.optimizer.name", looks_up_names=True)

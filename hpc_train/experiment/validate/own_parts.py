@@ -16,9 +16,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from hpc_train.errors import shortened
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.problems import Problem
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, SlurmConfig
 from hpc_train.registry import as_factory, is_factory, lacking_module, nearest
 
 #: A larger module is not parsed.

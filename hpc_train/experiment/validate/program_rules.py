@@ -19,24 +19,13 @@ from hpc_train.experiment.config.program_section import (
     shell_syntax,
 )
 from hpc_train.experiment.config.schema import Job, LoggingConfig, Program
-from hpc_train.experiment.config.synonyms import table_of
+from hpc_train.experiment.config.synonyms import table_of, tables
 from hpc_train.experiment.validate.base import rule
 from hpc_train.experiment.validate.slurm_rules import max_nodes
 from hpc_train.registry import suggestion
 
 #: Variables of each rank, whose values a command line can't have.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK")
-#: Names of other tools → names in braces.
-_MEANT = table_of({
-    "ranks": "world_size num_ranks num_processes nprocs ntasks",
-    "ranks_per_node": "gpus ngpus num_gpus nproc_per_node gpus_per_node local_world_size devices",
-    "nodes": "nnodes num_nodes n_nodes",
-    "node_rank": "machine_rank nodeid node_id",
-    "master_addr": "master_address main_process_ip host head_node master",
-    "master_port": "port main_process_port",
-    "run": "run_dir run_folder output_dir out_dir log_dir workdir",
-    "name": "experiment experiment_name exp_name job_name",
-})  # fmt: skip
 #: Commands that only a shell has.
 _BUILTINS = {"cd", "source", ".", "export", "module", "set", "ulimit", "umask", "unset", "exec", "eval"}
 _SHELLS = {"bash", "sh", "zsh"}
@@ -85,7 +74,7 @@ def _meant(field: str, text: str) -> str | None:
     """Return the remedy for another tool's name of a placeholder, or for the name of a rank's variable."""
     if field.upper() in _OF_RANKS:
         return f"take it out; the script reads its rank from the environment variable {field.upper()}"
-    meant = _MEANT.get(field.lower())
+    meant = table_of(tables()["placeholders"]).get(field.lower())
     return None if meant is None else f"write {one_word(text.replace(f'{{{field}}}', f'{{{meant}}}'))}"
 
 

@@ -235,28 +235,19 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, message, "write model.pretrained: true, or a path")
 
 
-@rule(
-    "text.unclean",
-    "data.root",
-    "data.cache",
-    "data.stage",
-    "model.pretrained",
-    "model.init_from",
-    "environment.python",
+#: Paths, and names of runs.
+_TEXTS = (
+    "data.root", "data.cache", "data.stage", "model.pretrained", "model.init_from", "environment.python",
     "environment.container",
-    "logging.wandb.tags",
-)
+)  # fmt: skip
+
+
+@rule("text.unclean", *_TEXTS, "logging.wandb.tags")
 def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     """Paths and text must not be empty or contain control characters."""
     wandb = experiment.logging.wandb
     texts: list[tuple[KeyPath, object]] = [
-        (("data", "root"), experiment.data.root),
-        (("data", "cache"), experiment.data.cache),
-        (("data", "stage"), experiment.data.stage),
-        (("model", "pretrained"), experiment.model.pretrained),
-        (("model", "init_from"), experiment.model.init_from),
-        (("environment", "python"), experiment.environment.python),
-        (("environment", "container"), experiment.environment.container),
+        (tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS
     ]
     texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
     for path, text in texts:

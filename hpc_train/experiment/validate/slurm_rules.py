@@ -7,44 +7,22 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from hpc_train.errors import counted
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import KeyPath, Problem, shown
-from hpc_train.experiment.config.schema import Experiment, Job
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
 from hpc_train.experiment.topology.degrees import find_degrees
 from hpc_train.experiment.validate.base import rule
 
 #: Options of sbatch that the launcher sets itself.
 OWNED = (
-    "wrap",
-    "array",
-    "output",
-    "error",
-    "input",
-    "signal",
-    "requeue",
-    "no-requeue",
-    "export",
-    "export-file",
-    "job-name",
-    "open-mode",
-    "chdir",
-    "parsable",
-    "test-only",
-    "wait",
-    "wait-all-nodes",
+    "wrap", "array", "output", "error", "input", "signal", "requeue", "no-requeue", "export", "export-file",
+    "job-name", "open-mode", "chdir", "parsable", "test-only", "wait", "wait-all-nodes",
     # They change sbatch's output, or the cluster that it talks to.
-    "clusters",
-    "help",
-    "quiet",
-    "usage",
-    "verbose",
-    "version",
+    "clusters", "help", "quiet", "usage", "verbose", "version",
     # For root, on behalf of other users.
-    "uid",
-    "gid",
-)
+    "uid", "gid",
+)  # fmt: skip
 #: Options that request memory by the core or the GPU, for sites that refuse it by the node (``mem_gb``).
 MEMORY_SHARES = ("mem-per-cpu", "mem-per-gpu")
 _WORD = re.compile(SLURM_WORD_PATTERN)

@@ -71,23 +71,18 @@ def _keys(experiment: Job) -> Iterator[SweptKey]:
     return iter(()) if _too_many(experiment.sweep) else swept_keys(experiment.sweep)
 
 
-def _too_many(sweep: SweepConfig) -> KeyPath | None:
-    """Return the place that has too many keys, or None."""
-    if len(sweep.grid) > MAX_KEYS:
-        return GRID
-    if len(sweep.parameters) > MAX_KEYS:
-        return parameters_place(sweep)
-    keys = {key for overrides in sweep.list for key in overrides}
-    return ("sweep", "list") if len(keys) > MAX_KEYS else None
+def _too_many(sweep: SweepConfig) -> tuple[KeyPath, int] | None:
+    """Return the place that has too many keys, and their number; None without one."""
+    listed = {key for overrides in sweep.list for key in overrides}
+    keys = {GRID: sweep.grid, parameters_place(sweep): sweep.parameters, ("sweep", "list"): listed}
+    return next(((place, len(keys[place])) for place in keys if len(keys[place]) > MAX_KEYS), None)
 
 
 @rule("sweep.many-keys", *_WAYS)
 def swept_keys_are_few(experiment: Job) -> Iterator[Problem]:
     """A sweep has a maximum number of keys."""
-    if place := _too_many(experiment.sweep):
-        sweep = experiment.sweep
-        keys = {key for overrides in sweep.list for key in overrides}
-        count = len(sweep.grid if place == GRID else keys if place[-1] == "list" else sweep.parameters)
+    if too_many := _too_many(experiment.sweep):
+        place, count = too_many
         yield Problem(place, f"has {count:,} keys", f"write at most {MAX_KEYS}", on_key=True)
 
 

@@ -159,10 +159,10 @@ def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, st
 
 
 def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
-    if (best := experiment.checkpoint.best) is not None:
-        yield ("checkpoint", "best", "metric"), best.metric
-    if (stopping := experiment.early_stopping) is not None:
-        yield ("early_stopping", "metric"), stopping.metric
+    """Yield the metrics of evaluations on which the run itself decides."""
+    for path, metric, _ in _modes(experiment):
+        if path[0] != "sweep":
+            yield (*path, "metric"), metric
 
 
 def remarks(experiment: Experiment) -> Iterator[Problem]:

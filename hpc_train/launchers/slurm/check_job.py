@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import NoSchedulerError, UsageError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import SLURM_WORD_PATTERN
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Finding, Level
 from hpc_train.launchers.machine_checks import (

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from functools import cached_property
 
 from hpc_train.errors import NoSchedulerError, UsageError, counted, shortened
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, SLURM_WORD_PATTERN, format_duration
+from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import min_nodes, ranks_on_each_node
 from hpc_train.launchers.base import JobSection, KeyProblem
 from hpc_train.launchers.slurm import commands

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpc_train.errors import NoSchedulerError, UserError, counted, listed
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.config.synonyms import SBATCH_KEYS
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, max_nodes, min_nodes, requested_nodes
 from hpc_train.launchers.base import KeyProblem

@@ -13,10 +13,9 @@ from itertools import islice
 from typing import Any
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.slurm_rules import (

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UsageError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job
+from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm import options, profiles

@@ -8,7 +8,7 @@ from typing import Any, cast
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.training_sections import DataConfig
 from hpc_train.experiment.data_facts.by_name import misplaced, missing_root
-from hpc_train.experiment.data_facts.image_facts import keys_of_image_files
+from hpc_train.experiment.data_facts.image_facts import changed_keys
 from hpc_train.registry import is_factory, load, split_name
 from hpc_train.training.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit, call
 from hpc_train.training.datasets.images import ImageSplit
@@ -47,7 +47,7 @@ def _refuse_keys_of_files(config: DataConfig, split: AnySplit) -> None:
     """Raise BadFileError for keys of image files if the data set returns decoded images."""
     if isinstance(split, (FileSplit, PackedPixels)):
         return
-    for key in keys_of_image_files(config):
+    for key in changed_keys(config):
         raise BadFileError(
             f"data.{key}: applies to image files, and {config.name} returns decoded images; take it out, and "
             "convert them in the data set"

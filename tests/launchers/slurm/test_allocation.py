@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.launchers.lookup import launcher_of, next_launcher
 from hpc_train.launchers.slurm.after import after
 from hpc_train.launchers.slurm.allocation import AllocationLauncher

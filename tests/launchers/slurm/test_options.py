@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, SlurmConfig
 from hpc_train.launchers.slurm.options import lead_s, sbatch_parameters, shape
 from hpc_train.launchers.slurm.profiles import Profile, find
 from hpc_train.launchers.slurm.script import script_text

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
+from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.launchers.slurm.options import device_of_job
 

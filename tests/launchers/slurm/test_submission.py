@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
-from hpc_train.experiment.config.cluster_sections import SlurmConfig
 from hpc_train.experiment.config.marked_yaml import read_value
+from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.plan.planning import make_plan
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.slurm import commands, job_arrays, job_refusals, sbatch

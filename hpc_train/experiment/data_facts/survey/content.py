@@ -84,8 +84,11 @@ class Survey:
 HEADER_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
 
 
-def sampled_images(paths: Iterable[str | Path]) -> Images | None:
-    """Return the facts of an even sample of images, from their headers; None if none can be opened."""
+def sampled_images(paths: Iterable[str | Path], folder: Path) -> Images:
+    """Return the facts of an even sample of images, from their headers.
+
+    Raises UsageError if no file below ``folder`` can be opened.
+    """
     from PIL import Image
 
     kept = EvenSample(paths).kept
@@ -99,7 +102,7 @@ def sampled_images(paths: Iterable[str | Path]) -> Images | None:
         except Exception:  # any error of Pillow's formats
             unreadable.append(os.fspath(path))
     if not opened:
-        return None
+        raise UsageError(f"--root: no image below {folder} can be opened; check some of its files")
     widths, heights, modes, seconds = zip(*opened, strict=True)
     return Images(
         width=int(statistics.median(widths)),
@@ -110,13 +113,6 @@ def sampled_images(paths: Iterable[str | Path]) -> Images | None:
         number=len(opened),
         unreadable=tuple(unreadable),
     )
-
-
-def with_images(images: Images | None, folder: Path) -> Images:
-    """Return the images. Raises UsageError for None, if no file below ``folder`` can be opened."""
-    if images is None:
-        raise UsageError(f"--root: no image below {folder} can be opened; check some of its files")
-    return images
 
 
 def channels_args(images: Images) -> dict[str, Any]:

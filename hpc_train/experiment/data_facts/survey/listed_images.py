@@ -14,23 +14,7 @@ from hpc_train.errors import UsageError, listed, shortened
 from hpc_train.experiment.data_facts.data_size import image_paths
 from hpc_train.experiment.data_facts.listed_data import SEPARATORS
 from hpc_train.experiment.data_facts.root_layout import class_folders, validation_folder
-from hpc_train.experiment.data_facts.survey.content import (
-    LAYOUTS,
-    MOST_NAMES,
-    SAMPLED,
-    Row,
-    Survey,
-    channels_args,
-    class_sizes,
-    entries,
-    new_lists_of,
-    rare_classes,
-    remarks_of,
-    sampled_images,
-    summary_of,
-    with_images,
-    without_fifth,
-)
+from hpc_train.experiment.data_facts.survey import content
 
 #: Rows of a list that are read.
 _MAX_ROWS = 1_000_000
@@ -42,7 +26,7 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.
 _VALIDATION_STEMS = ("val", "dev", "test", "eval")
 
 
-def image_folder(root: Path) -> Survey:
+def image_folder(root: Path) -> content.Survey:
     """Return the content of ``root`` with train/<class>/ and val/<class>/."""
     paths = {name: image_paths(root / "train" / name) for name in class_folders(root / "train")}
     if empty := [name for name, files in paths.items() if not files]:
@@ -53,17 +37,19 @@ def image_folder(root: Path) -> Survey:
         assert val is not None
         remedy = f"put images of it into {root}/train/{unknown[0]}, or remove it"
         raise UsageError(f"--root: {val / unknown[0]} is a class that train lacks; {remedy}")
-    images = with_images(sampled_images(path for files in paths.values() for path in files), root)
+    images = content.sampled_images((path for files in paths.values() for path in files), root)
     counts = {name: len(files) for name, files in paths.items()}
     absent = [name for name in paths if val is not None and not val_counts.get(name)]
     extra = [name for name in class_folders(root) if name not in ("train", val and val.name)]
-    return Survey(
-        "classification", "imagefolder", channels_args(images), sum(counts.values()), val is not None,
-        summary_of(sum(counts.values()), sum(val_counts.values()), class_sizes(counts), images),
-        remarks_of(
-            images, val is not None, *rare_classes(counts),
-            f"{val and val.name} has no image of {listed(absent, MOST_NAMES)}" if absent else "",
-            f"not read: {listed(extra, MOST_NAMES)}" if extra else "",
+    return content.Survey(
+        "classification", "imagefolder", content.channels_args(images), sum(counts.values()), val is not None,
+        content.summary_of(
+            sum(counts.values()), sum(val_counts.values()), content.class_sizes(counts), images
+        ),
+        content.remarks_of(
+            images, val is not None, *content.rare_classes(counts),
+            f"{val and val.name} has no image of {listed(absent, content.MOST_NAMES)}" if absent else "",
+            f"not read: {listed(extra, content.MOST_NAMES)}" if extra else "",
         ),
         images,
     )  # fmt: skip
@@ -75,7 +61,7 @@ def has_val_classes(root: Path) -> bool:
     return val is not None and bool(class_folders(val))
 
 
-def class_folders_alone(root: Path) -> Survey | None:
+def class_folders_alone(root: Path) -> content.Survey | None:
     """Return the content of a folder of classes without ``val``, which ``image_list`` reads by new lists.
 
     The validation images are those of another folder with classes of train, or a fifth of each class. None
@@ -88,23 +74,24 @@ def class_folders_alone(root: Path) -> Survey | None:
     names = [name for name in class_folders(root) if train != root and name != "train"]
     others = {name: classes_with_images(root / name) for name in names}
     val = next((name for name in names if others[name] and others[name].keys() <= paths.keys()), None)
-    images = with_images(sampled_images(path for files in paths.values() for path in files), root)
+    images = content.sampled_images((path for files in paths.values() for path in files), root)
     rows, val_rows, how = _rows_of(paths, root), [], f"the validation images are those in {val}"
     if val is not None:
         val_rows = _rows_of(others[val], root)
     else:
-        rows, val_rows, how = without_fifth(rows)
+        rows, val_rows, how = content.without_fifth(rows)
     unread = [name for name in names if name != val]
     counts = Counter(name for _, name in rows)
-    args = {"path_column": "path", "target_column": "class"} | channels_args(images)
-    return Survey(
+    args = {"path_column": "path", "target_column": "class"} | content.channels_args(images)
+    return content.Survey(
         "classification", "image_list", args,
-        len(rows), bool(val_rows), summary_of(len(rows), len(val_rows), class_sizes(counts), images),
-        remarks_of(
-            images, bool(val_rows), how, *rare_classes(counts),
-            f"not read: {listed(unread, MOST_NAMES)}" if unread else "",
+        len(rows), bool(val_rows),
+        content.summary_of(len(rows), len(val_rows), content.class_sizes(counts), images),
+        content.remarks_of(
+            images, bool(val_rows), how, *content.rare_classes(counts),
+            f"not read: {listed(unread, content.MOST_NAMES)}" if unread else "",
         ),
-        images, new_lists=new_lists_of(("path", "class"), rows, val_rows),
+        images, new_lists=content.new_lists_of(("path", "class"), rows, val_rows),
     )  # fmt: skip
 
 
@@ -114,18 +101,19 @@ def classes_with_images(folder: Path) -> dict[str, list[str]]:
     return {name: files for name, files in paths if files}
 
 
-def _rows_of(paths: Mapping[str, Sequence[str]], root: Path) -> list[Row]:
+def _rows_of(paths: Mapping[str, Sequence[str]], root: Path) -> list[content.Row]:
     return [(path.removeprefix(f"{root}/"), name) for name, files in paths.items() for path in files]
 
 
-def image_list(folder: Path, task: str | None = None) -> Survey:
+def image_list(folder: Path, task: str | None = None) -> content.Survey:
     """Return the content of a list, or of a folder with one; ``task`` decides about numbers."""
     root = folder.parent if folder.is_file() else folder
     lists = (
         [folder, *(path for path in lists_in(root) if path != folder)] if folder.is_file() else lists_in(root)
     )
     if not lists:
-        raise UsageError(f"--root: {root} contains {entries(root)}, and no list .csv or .tsv; {LAYOUTS}")
+        names = content.entries(root)
+        raise UsageError(f"--root: {root} contains {names}, and no list .csv or .tsv; {content.LAYOUTS}")
     table = _rows(lists[0])
     base, path_column = _path_column(root, lists[0], table)
     columns = [path_column, *_target_columns(table[0], path_column)]
@@ -141,22 +129,23 @@ def image_list(folder: Path, task: str | None = None) -> Survey:
         args["roots"] = [os.path.commonpath([Path(row[0]).parent for row in rows + val_rows])]
     remarks: list[str] = []
     if val is None:
-        rows, val_rows, remark = without_fifth(rows, has_classes=kind == "class")
+        rows, val_rows, remark = content.without_fifth(rows, has_classes=kind == "class")
         remarks.append(remark)
-        new_lists = new_lists_of(tuple(columns), rows, val_rows)
+        new_lists = content.new_lists_of(tuple(columns), rows, val_rows)
     else:
         new_lists = {}
         args |= {"train": os.path.relpath(lists[0], base), "val": os.path.relpath(val, base)}
-    content = f"{listed(columns[1:], 3)} as {kind}"
+    targets = f"{listed(columns[1:], 3)} as {kind}"
     if kind == "class":
-        content, more = _class_remarks(rows, val_rows, args)
+        targets, more = _class_remarks(rows, val_rows, args)
         remarks += more
-    images = with_images(sampled_images(base / row[0] for row in rows), base)
-    return Survey(
-        "regression" if kind == "number" else "classification", "image_list", args | channels_args(images),
-        len(rows), bool(val_rows), summary_of(len(rows), len(val_rows), content, images),
-        remarks_of(images, bool(val_rows), *remarks), images, base if base != folder else None,
-        f"columns of {lists[0].name}: {listed(list(table[0]), MOST_NAMES)}", new_lists,
+    images = content.sampled_images((base / row[0] for row in rows), base)
+    return content.Survey(
+        "regression" if kind == "number" else "classification", "image_list",
+        args | content.channels_args(images), len(rows), bool(val_rows),
+        content.summary_of(len(rows), len(val_rows), targets, images),
+        content.remarks_of(images, bool(val_rows), *remarks), images, base if base != folder else None,
+        f"columns of {lists[0].name}: {listed(list(table[0]), content.MOST_NAMES)}", new_lists,
     )  # fmt: skip
 
 
@@ -167,17 +156,17 @@ def lists_in(folder: Path) -> list[Path]:
 
 
 def _class_remarks(
-    rows: Sequence[Row], val_rows: Sequence[Row], args: dict[str, Any]
+    rows: Sequence[content.Row], val_rows: Sequence[content.Row], args: dict[str, Any]
 ) -> tuple[str, list[str]]:
     """Return the classes in words, and remarks; add ``classes`` to ``args`` if train lacks some."""
     counts, val_classes = Counter(row[1] for row in rows), {row[1] for row in val_rows}
-    remarks = rare_classes(counts)
+    remarks = content.rare_classes(counts)
     if val_classes and (absent := sorted(counts.keys() - val_classes)):
-        remarks.append(f"no validation image of {listed(absent, MOST_NAMES)}")
+        remarks.append(f"no validation image of {listed(absent, content.MOST_NAMES)}")
     if only_val := sorted(val_classes - counts.keys()):
         args["classes"] = sorted(counts.keys() | val_classes, key=_by_size)
-        remarks.append(f"no training image of {listed(only_val, MOST_NAMES)}")
-    return class_sizes(counts), remarks
+        remarks.append(f"no training image of {listed(only_val, content.MOST_NAMES)}")
+    return content.class_sizes(counts), remarks
 
 
 def _by_size(name: str) -> tuple[float, str]:
@@ -199,14 +188,15 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def _path_column(root: Path, path: Path, rows: Sequence[Mapping[str, str]]) -> tuple[Path, str]:
     """Return the folder and the column that together name image files."""
     folders = [root, *sorted(entry for entry in root.iterdir() if entry.is_dir())]
-    tried = rows[:: -(-len(rows) // SAMPLED)]
+    tried = rows[:: -(-len(rows) // content.SAMPLED)]
     for folder in folders:
         for column in rows[0]:
             cells = [row[column] for row in tried]
             if sum(bool(cell) and (folder / cell).is_file() for cell in cells) * 2 > len(cells):
                 return folder, column
+    columns = listed(list(rows[0]), content.MOST_NAMES)
     raise UsageError(
-        f"--root: no column of {path} ({listed(list(rows[0]), MOST_NAMES)}) names image files below {root}; "
+        f"--root: no column of {path} ({columns}) names image files below {root}; "
         "write a column path with their paths, relative to that folder"
     )
 

@@ -23,26 +23,7 @@ from hpc_train.experiment.data_facts.root_layout import (
     validation_folder,
     why_not_read,
 )
-from hpc_train.experiment.data_facts.survey.content import (
-    HEADER_FORMATS,
-    LAYOUTS,
-    MOST_NAMES,
-    Survey,
-    entries,
-    no_val,
-    remarks_of,
-    sampled_images,
-    summary_of,
-    with_images,
-)
-from hpc_train.experiment.data_facts.survey.listed_images import (
-    class_folders_alone,
-    classes_with_images,
-    has_val_classes,
-    image_folder,
-    image_list,
-    lists_in,
-)
+from hpc_train.experiment.data_facts.survey import content, listed_images
 
 #: Time limit for reading masks: a class number that is first read by a rank would end its run.
 _MASKS_S = 10.0
@@ -57,7 +38,7 @@ _MIN_CLASSES = 2
 _HEAD_BYTES = 4096
 
 
-def survey(folder: Path, name: str | None = None, task: str | None = None) -> Survey | None:
+def survey(folder: Path, name: str | None = None, task: str | None = None) -> content.Survey | None:
     """Return the content of ``folder``; ``name`` (``data.name``) and ``task`` are the user's choices.
 
     None for other data sets than those of files, and if the folder is not on this machine. Raises UsageError
@@ -68,30 +49,29 @@ def survey(folder: Path, name: str | None = None, task: str | None = None) -> Su
     try:
         kind = name or _kind(folder, task)
         if kind is None:
-            raise UsageError(
-                f"--root: {folder} contains {entries(folder)}, which no data set reads; {LAYOUTS}"
-            )
+            names = content.entries(folder)
+            raise UsageError(f"--root: {folder} contains {names}, which no data set reads; {content.LAYOUTS}")
         if kind not in _SURVEYS:
             return None
-        if name is None and kind == "imagefolder" and not has_val_classes(folder):
-            return class_folders_alone(folder) or _of_kind(kind, folder)
+        if name is None and kind == "imagefolder" and not listed_images.has_val_classes(folder):
+            return listed_images.class_folders_alone(folder) or _of_kind(kind, folder)
         return _listed(folder, name, task) if kind == "image_list" else _of_kind(kind, folder)
     except OSError as error:
         raise UsageError(f"--root: {error.filename or folder}: {error.strerror}; make it readable") from error
 
 
-def _listed(folder: Path, name: str | None, task: str | None) -> Survey | None:
+def _listed(folder: Path, name: str | None, task: str | None) -> content.Survey | None:
     """Return the content of a list of images, or if it lists others that of the class folders beside it."""
     try:
-        return image_list(folder, task)
+        return listed_images.image_list(folder, task)
     except UsageError:
         is_chosen = name is not None or task == "regression" or folder.is_file()
-        if is_chosen or len(classes_with_images(folder)) < _MIN_CLASSES:
+        if is_chosen or len(listed_images.classes_with_images(folder)) < _MIN_CLASSES:
             raise
-        return class_folders_alone(folder)
+        return listed_images.class_folders_alone(folder)
 
 
-def _of_kind(kind: str, folder: Path) -> Survey | None:
+def _of_kind(kind: str, folder: Path) -> content.Survey | None:
     if (problem := data_facts(kind).layout(folder)) is not None:
         raise UsageError(f"--root: {problem.message}; {problem.remedy}")
     return _SURVEYS[kind](folder)
@@ -133,7 +113,7 @@ def _kind_of_folder(folder: Path) -> str | None:
         return "coco"
     if (train / "images").is_dir() and (train / "masks").is_dir():
         return "segmentation_folder"
-    if lists_in(folder) and not (train.is_dir() and class_folders(train)):
+    if listed_images.lists_in(folder) and not (train.is_dir() and class_folders(train)):
         return "image_list"
     if train.is_dir() and (class_folders(train) or image_paths(train)):
         return "imagefolder"
@@ -141,25 +121,25 @@ def _kind_of_folder(folder: Path) -> str | None:
         return "text" if text.stat().st_size <= _MAX_TEXT_BYTES else "tokens"
     if any(RAW_NAME.fullmatch(path.name) or path.suffix == ".jsonl" for path in folder.iterdir()):
         return "tokens"
-    return "imagefolder" if not train.is_dir() and classes_with_images(folder) else None
+    return "imagefolder" if not train.is_dir() and listed_images.classes_with_images(folder) else None
 
 
-def _segmentation_folder(root: Path) -> Survey:
+def _segmentation_folder(root: Path) -> content.Survey:
     """Return the content of ``root`` with train/images and train/masks."""
     val = validation_folder(root)
     paths = image_paths(root / "train" / "images")
-    images = with_images(sampled_images(paths), root / "train" / "images")
+    images = content.sampled_images(paths, root / "train" / "images")
     folders = [root / "train" / "masks", *([] if val is None else [val / "masks"])]
     masks = [path for folder in folders for path in image_paths(folder)]
     values, number_read = _mask_values(masks)
     args, reason = _mask_args(values)
     is_part = "" if number_read == len(masks) else f" in {number_read:,} of {len(masks):,} masks"
     num_val = 0 if val is None else len(image_paths(val / "images"))
-    content = f"masks of the values {_ranges(values)}{is_part}"
-    return Survey(
+    targets = f"masks of the values {_ranges(values)}{is_part}"
+    return content.Survey(
         "segmentation", "segmentation_folder", args, len(paths), val is not None,
-        summary_of(len(paths), num_val, content, images), remarks_of(images, val is not None), images,
-        args_reason=reason,
+        content.summary_of(len(paths), num_val, targets, images),
+        content.remarks_of(images, val is not None), images, args_reason=reason,
     )  # fmt: skip
 
 
@@ -172,7 +152,7 @@ def _mask_values(masks: Sequence[str]) -> tuple[list[int], int]:
     step = next((n for n in (997, 499, 97, 7) if len(masks) % n), 1)
     for number in range(len(masks)):
         path = masks[number * step % len(masks)]
-        with suppress(OSError, ValueError), Image.open(path, formats=HEADER_FORMATS) as image:
+        with suppress(OSError, ValueError), Image.open(path, formats=content.HEADER_FORMATS) as image:
             if image.mode not in MASK_MODES:
                 raise UsageError(
                     f"--root: the mask {path} has colors (mode {image.mode}); save one class number per "
@@ -207,7 +187,7 @@ def _ranges(values: Sequence[int]) -> str:
     return listed(list(map(str, values)), 12)
 
 
-def _coco(root: Path) -> Survey | None:
+def _coco(root: Path) -> content.Survey | None:
     """Return the content of ``root`` with train.json; None if reading it takes too long."""
     files = annotation_files(root)
     if any(path.stat().st_size > MAX_ANNOTATIONS_BYTES for path in files.values()):
@@ -221,22 +201,22 @@ def _coco(root: Path) -> Survey | None:
         ) from error
 
 
-def _of_annotations(documents: Mapping[str, Any], root: Path) -> Survey:
+def _of_annotations(documents: Mapping[str, Any], root: Path) -> content.Survey:
     train, has_val = documents["train"], "val" in documents
     folder = root / "train"
-    images = with_images(sampled_images(folder / entry["file_name"] for entry in train["images"]), folder)
+    images = content.sampled_images((folder / entry["file_name"] for entry in train["images"]), folder)
     counts = Counter(entry["category_id"] for entry in train["annotations"])
     names = {entry["id"]: str(entry["name"]) for entry in train["categories"]}
     missing = [name for number, name in names.items() if not counts[number]]
     bad = sum(map(_bad_boxes, documents.values()))
     boxes = f"{counts.total():,} boxes of {len(names)} classes"
     num_val = len(documents["val"]["images"]) if has_val else 0
-    return Survey(
+    return content.Survey(
         "detection", "coco", {"bad_boxes": "drop"} if bad else {},
-        len(train["images"]), has_val, summary_of(len(train["images"]), num_val, boxes, images),
-        remarks_of(
+        len(train["images"]), has_val, content.summary_of(len(train["images"]), num_val, boxes, images),
+        content.remarks_of(
             images, has_val,
-            f"no box of {listed(missing, MOST_NAMES)}" if missing else "",
+            f"no box of {listed(missing, content.MOST_NAMES)}" if missing else "",
             f"dropped: {bad:,} of all boxes, outside of their image or without area" if bad else "",
         ),
         images,
@@ -255,7 +235,7 @@ def _bad_boxes(document: Mapping[str, Any]) -> int:
     return number
 
 
-def _text(root: Path) -> Survey:
+def _text(root: Path) -> content.Survey:
     """Return the content of a text file, or of a folder of train.txt."""
     has_val_file = root.is_dir() and (root / "val.txt").is_file()
     file = root / "train.txt" if root.is_dir() else root
@@ -267,13 +247,13 @@ def _text(root: Path) -> Survey:
     samples = data_facts("text").num_samples(DataConfig(name="text", root=str(read), args=args))
     summary = "" if samples is None else f"{counted(samples, 'sequence')} of {length} characters for training"
     remark = "the last tenth of the text is for validation"
-    return Survey(
+    return content.Survey(
         "causal_lm", "text", args, samples, True, summary, [] if has_val_file else [remark],
         root=None if read == root else read,
     )  # fmt: skip
 
 
-def _tokens(root: Path) -> Survey:
+def _tokens(root: Path) -> content.Survey:
     """Return the content of a folder of texts to tokenize, or of files of tokens."""
     args: dict[str, Any] = {"sequence_length": _MAX_LENGTH}
     summary = "files of tokens, such as nanoGPT's"
@@ -285,12 +265,14 @@ def _tokens(root: Path) -> Survey:
         summary += f": {counted(samples, 'sequence')} of {_MAX_LENGTH} tokens for training"
     has_val = any(path.name.startswith("val") or "_val" in path.name for path in root.iterdir())
     reason = "tokenizer: gpt2 has shorter sequences, but needs hpc-train[lm]" if has_text else ""
-    return Survey("causal_lm", "tokens", args, samples, has_val, summary, no_val(has_val), args_reason=reason)
+    return content.Survey(
+        "causal_lm", "tokens", args, samples, has_val, summary, content.no_val(has_val), args_reason=reason
+    )
 
 
-_SURVEYS: Mapping[str, Callable[[Path], Survey | None]] = {
-    "imagefolder": image_folder,
-    "image_list": image_list,
+_SURVEYS: Mapping[str, Callable[[Path], content.Survey | None]] = {
+    "imagefolder": listed_images.image_folder,
+    "image_list": listed_images.image_list,
     "segmentation_folder": _segmentation_folder,
     "coco": _coco,
     "text": _text,
