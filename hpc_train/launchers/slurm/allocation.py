@@ -323,7 +323,8 @@ class _Follower:
         if request != self._request:
             self._request, self._asked_at = request, 0.0
             with suppress(OSError):  # a full disk: the ranks note the signal, if they have room
-                write_text(self._job.stop_request, f"{request.name}\n")
+                job = BatchJob(self.run.paths, self.submission, self.allocation.job, 0, is_allocation=True)
+                write_text(job.stop_request, f"{request.name}\n")
             if request not in {signal.SIGKILL, signal.SIGUSR2}:
                 say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
         is_received = request != signal.SIGKILL and noted_signal(self.run.paths.attempt(self._attempt))
@@ -347,10 +348,6 @@ class _Follower:
             return None
         say(f"job {self.allocation.job} ends in {end_s - time.time():.0f} s: the ranks save a checkpoint")
         return signal.SIGUSR2
-
-    @property
-    def _job(self) -> BatchJob:
-        return BatchJob(self.run.paths, self.submission, self.allocation.job, 0, is_allocation=True)
 
     def _end(self, code: int, log: Path) -> ExitCode:
         """Return the command's exit code; write how the run ended if the batch script has not."""
