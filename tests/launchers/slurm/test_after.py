@@ -270,27 +270,20 @@ def test_another_job_begins_with_no_crashes(batch: Batch) -> None:
 
 
 @pytest.mark.fault(36)
-def test_time_limits_without_a_checkpoint_end_at_the_third(batch: Batch) -> None:
-    for number in (1, 2, 3):
-        signalled(batch, "SIGUSR2", 110)
-        batch.rank(0, 75)
-        assert batch.after(75) == ("requeue 75" if number < 3 else "stop 1")
-        if number < 3:
-            reason = f"time limit at step 0; no progress {number} of 2: no checkpoint at all"
-            assert read_status(batch.paths).reason == reason
-            batch.begin(restart=number)
-    assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
-
-
-def test_an_attempt_that_saved_resets_the_count(batch: Batch) -> None:
-    for number in (1, 2, 3, 4):
+def test_time_limits_end_at_the_third_after_the_last_that_saved(batch: Batch) -> None:
+    for number in (1, 2, 3, 4, 5):
         signalled(batch, "SIGUSR2", 110)
         batch.rank(0, 75)
         if number == 2:
             write_checkpoint(batch.paths, 2, attempt=2)
-        assert batch.after(75) == "requeue 75"
+        assert batch.after(75) == ("requeue 75" if number < 5 else "stop 1")
         assert record_of(batch.attempt).saved_step == (2 if number > 1 else 0)
-        batch.begin(restart=number)
+        if number == 1:
+            reason = "time limit at step 0; no progress 1 of 2: no checkpoint at all"
+            assert read_status(batch.paths).reason == reason
+        if number < 5:
+            batch.begin(restart=number)
+    assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
 
 
 def test_the_runs_own_limits_count(tmp_path: Path) -> None:
