@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ from hpc_train.run import storage_errors
 from hpc_train.run.checkpoints import committed, verify
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint import shards, writing
-from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
     assert_loads,
@@ -291,13 +290,15 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-@pytest.mark.parametrize(("begins", "lower_by"), [(Checkpointer.begin, 10), (Checkpointer.save, 0)])
+@pytest.mark.parametrize(("beside_training", "lower_by"), [(True, 10), (False, 0)])
 def test_training_has_priority_over_an_asynchronous_save_alone(
-    run: RunPaths, begins: Callable[..., object], lower_by: int
+    run: RunPaths, beside_training: bool, lower_by: int
 ) -> None:
-    trainee, found = Trainee(), []
+    trainee, found = Trainee(), list[int]()
     checkpointer = trainee.checkpointer(run)
-    begins(checkpointer, trainee.state, 1, {}, before_commit=lambda: found.append(nice_value()))
+    checkpointer.begin(
+        trainee.state, 1, {}, lambda: found.append(nice_value()), beside_training=beside_training
+    )
     checkpointer.finish()
     assert found == [min(19, nice_value() + lower_by)]
 
