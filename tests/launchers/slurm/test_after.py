@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,11 +18,10 @@ from hpc_train.run import storage_errors
 from hpc_train.run.attempts import EventLog, RankEnd, rank_ends, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.launchers.slurm.batch import restarted, submitted_run
+from tests.launchers.slurm.batch import as_command, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
 from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
-from tests.waiting import HANG_LIMIT_S
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -351,28 +347,17 @@ def test_codes_are_kept_where_all_are_known(batch: Batch) -> None:
     assert record_of(batch.attempt).exit_codes == [76, 76, 1, 76]
 
 
-def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_train.launchers.slurm.after", str(batch.submission), *words],
-        env=os.environ | batch.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_LIMIT_S,
-    )
-
-
 @pytest.mark.slow
 def test_as_a_command_it_prints_the_verdict_alone(batch: Batch) -> None:
     batch.rank(0, 75)
-    done = run_as_command(batch, "75")
+    done = as_command("after", batch.environ, batch.submission, "75")
     assert (done.stdout, done.returncode) == ("requeue 75\n", 0)
     assert "hpc-train: requeued: preempted at step 0" in done.stderr
 
 
 def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     batch.attempt.record.write_text("no JSON")
-    done = run_as_command(batch, "75")
+    done = as_command("after", batch.environ, batch.submission, "75")
     assert (done.stdout, done.returncode) == ("stop 1\n", 0)
     assert "Traceback" in done.stderr
     status = read_status(batch.paths)
