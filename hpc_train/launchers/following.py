@@ -28,14 +28,13 @@ from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record
 from hpc_train.run.processes import Process
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.run_status import (
-    CANCELLED,
-    CANCELLED_BY,
     GOING_ON,
     INTERRUPTED,
     STOPPED_BY_CTRL_C,
     RunStatus,
     mark_cancelled,
     read_status,
+    write_cancelled,
     write_status,
 )
 from hpc_train.run.trust import check_run
@@ -206,11 +205,7 @@ def _cancel(paths: RunPaths) -> bool:
         say(f"{run_name(paths)}: its ranks save a checkpoint and end")
         if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
             _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
-    status = read_status(paths)
-    if status.state == "completed":
-        paths.cancelled.unlink(missing_ok=True)
-    elif status.state != CANCELLED:
-        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
+    write_cancelled(paths)
     return True
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_train.rank.env import visible_gpus
 
+_DEVICES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 _UUID = re.compile(r"\(UUID: ([^)]+)\)")
 #: Assumed: the driver may take seconds to initialize if no process uses it.
@@ -24,9 +25,10 @@ def gpu_names(environ: Mapping[str, str]) -> list[str]:
     """Return the GPU names that CUDA_VISIBLE_DEVICES lists, else the driver's."""
     if (names := visible_gpus(environ)) is not None:
         return names
-    from_driver = _names_by_driver()
-    count = _count_device_files(Path("/dev")) if from_driver is None else 0
-    return from_driver or [str(number) for number in range(count)]
+    if (from_driver := _names_by_driver()) is not None:
+        return from_driver
+    files = [path for path in _DEVICES.iterdir() if _DEVICE_FILE.fullmatch(path.name)]
+    return [str(number) for number in range(len(files))]
 
 
 def mig_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -50,7 +52,3 @@ def _names_by_driver() -> list[str] | None:
     if all(len(uuids) < 2 for uuids in gpus):
         return [str(number) for number in range(len(gpus))]
     return [uuid for uuids in gpus for uuid in (uuids[1:] or uuids)]
-
-
-def _count_device_files(folder: Path) -> int:
-    return sum(bool(_DEVICE_FILE.fullmatch(path.name)) for path in folder.iterdir())

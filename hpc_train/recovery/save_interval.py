@@ -80,7 +80,8 @@ def save_interval(
     num_saves = saves + sum(one.saves for one, _ in measured)
     waited_s = stall_s + sum(record.checkpoint_stall_s or 0.0 for _, record in measured)
     total_s = trained_s + sum(map(_trained_s, earlier))
-    interruptions = sum(map(_has_lost_work, earlier))
+    # A stop on request saves first.
+    interruptions = sum(one.cause in COMES_BACK and "saved" not in one.events for one in earlier)
     mean_s = waited_s / num_saves if num_saves else None
     mtbf_s = total_s / interruptions if interruptions else None
     optimum = _optimum_s(mean_s, mtbf_s or total_s)
@@ -91,11 +92,6 @@ def save_interval(
 
 def _optimum_s(stall_s: float | None, mtbf_s: float | None) -> float | None:
     return None if stall_s is None or mtbf_s is None else math.sqrt(2 * stall_s * mtbf_s)
-
-
-def _has_lost_work(record: AttemptRecord) -> bool:
-    """Return True if the attempt was interrupted before it could save; a stop on request saves first."""
-    return record.cause in COMES_BACK and "saved" not in record.events
 
 
 def _trained_s(record: AttemptRecord) -> float:

@@ -13,6 +13,7 @@ import shutil
 import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -296,18 +297,15 @@ def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[s
     if checkpoint.state.name not in manifest.files:
         problems.append(f"{checkpoint.manifest}: {checkpoint.state.name} is not among the files")
     for name in sorted(manifest.files)[part::parts]:
-        problem = _file_problem(checkpoint.folder / name, manifest.files[name])
+        path, entry = checkpoint.folder / name, manifest.files[name]
+        problem = retried(partial(_file_problem, path, entry), path, transient=_SERVER_IS_AWAY)
         if problem:
-            problems.append(f"{checkpoint.folder / name} {problem}")
+            problems.append(f"{path} {problem}")
     return problems
 
 
 def _file_problem(path: Path, entry: FileEntry) -> str | None:
     """Raises OSError if a file server does not answer: the file may be intact."""
-    return retried(lambda: _try_file(path, entry), path, transient=_SERVER_IS_AWAY)
-
-
-def _try_file(path: Path, entry: FileEntry) -> str | None:
     try:
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):  # a link leads outside, a pipe blocks

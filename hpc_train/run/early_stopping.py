@@ -62,7 +62,8 @@ class MedianRule:
         if len(others) < MIN_RUNS:
             return None
         median, best = statistics.median(others), so_far.best
-        if best is not None and not _is_worse(best.value, median, self.config.mode):
+        sign = 1 if self.config.mode == "min" else -1
+        if best is not None and sign * best.value <= sign * median:
             return None
         reached = "none" if best is None else f"{best.value:.6g}"
         return (
@@ -92,10 +93,6 @@ class MedianRule:
                     so_far.add_row(row)
                 has_reached |= row["step"] >= step
         return so_far.best.value if has_reached and so_far.best is not None else None
-
-
-def _is_worse(value: float, than: float, mode: str) -> bool:
-    return value > than if mode == "min" else value < than
 
 
 class Selection:

@@ -99,7 +99,7 @@ def run_name(paths: RunPaths) -> str:
         return str(paths.folder)
     others = (experiment for experiment in _folders(root) if experiment.name != paths.siblings.folder.name)
     is_ambiguous = any(is_run(RunPaths(other / run_id)) for other in others)
-    return _with_experiment(paths) if is_ambiguous else run_id
+    return name_with_experiment(paths) if is_ambiguous else run_id
 
 
 def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
@@ -121,10 +121,11 @@ def names_of(runs: Sequence[RunPaths]) -> list[str]:
 def _name_among(paths: RunPaths, root: Path, counts: Mapping[str, int]) -> str:
     if paths.folder.parent.parent != root:
         return str(paths.folder)
-    return paths.folder.name if counts[paths.folder.name] == 1 else _with_experiment(paths)
+    return paths.folder.name if counts[paths.folder.name] == 1 else name_with_experiment(paths)
 
 
-def _with_experiment(paths: RunPaths) -> str:
+def name_with_experiment(paths: RunPaths) -> str:
+    """Return ``name/id`` of the run."""
     return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -109,6 +109,15 @@ def mark_cancelled(paths: RunPaths) -> None:
     """Write the marker that makes ``cancel`` final, whatever launcher and ranks write later."""
     if not paths.cancelled.exists():
         write_json(paths.cancelled, {"version": 1, "time": now()}, sync=True)
+
+
+def write_cancelled(paths: RunPaths) -> None:
+    """Write ``cancelled`` once the ranks have ended; a run that completed before stays so."""
+    status = read_status(paths)
+    if status.state == "completed":
+        paths.cancelled.unlink(missing_ok=True)
+    elif status.state != CANCELLED:
+        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
 
 
 #: More runs than a user has: with one more than this, each entry would be evicted before it is needed again.

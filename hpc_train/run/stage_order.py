@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.errors import TryAgainError
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_json
-from hpc_train.run.find import is_run, run_name
+from hpc_train.run.find import is_run, name_with_experiment, run_name
 from hpc_train.run.run_status import GOING_ON, read_status, run_facts
 
 
@@ -43,7 +43,7 @@ def waiting_words(paths: RunPaths) -> str | None:
     if before is None or has_begun(paths):
         return None
     if not is_run(before):
-        return f"waits for {before.siblings.folder.name}/{before.folder.name}, whose folder is gone"
+        return f"waits for {name_with_experiment(before)}, whose folder is gone"
     state, name = read_status(before).state, run_name(before)
     if state == "completed":
         return None
@@ -71,17 +71,14 @@ def note_weights(paths: RunPaths) -> None:
     from hpc_train.run.create import run_to_change
 
     experiment = frozen_experiment.read(paths)
-    if not isinstance(experiment, Experiment) or experiment.model.init_from != _name_of(source_run):
+    name = name_with_experiment(source_run)
+    if not isinstance(experiment, Experiment) or experiment.model.init_from != name:
         return
     source = weight_source.find_source(str(source_run.folder.absolute()))
     facts = run_to_change(paths)
     inputs: dict[str, Any] = facts.get("inputs") or {}
     inputs = inputs | {weight_source.KEY: weight_source.fingerprint(source)}
     write_json(paths.run, facts | {"init_from": str(source), "inputs": inputs}, sync=True)
-
-
-def _name_of(paths: RunPaths) -> str:
-    return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 
 def later(paths: RunPaths) -> list[RunPaths]:

@@ -54,7 +54,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         """Save if the script is to stop."""
         self._reports.progress(state.global_step, state.max_steps)
         session.heartbeat()
-        if not _is_last(state):
+        if state.global_step < state.max_steps:
             self._is_stopping = session.should_stop(state.global_step)
         control.should_save = control.should_save or self._is_stopping
         if control.should_save and state.epoch == int(state.epoch):
@@ -87,10 +87,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Send the last row."""
         self._reports.send()
-
-
-def _is_last(state: Any) -> bool:
-    return bool(state.global_step >= state.max_steps)
 
 
 def _link(source: str, target: str) -> str:

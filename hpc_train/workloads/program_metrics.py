@@ -226,7 +226,7 @@ class ProgramMetrics:
         numbers = {name: _number(value) for name, value in row.items() if name not in _OWN_COLUMNS}
         values = {name: number for name, number in numbers.items() if number is not None}
         step = values.pop("step", None)
-        if step is None or not _is_step(step):
+        if step is None or not 0 <= step < _MAX_STEP:
             return
         by_split: dict[str, dict[str, float]] = {}
         for name, value in values.items():
@@ -311,10 +311,6 @@ def _number(value: object) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
-
-
-def _is_step(number: float | None) -> bool:
-    return number is not None and 0 <= number < _MAX_STEP
 
 
 def _size(path: Path) -> int:

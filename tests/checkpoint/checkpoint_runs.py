@@ -174,6 +174,26 @@ def forge(checkpoint: CheckpointPaths, **state: Any) -> None:
     Manifest(old.step, old.attempt, old.world_size, files).write(checkpoint)
 
 
+def assert_loads(
+    run: RunPaths,
+    step: int,
+    expected: Trainee | dict[str, Tensor] | None = None,
+    attempt: int = 1,
+    **how: Any,
+) -> dict[str, Any]:
+    """See that the newest checkpoint is of this step, and restores all that is expected, if it is given.
+
+    ``how``: of the trainee that loads it. Return the ``extra`` of the checkpoint.
+    """
+    other = Trainee(seed=2, **how)
+    loaded = other.checkpointer(run, attempt).load_newest(other.state)
+    assert loaded is not None and loaded.step == step
+    if expected is not None:
+        tensors = expected.everything() if isinstance(expected, Trainee) else expected
+        assert differences(tensors, other.everything()) == []
+    return loaded.extra
+
+
 def folder_names(run: RunPaths) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 

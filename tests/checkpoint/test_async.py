@@ -20,6 +20,7 @@ from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from hpc_train.training.checkpoint.state import TrainingState
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
+    assert_loads,
     claimed_room,
     differences,
     error_of,
@@ -33,11 +34,6 @@ from tests.waiting import HANG_LIMIT_S
 LIMIT_S = HANG_LIMIT_S
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
-
-
 def a_step_beside(trainee: Trainee, checkpointer: Checkpointer, step: int, extra: dict[str, Any]) -> None:
     """Begin to save, change buffers at once, and weights and optimizer after the wait."""
     checkpointer.begin(trainee.state, step, extra)
@@ -48,7 +44,7 @@ def a_step_beside(trainee: Trainee, checkpointer: Checkpointer, step: int, extra
 
 @pytest.mark.parametrize("is_reserved", [True, False])
 def test_what_changes_while_it_is_saved_is_not_in_it(run: RunPaths, is_reserved: bool) -> None:
-    trainee, other = Trainee(), Trainee(seed=2)
+    trainee = Trainee()
     trainee.train(1)
     checkpointer = trainee.checkpointer(run)
     if is_reserved:
@@ -58,9 +54,7 @@ def test_what_changes_while_it_is_saved_is_not_in_it(run: RunPaths, is_reserved:
         a_step_beside(trainee, checkpointer, step, {"step": step})
         checkpointer.finish()
         assert differences(before, trainee.everything())
-        loaded = other.checkpointer(run).load_newest(other.state)
-        assert loaded is not None and loaded.extra == {"step": step}
-        assert differences(before, other.everything()) == []
+        assert assert_loads(run, step, before) == {"step": step}
 
 
 def test_it_is_the_file_that_a_save_in_between_writes(tmp_path: Path) -> None:
@@ -89,9 +83,7 @@ def test_buffers_are_allocated_once_and_again_when_optimizer_state_appears(run: 
     checkpointer.begin(trainee.state, 2, {})
     checkpointer.finish()
     assert checkpointer._staging is full
-    other = Trainee(seed=2)
-    other.checkpointer(run).load_newest(other.state)
-    assert differences(trainee.everything(), other.everything()) == []
+    assert_loads(run, 2, trainee)
 
 
 def test_a_save_is_collected_once_and_tells_what_it_took(run: RunPaths) -> None:
@@ -223,9 +215,7 @@ def test_a_disk_that_fills_while_it_is_written_fails_the_save_on_all_ranks(tmp_p
             assert knew
             assert error.startswith(f"{StorageError.__name__}: ") and "the disk is full" in error
         assert folder_names(run) == ["step-00000001"]
-        alone = Trainee(2, width=700)
-        loaded = alone.checkpointer(run).load_newest(alone.state)
-        assert loaded is not None and loaded.step == 1
+        assert_loads(run, 1, width=700)
 
 
 def lose_a_peer(rank: int, folder: Path, store: Path) -> None:

@@ -234,11 +234,6 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
-
-
 def state_of(run: RunPaths, step: int = 2) -> Any:
     return json.loads(run.checkpoint(step).state.read_text())
 

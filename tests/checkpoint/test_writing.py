@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,9 @@ from hpc_train.run import storage_errors
 from hpc_train.run.checkpoints import committed, verify
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint import shards, writing
-from hpc_train.training.checkpoint.checkpointer import Checkpointer
 from tests.checkpoint.checkpoint_runs import (
     Trainee,
+    assert_loads,
     begin_attempt,
     claimed_room,
     differences,
@@ -41,11 +41,6 @@ from tests.disks import SyncedFiles, small_disk
 from tests.waiting import HANG_LIMIT_S
 
 LIMIT_S = HANG_LIMIT_S
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    return make_run(tmp_path / "run")
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +97,7 @@ def test_a_full_disk_is_reported_and_harms_nothing(disk: Path, is_foreseen: bool
     assert raised.value.exit_code == ExitCode.IO
     assert not checkpointer.has_failed and not checkpointer.is_busy and checkpointer.collect() is None
     assert folder_names(run) == ["step-00000001"]
-    other = Trainee(seed=2)
-    loaded = other.checkpointer(run).load_newest(other.state)
-    assert loaded is not None and loaded.step == 1
-    assert differences(trainee.everything(), other.everything()) == []
+    assert_loads(run, 1, trainee)
     save(trainee, run, 2)
     assert folder_names(run) == ["step-00000001", "step-00000002"]
 
@@ -130,13 +122,12 @@ def test_a_quota_is_named_and_not_tried_again(run: RunPaths, monkeypatch: pytest
 def test_an_error_that_passes_is_tried_again(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    trainee, other = Trainee(), Trainee(seed=2)
+    trainee = Trainee()
     refuse_fsync(monkeypatch, number, 2)
     save(trainee, run, 1)
     assert len(caplog.messages) == 2 and "tried again" in caplog.messages[0]
     assert verify(run.checkpoint(1)) == []
-    other.checkpointer(run).load_newest(other.state)
-    assert differences(trainee.everything(), other.everything()) == []
+    assert_loads(run, 1, trainee)
 
 
 @pytest.mark.fault(9)
@@ -192,11 +183,10 @@ def test_a_shard_that_grows_past_a_flush_is_as_it_was_meant(
     asked = []
     monkeypatch.setattr(shards, "_FLUSH_BYTES", 1000)
     monkeypatch.setattr(shards.os, "posix_fadvise", lambda *arguments: asked.append(arguments))
-    trainee, other = Trainee(width=64), Trainee(seed=2, width=64)
+    trainee = Trainee(width=64)
     save(trainee, run, 1)
     assert asked
-    other.checkpointer(run).load_newest(other.state)
-    assert differences(trainee.everything(), other.everything()) == []
+    assert_loads(run, 1, trainee, width=64)
 
 
 def test_a_tensor_of_any_layout_is_written_as_it_is(tmp_path: Path) -> None:
@@ -300,13 +290,15 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
-@pytest.mark.parametrize(("begins", "lower_by"), [(Checkpointer.begin, 10), (Checkpointer.save, 0)])
+@pytest.mark.parametrize(("beside_training", "lower_by"), [(True, 10), (False, 0)])
 def test_training_has_priority_over_an_asynchronous_save_alone(
-    run: RunPaths, begins: Callable[..., object], lower_by: int
+    run: RunPaths, beside_training: bool, lower_by: int
 ) -> None:
-    trainee, found = Trainee(), []
+    trainee, found = Trainee(), list[int]()
     checkpointer = trainee.checkpointer(run)
-    begins(checkpointer, trainee.state, 1, {}, before_commit=lambda: found.append(nice_value()))
+    checkpointer.begin(
+        trainee.state, 1, {}, lambda: found.append(nice_value()), beside_training=beside_training
+    )
     checkpointer.finish()
     assert found == [min(19, nice_value() + lower_by)]
 

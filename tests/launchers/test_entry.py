@@ -29,12 +29,22 @@ def test_without_an_attempt_it_says_what_is_missing(text: str | None) -> None:
         attempt_number(text)
 
 
-def test_importing_launchers_imports_no_torch() -> None:
-    script = "import sys, hpc_train.launchers.entry, hpc_train.launchers.local; print('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("modules", "libraries"),
+    [
+        ("launchers.entry, hpc_train.launchers.local", {"torch"}),
+        # Each requeue waits for these.
+        ("launchers.slurm.begin, hpc_train.launchers.slurm.after", {"torch", "pydantic", "submitit"}),
+        # A rank, before it needs them.
+        pytest.param("training.main", {"torchvision", "timm", "wandb"}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_imported(modules: str, libraries: set[str]) -> None:
+    script = f"import sys, hpc_train.{modules}; print({libraries} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
-    assert done.stdout == "False\n"
+    assert done.stdout == "set()\n"
 
 
 WORKER = """
@@ -111,14 +121,6 @@ def test_garbage_is_collected_again_once_the_worker_is_imported(tmp_path: Path) 
     asks = WORKER.replace("print(paths.folder, attempt)", "print(gc.isenabled(), gc.get_freeze_count() > 0)")
     done = run_rank(tmp_path, "0", "import gc\n" + asks)
     assert done.stdout == "True True\n", done.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_imports_no_library_of_models_or_images_before_it_needs_it() -> None:
-    libraries = "{'torchvision', 'timm', 'wandb'}"
-    script = f"import sys, hpc_train.training.main; print({libraries} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
 
 
 def test_without_an_attempt_a_rank_ends_with_a_word(tmp_path: Path) -> None:

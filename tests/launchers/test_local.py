@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,27 +144,40 @@ print(json.dumps(found))
     assert found == ["own", "own", "own\n", *modules, True]
 
 
-def test_damaged_code_is_not_run(tmp_path: Path) -> None:
-    request = new_request(tmp_path / "runs", devices=1)
-    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))
-    link(request.paths, code)
-    (code / "tree/own.py").chmod(0o600)
-    (code / "tree/own.py").write_bytes(bytes((code / "tree/own.py").stat().st_size))
-    with pytest.raises(StorageError, match=r"tree/own\.py: differs from what was written there"):
-        launch(request, "print('ran')")
-    assert not attempt_of(request).log(0).exists()
+def _damage(own: Path) -> None:
+    own.chmod(0o600)
+    own.write_bytes(bytes(own.stat().st_size))
+
+
+def _pipe(own: Path) -> None:
+    own.parent.chmod(0o700)
+    own.unlink()
+    os.mkfifo(own, 0o600)
+
+
+def _open_to_others(own: Path) -> None:
+    own.chmod(0o666)
 
 
 @pytest.mark.timeout(HANG_LIMIT_S)
-def test_a_pipe_in_place_of_a_file_of_the_code_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (_damage, StorageError, r"tree/own\.py: differs from what was written there"),
+        (_pipe, UserError, r"own\.py"),  # it is not waited for
+        (_open_to_others, UserError, r"own\.py: group or others may write it"),
+    ],
+)
+def test_spoilt_code_is_not_run(
+    tmp_path: Path, spoil: Callable[[Path], None], error: type[Exception], words: str
+) -> None:
     request = new_request(tmp_path / "runs", devices=1)
     code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))
     link(request.paths, code)
-    (code / "tree").chmod(0o700)
-    (code / "tree/own.py").unlink()
-    os.mkfifo(code / "tree/own.py", 0o600)
-    with pytest.raises(UserError, match=r"own\.py"):
+    spoil(code / "tree/own.py")
+    with pytest.raises(error, match=words):
         launch(request, "print('ran')")
+    assert not attempt_of(request).log(0).exists()
 
 
 @pytest.mark.timeout(HANG_LIMIT_S)
@@ -174,15 +188,6 @@ def test_a_pipe_in_place_of_a_log_is_refused_and_no_rank_stays(tmp_path: Path) -
     with pytest.raises(StorageError, match=r"rank-1\.log: .*; move it away, then continue"):
         launch(request, "wait_for(lambda: False)")
     assert log_tail(attempt_of(request).log(1)) == ""
-
-
-def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:
-    request = new_request(tmp_path / "runs", devices=1)
-    link(request.paths, take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py")))
-    (request.paths.code / "tree" / "own.py").chmod(0o666)
-    with pytest.raises(UserError, match=r"own\.py: group or others may write it"):
-        launch(request, "")
-    assert not attempt_of(request).log(0).exists()
 
 
 def test_a_thread_count_of_the_users_stays(single: LaunchRequest, monkeypatch: pytest.MonkeyPatch) -> None:

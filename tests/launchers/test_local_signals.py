@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,16 @@ def ready(folder: Path, script: str) -> tuple[LaunchRequest, subprocess.Popen[st
     return request, launcher
 
 
+@contextmanager
+def handled(number: signal.Signals, how: signal.Handlers) -> Iterator[None]:
+    """Handle the signal so in what is started meanwhile."""
+    before = signal.signal(number, how)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def end(launcher: subprocess.Popen[str]) -> int:
     try:
         launcher.communicate(timeout=HANG_LIMIT_S)
@@ -74,36 +86,22 @@ def test_sigterm_to_the_launcher_is_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_a_lost_terminal_is_ctrl_c_unless_hangups_are_ignored(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    try:
-        launcher = start_launcher(request, SAVE_AND_STOP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    wait_for(told(request, "ready"))
+    with handled(signal.SIGHUP, signal.SIG_DFL):  # the tests may run under nohup
+        _, launcher = ready(tmp_path, SAVE_AND_STOP)
     launcher.send_signal(signal.SIGHUP)
     assert end(launcher) == ExitCode.INTERRUPTED
 
-    request = new_request(tmp_path / "nohup")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        launcher = start_launcher(request, "tell('ready'); wait_for((run.folder / 'go').exists)")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    wait_for(told(request, "ready"))
+    with handled(signal.SIGHUP, signal.SIG_IGN):
+        script = "tell('ready'); wait_for((run.folder / 'go').exists)"
+        request, launcher = ready(tmp_path / "nohup", script)
     launcher.send_signal(signal.SIGHUP)
     (request.paths.folder / "go").touch()
     assert end(launcher) == ExitCode.DONE
 
 
 def test_ctrl_c_counts_in_a_scripts_background_job_too(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        launcher = start_launcher(request, SAVE_AND_STOP)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    wait_for(told(request, "ready"))
+    with handled(signal.SIGINT, signal.SIG_IGN):
+        _, launcher = ready(tmp_path, SAVE_AND_STOP)
     launcher.send_signal(signal.SIGINT)
     assert end(launcher) == ExitCode.INTERRUPTED
 
@@ -120,12 +118,10 @@ def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
 
 
 def test_a_failure_while_stopping_is_reported_as_such(tmp_path: Path) -> None:
-    request = new_request(tmp_path)
     script = SAVE_AND_STOP.replace(
         "sys.exit(75)", "fail('the disk is full', 74) if rank == 1 else sys.exit(76)"
     )
-    launcher = start_launcher(request, script)
-    wait_for(told(request, "ready"))
+    request, launcher = ready(tmp_path, script)
     launcher.send_signal(signal.SIGINT)
     assert end(launcher) == ExitCode.IO
     assert read_status(request.paths).reason == "the disk is full"

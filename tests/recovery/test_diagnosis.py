@@ -53,7 +53,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
     errors = {} if error is None else {1: error}
     output = f"srun: error: n1: task 1: {how}\n"
     logs = {0: "last line", 1: "last line"}
-    verdict = judge_slurm(Facts(code % 256, errors=errors, codes=codes, output=output, logs=logs))
+    verdict = judge_slurm(Facts(srun_code=code % 256, errors=errors, codes=codes, output=output, logs=logs))
     return verdict.cause, verdict.reason
 
 
@@ -93,7 +93,7 @@ def test_every_cause_is_one_of_the_records() -> None:
 
 @pytest.mark.parametrize("name", ["SIGUSR2", "SIGTERM", None])
 def test_a_stop_reads_the_same_judged_or_not(name: str | None) -> None:
-    judged = diagnose(evidence(Facts(75, codes={0: 75}, signal=name, step=9)))
+    judged = diagnose(evidence(Facts(srun_code=75, codes={0: 75}, signal=name, step=9)))
     lost = diagnose_lost(LostAttempt(9, stop_by(name), has_stopped=True))
     assert (judged.cause, judged.reason) == (lost.cause, lost.reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from tests.end_to_end.runs import PACED, Done, hpc_train, last_step, only_run, wait_for, write_experiment
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import squeue
+from tests.slurm.runs import high_job, squeue
 
 LIMIT_S = 400.0
 #: One thread a rank: the same sums on this machine's quiet run and on the cluster's nodes.
@@ -33,11 +34,16 @@ def command(folder: Path, *arguments: str | Path, pace_s: float = 0.0, **environ
     return hpc_train(*arguments, **(ENVIRONMENT | own | environment))
 
 
-def submit(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: float = 0.0) -> Done:
-    """Submit to Slurm and see it accepted."""
-    done = command(folder, "submit", write_experiment(folder, text), *overrides, pace_s=pace_s)
+def succeed(folder: Path, *arguments: str | Path, pace_s: float = 0.0) -> Done:
+    """Run ``command``, which must end with exit code 0."""
+    done = command(folder, *arguments, pace_s=pace_s)
     assert done.code == 0, done.err
     return done
+
+
+def submit(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: float = 0.0) -> Done:
+    """Submit to Slurm and see it accepted."""
+    return succeed(folder, "submit", write_experiment(folder, text), *overrides, pace_s=pace_s)
 
 
 def submit_one(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: float = 0.0) -> RunPaths:
@@ -47,16 +53,13 @@ def submit_one(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: fl
 
 def standing(folder: Path, *words: str) -> list[dict[str, Any]]:
     """Return what ``status --json`` says."""
-    done = command(folder, "status", "--json", *words)
-    assert done.code == 0, done.err
-    runs: list[dict[str, Any]] = json.loads(done.out)["runs"]
+    runs: list[dict[str, Any]] = json.loads(succeed(folder, "status", "--json", *words).out)["runs"]
     return runs
 
 
-def state(paths: RunPaths) -> str:
-    """Return the run's state as ``status`` tells it."""
+def standing_of(paths: RunPaths) -> dict[str, Any]:
     (run,) = standing(paths.folder.parents[2], str(paths.folder))
-    return str(run["state"])
+    return run
 
 
 def job_of(paths: RunPaths) -> str:
@@ -97,6 +100,47 @@ def wait_for_attempt_end(paths: RunPaths, number: int) -> AttemptRecord:
     record = read_record(paths.attempt(number))
     assert record is not None
     return record
+
+
+def wait_for_completion(*runs: RunPaths) -> None:
+    for paths in runs:
+        assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+
+
+def wait_for_attempt(paths: RunPaths, number: int) -> list[str]:
+    """Wait until the attempt has begun; return its nodes."""
+    wait_for(lambda: len(records(paths)) >= number, f"attempt {number}\n{account(paths)}", LIMIT_S)
+    return records(paths)[number - 1].hosts
+
+
+def wait_for_first_step(paths: RunPaths) -> None:
+    """Wait until the newest attempt has trained a step."""
+    wait_for(lambda: "first_step" in records(paths)[-1].events, f"a step\n{account(paths)}", LIMIT_S)
+
+
+def see_it_preempted(cluster: Cluster, paths: RunPaths) -> AttemptRecord:
+    """Have a job of the higher partition take the newest attempt's nodes until it has ended."""
+    number = paths.attempt_folders()[-1].number
+    with high_job(cluster, records(paths)[-1].hosts):
+        ended = wait_for_attempt_end(paths, number)
+    assert ended.cause == "preemption", account(paths)
+    return ended
+
+
+def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
+    """Return the processes of the run's ranks that live on this machine, whichever node they are on."""
+    wanted = {f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode()}
+    if rank is not None:
+        wanted.add(f"SLURM_PROCID={rank}".encode())
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            starts = {b"submitit.core._submit", b"hpc_train.launchers.entry"}
+            is_rank = not starts.isdisjoint(words) and Path(words[0].decode()).name != "srun"
+            if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return found
 
 
 def start_now(cluster: Cluster, paths: RunPaths) -> None:

@@ -37,6 +37,12 @@ def state(cluster: Cluster, job: str) -> str:
     return shown.partition(" JobState=")[2].partition(" ")[0]
 
 
+def field(cluster: Cluster, job: str, name: str) -> str:
+    """Return a field of ``scontrol show job``."""
+    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
+    return shown.partition(f" {name}=")[2].split()[0]
+
+
 def wait_for_state(cluster: Cluster, job: str, *states: str, limit_s: float = _LIMIT_S) -> str:
     """Wait until the job is in one of the states; return that."""
     found: list[str] = []

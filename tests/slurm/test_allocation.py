@@ -36,15 +36,17 @@ from tests.slurm.experiments import (
     ENVIRONMENT,
     EXPERIMENT,
     account,
-    command,
     job_of,
+    ranks_of,
     records,
     standing,
+    standing_of,
+    succeed,
     wait_for_attempt_end,
     wait_for_state,
     wait_for_step,
 )
-from tests.slurm.test_nodes import PACE_S, quiet, ranks_of
+from tests.slurm.test_nodes import PACE_S, quiet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -91,7 +93,7 @@ def test_a_killed_rank_restarts_in_the_users_own_job(
         wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "a run", LIMIT_S)
         paths = only_run(tmp_path)
         wait_for_step(paths, 12)
-        (run,) = standing(tmp_path)
+        run = standing_of(paths)
         assert (run["state"], run["job"]) == ("running", shell.job)
         (victim,) = ranks_of(paths, rank=2)
         os.kill(victim, signal.SIGKILL)
@@ -115,8 +117,7 @@ def test_cancel_and_ctrl_c_end_the_run_and_leave_the_users_job(
     wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "a run", LIMIT_S)
     paths = only_run(tmp_path)
     wait_for_step(paths, 3)
-    done = command(tmp_path, "cancel", paths.folder)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "cancel", paths.folder)
     _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, read_status(paths).state) == (ExitCode.FAILED, "cancelled"), err
     assert (records(paths)[0].cause, runs.state(cluster, shell.job)) == ("cancelled", "RUNNING")
@@ -195,8 +196,7 @@ def test_the_end_of_the_users_job_leaves_a_run_that_resumes_in_the_queue(
     assert committed(paths)[0].step >= 3, account(paths)
     runs.wait_for_state(cluster, job, "CANCELLED")
     saved = committed(paths)[0].step
-    done = command(tmp_path, "resume", paths.folder)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "resume", paths.folder)
     assert job_of(paths) != job
     wait_for_step(paths, saved + 1)
     assert records(paths)[1].launcher == "slurm"

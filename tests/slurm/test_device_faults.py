@@ -17,6 +17,7 @@ from tests.slurm.experiments import (
     records,
     submit_one,
     wait_for_attempt_end,
+    wait_for_completion,
     wait_for_state,
     wait_for_step,
 )
@@ -159,6 +160,6 @@ def test_each_rank_of_a_node_has_its_own_mig_device(
     model = f'model={{name: "tests.slurm.visible:net", args: {{folder: "{tmp_path}"}}}}'
     two = ("slurm.nodes=1", "slurm.ranks_per_node=2", "slurm.gpus_per_node=2", "device=cuda")
     paths = submit_one(tmp_path, *two, model, text=TWO_RANKS)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     visible = [(tmp_path / f"visible-{rank}").read_text() for rank in range(2)]
     assert visible == ["MIG-1111", "MIG-2222"]

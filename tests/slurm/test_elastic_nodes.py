@@ -21,7 +21,7 @@ from tests.slurm.experiments import (
     records,
     submit_one,
     wait_for_attempt_end,
-    wait_for_state,
+    wait_for_completion,
     wait_for_step,
 )
 from tests.slurm.runs import high_job
@@ -54,7 +54,7 @@ def test_a_requeued_run_goes_on_with_the_nodes_that_are_left(
     with high_job(cluster, [node for node in NODES if node != kept]):  # which preempts the run
         assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
         hold.release()
-        assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+        wait_for_completion(paths)
         wait_for_attempt_end(paths, 2)
     found = records(paths)
     assert [record.cause for record in found] == ["preemption", "completed"], account(paths)

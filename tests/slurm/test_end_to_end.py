@@ -40,11 +40,13 @@ from tests.slurm.experiments import (
     job_of,
     job_states,
     records,
+    see_it_preempted,
     standing,
+    standing_of,
     start_now,
-    state,
     submit,
     submit_one,
+    succeed,
     wait_for_attempt_end,
     wait_for_state,
     wait_for_step,
@@ -84,6 +86,11 @@ def quiet(quiet_runs: QuietRuns) -> Quiet:
 def preempting(cluster: Cluster, paths: RunPaths) -> AbstractContextManager[str]:
     """A while in which the run's nodes are wanted by a job of the higher partition."""
     return high_job(cluster, records(paths)[-1].hosts)
+
+
+def state(paths: RunPaths) -> str:
+    """Return the run's state as ``status`` tells it."""
+    return str(standing_of(paths)["state"])
 
 
 def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) -> None:
@@ -134,12 +141,10 @@ def test_an_extended_run_that_is_preempted_equals_one_of_the_full_length(
     old = submit_one(tmp_path, *settings, short, text=TWO_RANKS)
     wait_for_state(old, "completed")
     with Hold(tmp_path, 10) as hold:
-        done = command(tmp_path, "resume", old.folder, long, hold.override)
-        assert done.code == 0, done.err
+        succeed(tmp_path, "resume", old.folder, long, hold.override)
         (paths,) = set(found_runs(tmp_path)) - {old}
         wait_for_step(paths, 10)
-        with preempting(cluster, paths):
-            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+        see_it_preempted(cluster, paths)
     see_it_complete(paths, quiet.two(*settings, long))
 
 
@@ -152,9 +157,8 @@ def test_a_preemption_during_compilation_is_requeued(
         monkeypatch.setenv("CXX", str(compiler))
         paths = submit_one(tmp_path, model, "compile=true", text=TWO_RANKS)
         wait_for(is_called, account(paths), LIMIT_S)
-        with preempting(cluster, paths):
-            first = wait_for_attempt_end(paths, 1)
-    assert first.cause == "preemption" and "first_step" not in first.events, account(paths)
+        first = see_it_preempted(cluster, paths)
+    assert "first_step" not in first.events, account(paths)
     wait_for_state(paths, "completed")
     assert wait_for_attempt_end(paths, 2).cause == "completed", account(paths)
 
@@ -171,8 +175,7 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
     with Hold(tmp_path, 5) as hold:
         paths = submit_one(tmp_path, *overrides, hold.override)
         wait_for_step(paths, 5)
-        with preempting(cluster, paths):
-            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+        see_it_preempted(cluster, paths)
     see_it_complete(paths, quiet.four(*overrides))
     assert [record.cause for record in records(paths)] == ["preemption", "completed"]
 
@@ -183,8 +186,7 @@ def test_a_preemption_changes_no_bit_of_an_own_task(cluster: Cluster, quiet: Qui
     with Hold(tmp_path, 5) as hold:
         paths = submit_one(tmp_path, *overrides, hold.override, text=TWO_RANKS)
         wait_for_step(paths, 5)
-        with preempting(cluster, paths):
-            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+        see_it_preempted(cluster, paths)
     see_it_complete(paths, quiet.two(*overrides))
 
 
@@ -302,8 +304,7 @@ def test_scancel_is_final_in_every_state(cluster_without_accounting: Cluster, tm
     cluster.run("scontrol", "requeue", job_of(runs[1]))
     wait_for(lambda: job_states(cluster, job_of(runs[1])) == ["PENDING"], "the requeue")
     cluster.run("scancel", job_of(runs[1]))  # requeued
-    done = command(tmp_path, "cancel", runs[2].folder)  # running
-    assert done.code == 0, done.err
+    succeed(tmp_path, "cancel", runs[2].folder)  # running
     for paths in (runs[0], runs[1], runs[2], runs[4]):
         wait_for(lambda paths=paths: not job_states(cluster, job_of(paths)), "its end")
         # A job that Slurm does not know is looked for once more after a minute.
@@ -312,8 +313,8 @@ def test_scancel_is_final_in_every_state(cluster_without_accounting: Cluster, tm
         )
         assert last_step(paths) < 60
     wait_for_step(runs[3], 2)  # the one that nobody cancelled
-    done = command(tmp_path, "cancel", "digits")
-    assert done.code == 0 and state(runs[3]) == "cancelled", done.err
+    succeed(tmp_path, "cancel", "digits")
+    assert state(runs[3]) == "cancelled"
     again = command(tmp_path, "submit", tmp_path / "exp.yaml")
     assert again.code == 1 and "cancelled" in again.err
     assert not cluster.run("squeue", "--noheader").strip()
@@ -323,10 +324,9 @@ def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, 
     with Hold(tmp_path, 10) as hold:
         paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
         wait_for_step(paths, 10)
-        assert command(tmp_path, "cancel", paths.folder).code == 0
+        succeed(tmp_path, "cancel", paths.folder)
         assert state(paths) == "cancelled"
-    done = command(tmp_path, "resume", paths.folder)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "resume", paths.folder)
     see_it_complete(paths, quiet.two())
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.slurm.experiments import (
     TWO_RANKS,
     account,
     job_of,
+    ranks_of,
     records,
     submit_one,
     wait_for_attempt_end,
@@ -41,22 +41,6 @@ PACE_S = 0.05
 
 def quiet(runs: QuietRuns) -> RunPaths:
     return runs.of(text=EXPERIMENT, ranks=4, environment=ENVIRONMENT)
-
-
-def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
-    """Return the processes of the run's ranks that live on this machine, whichever node they are on."""
-    wanted = {f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode()}
-    if rank is not None:
-        wanted.add(f"SLURM_PROCID={rank}".encode())
-    found = []
-    for folder in Path("/proc").iterdir():
-        with suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            starts = {b"submitit.core._submit", b"hpc_train.launchers.entry"}
-            is_rank = not starts.isdisjoint(words) and Path(words[0].decode()).name != "srun"
-            if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.usefixtures("fresh_ranks")

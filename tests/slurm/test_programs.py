@@ -21,7 +21,7 @@ from tests.slurm.experiments import (
     records,
     start_now,
     wait_for_attempt_end,
-    wait_for_state,
+    wait_for_completion,
     wait_for_step,
 )
 from tests.slurm.runs import grace, high_job
@@ -55,7 +55,7 @@ def test_a_sweep_of_programs_is_one_array(cluster: Cluster, tmp_path: Path) -> N
     (array,) = {job_of(paths).partition("_")[0] for paths in runs}
     assert sorted(job_of(paths) for paths in runs) == [f"{array}_{number}" for number in range(3)]
     for paths in runs:
-        assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+        wait_for_completion(paths)
         lr = json.loads(paths.resolved.read_text())["program"]["args"]["lr"]
         assert result(paths)["weight"] == weight_after(20, lr)
 
@@ -67,7 +67,7 @@ def test_torchrun_once_per_node_stops_and_resumes(cluster: Cluster, tmp_path: Pa
         ended = wait_for_attempt_end(paths, 1)
     assert ended.cause == "preemption" and (ended.saved_step or 0) >= 5, account(paths)
     start_now(cluster, paths)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
     assert sorted(paths.attempt(2).files_of_ranks(".session")) == [0, 1, 2, 3]
 
@@ -107,7 +107,7 @@ def test_the_wandb_run_of_a_session_continues_after_a_preemption(cluster: Cluste
         ended = wait_for_attempt_end(paths, 1)
     assert ended.cause == "preemption" and (ended.saved_step or 0) >= 6, account(paths)
     start_now(cluster, paths)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     rows = list(iter_rows(paths.metrics))
     assert [(row["attempt"], row["step"]) for row in rows] == [
         (1 + (step > (ended.saved_step or 0)), step) for step in range(1, 31)

@@ -7,11 +7,9 @@ import signal
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import write_record
 from hpc_train.run.checkpoints import committed
 from tests.end_to_end.runs import wait_for
@@ -20,18 +18,20 @@ from tests.slurm.experiments import (
     EXPERIMENT,
     LIMIT_S,
     account,
-    command,
     job_of,
+    ranks_of,
     records,
-    standing,
+    standing_of,
     start_now,
     submit_one,
+    succeed,
+    wait_for_attempt,
     wait_for_attempt_end,
+    wait_for_first_step,
     wait_for_state,
     wait_for_step,
 )
-from tests.slurm.runs import high_job
-from tests.slurm.test_nodes import ranks_of
+from tests.slurm.runs import field, high_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -43,28 +43,6 @@ BAD_NODE = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.bad_nod
 STUCK = ONE_RANK.replace("tests.end_to_end.paced:net", "tests.slurm.stuck:net")
 
 
-def field(cluster: Cluster, paths: RunPaths, name: str) -> str:
-    """Return what scontrol says of the run's job."""
-    shown = cluster.run("scontrol", "--oneliner", "show", "job", job_of(paths))
-    return shown.partition(f" {name}=")[2].split()[0]
-
-
-def standing_of(paths: RunPaths) -> dict[str, Any]:
-    (run,) = standing(paths.folder.parents[2], str(paths.folder))
-    return run
-
-
-def wait_for_attempt(paths: RunPaths, number: int) -> list[str]:
-    """Wait until the attempt has begun; return its nodes."""
-    wait_for(lambda: len(records(paths)) >= number, f"attempt {number}\n{account(paths)}", LIMIT_S)
-    return records(paths)[number - 1].hosts
-
-
-def wait_for_first_step(paths: RunPaths) -> None:
-    """Wait until the newest attempt has trained a step."""
-    wait_for(lambda: "first_step" in records(paths)[-1].events, f"a step\n{account(paths)}", LIMIT_S)
-
-
 @pytest.mark.fault(14)
 def test_a_node_that_fails_its_check_is_left_out_at_once(cluster: Cluster, tmp_path: Path) -> None:
     paths = submit_one(tmp_path, "slurm.exclude=n4", text=BAD_NODE)
@@ -74,7 +52,7 @@ def test_a_node_that_fails_its_check_is_left_out_at_once(cluster: Cluster, tmp_p
     how = "failed its check: its memory is held by another"
     assert (first.reason, first.bad_nodes) == (f"crash 1 of 3: n1 {how}", {"n1": how})
     assert (second.hosts, second.cause) == (["n2", "n3"], "completed"), account(paths)
-    assert field(cluster, paths, "ExcNodeList") == "n4,n1", "what the file leaves out stays left out"
+    assert field(cluster, job_of(paths), "ExcNodeList") == "n4,n1", "what the file leaves out stays left out"
     run = standing_of(paths)
     assert run["excluded_nodes"] == {"n1": how}
     assert run["budget"] == {"crashes_left": 2, "preemptions_left": None, "without_progress_left": 2}
@@ -86,12 +64,10 @@ def test_a_node_stays_where_too_few_others_are_left(cluster: Cluster, tmp_path: 
     paths = submit_one(tmp_path, *more, text=BAD_NODE)
     assert wait_for_state(paths, "completed", "failed") == "failed"
     assert [record.cause for record in records(paths)] == ["bad node"] * 2, account(paths)
-    assert field(cluster, paths, "ExcNodeList") == "(null)"
+    assert field(cluster, job_of(paths), "ExcNodeList") == "(null)"
     assert paths.attempt(1).kept_nodes.read_text() == "n1\n"
     assert "can't exclude n1" in account(paths)
-    resumed = command(tmp_path, "resume", paths.folder)
-    assert resumed.code == 0, resumed.err
-    assert "can't exclude n1" in resumed.err
+    assert "can't exclude n1" in succeed(tmp_path, "resume", paths.folder).err
     wait_for_attempt(paths, 3)
 
 
@@ -154,7 +130,7 @@ def test_a_run_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: Path) -> N
     reason = standing_of(paths)["reason"]
     assert reason.startswith("no progress in 3 attempts: no checkpoint at all; "), reason
     assert len(records(paths)) == 3, "the fourth start began no attempt"
-    wait_for(lambda: field(cluster, paths, "JobState") == "FAILED", "the job's end", LIMIT_S)
+    wait_for(lambda: field(cluster, job_of(paths), "JobState") == "FAILED", "the job's end", LIMIT_S)
     wait_for_attempt_end(paths, 3)
     run = standing_of(paths)
     assert (run["state"], run["budget"]["without_progress_left"]) == ("failed", 0)

@@ -12,7 +12,7 @@ from hpc_train.launchers.slurm.submission import Batch
 from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
-from tests.slurm.runs import high_job
+from tests.slurm.runs import field, high_job
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
@@ -33,12 +33,6 @@ def ranks(batch: Batch) -> list[str]:
     """Return ``rank restart`` of each rank that ran, sorted."""
     path = batch.submission / "ranks"
     return sorted(line[:3] for line in path.read_text().splitlines()) if path.exists() else []
-
-
-def field(cluster: Cluster, job: str, name: str) -> str:
-    """Return what scontrol says of the job."""
-    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
-    return shown.partition(f" {name}=")[2].split()[0]
 
 
 def test_ranks_that_stopped_for_now_are_started_again_by_the_script(cluster: Cluster, tmp_path: Path) -> None:

@@ -21,17 +21,18 @@ from tests.slurm.experiments import (
     EXPERIMENT,
     LIMIT_S,
     account,
-    command,
     job_of,
+    ranks_of,
     records,
+    standing_of,
     start_now,
     submit,
+    succeed,
     wait_for_attempt_end,
-    wait_for_state,
+    wait_for_completion,
     wait_for_step,
 )
 from tests.slurm.runs import high_job
-from tests.slurm.test_nodes import ranks_of
 from tests.workloads.programs import write_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -71,11 +72,6 @@ def reference(quiet_runs: QuietRuns, seed: int) -> RunPaths:
     return quiet_runs.of(f"seed={seed}", text=ALONE, ranks=1, environment=ENVIRONMENT)
 
 
-def restarts(cluster: Cluster, job: str) -> int:
-    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
-    return int(shown.partition(" Restarts=")[2].split()[0])
-
-
 @pytest.mark.fault(1, 14)
 def test_a_killed_rank_and_a_preemption_change_no_bit_of_the_runs_of_a_job(
     cluster: Cluster, tmp_path: Path, quiet_runs: QuietRuns
@@ -98,13 +94,13 @@ def test_a_killed_rank_and_a_preemption_change_no_bit_of_the_runs_of_a_job(
                 assert ended.cause == "preemption", account(run)
             assert slurm_jobs.wait_for_state(cluster, job, "PENDING") == "PENDING"
     start_now(cluster, first)
+    wait_for_completion(first, second, third, fourth)
     for seed, run in enumerate((first, second, third, fourth), start=1):
-        assert wait_for_state(run, "completed", "failed") == "completed", account(run)
         assert_equal_to_the_bit(reference(quiet_runs, seed), run)
     assert [record.cause for record in records(second)] == ["preemption", "completed"], account(second)
     assert [len(records(run)) for run in (third, fourth)] == [1, 1], account(third)
     assert slurm_jobs.wait_for_state(cluster, job, "COMPLETED", "FAILED") == "COMPLETED", account(first)
-    assert restarts(cluster, job) == 1
+    assert slurm_jobs.field(cluster, job, "Restarts") == "1"
 
 
 @pytest.fixture
@@ -122,8 +118,7 @@ def programs(cluster: Cluster, tmp_path: Path) -> list[RunPaths]:
 
 
 def status(run: RunPaths) -> str:
-    done = command(run.folder.parents[2], "status", "--json", run.folder)
-    (shown,) = json.loads(done.out)["runs"]
+    shown = standing_of(run)
     return f"{shown['state']}: {shown['reason']}"
 
 
@@ -132,16 +127,13 @@ def test_a_cancelled_run_leaves_the_job_to_the_others(
 ) -> None:
     job = job_of(programs[0])
     assert status(programs[3]) == f"pending: waits for a slot of job {job}"
-    done = command(tmp_path, "cancel", programs[0].folder, programs[3].folder)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "cancel", programs[0].folder, programs[3].folder)
     assert [status(run).partition(":")[0] for run in programs[::3]] == ["cancelled", "cancelled"]
     wait_for((programs[2].work / "received.json").exists, account(programs[2]), LIMIT_S)  # the slot is free
-    done = command(tmp_path, "resume", programs[0].folder)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "resume", programs[0].folder)
     assert job_of(programs[0]) != job
     (tmp_path / "go").touch()
-    for run in programs[:3]:
-        assert wait_for_state(run, "completed", "failed") == "completed", account(run)
+    wait_for_completion(*programs[:3])
     assert [len(records(run)) for run in programs] == [2, 1, 1, 0]
     assert slurm_jobs.wait_for_state(cluster, job, "COMPLETED", "FAILED") == "FAILED", "a run was cancelled"
 
@@ -156,6 +148,5 @@ def test_each_slot_has_its_share_of_the_job(
     job = job_of(programs[0])
     shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
     assert "cpu=4,mem=6G" in shown and re.search("gres[:/]gpu[:=]2", shown), shown
-    done = command(tmp_path, "cancel", *(run.folder for run in programs))
-    assert done.code == 0, done.err
+    succeed(tmp_path, "cancel", *(run.folder for run in programs))
     assert slurm_jobs.wait_for_state(cluster, job, "CANCELLED", "FAILED") == "CANCELLED"

@@ -19,14 +19,14 @@ from tests.slurm.experiments import (
     account,
     command,
     job_of,
+    ranks_of,
     records,
-    standing,
+    standing_of,
     start_now,
     submit_one,
     wait_for_attempt_end,
-    wait_for_state,
+    wait_for_completion,
 )
-from tests.slurm.test_nodes import ranks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -76,7 +76,7 @@ def test_a_lost_node_is_replaced_in_the_same_job(
             counts = {value for name, value in found.items() if name.endswith(("NNODES", "NUM_NODES"))}
             tasks = {value for name, value in found.items() if name.endswith(("NTASKS", "NPROCS"))}
             assert lists <= {"n1,n3", "n[1,3]"} and counts == tasks == {"2"}, found
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     second = wait_for_attempt_end(paths, 2)
     assert second.in_place and (second.job, second.restart) == (first.job, 0), account(paths)
     assert (second.hosts, second.ranks) == (["n1", "n3"], 2)
@@ -87,13 +87,12 @@ def test_a_lost_node_is_replaced_in_the_same_job(
 def test_a_node_that_fails_its_check_is_replaced_in_the_same_job(cluster: Cluster, tmp_path: Path) -> None:
     """The node of the batch script, which stays there."""
     paths = submit_one(tmp_path, SPARE, text=BAD_NODE)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     first, second = records(paths)[0], wait_for_attempt_end(paths, 2)
     assert (first.hosts, first.cause) == (["n1", "n2"], "bad node"), account(paths)
     assert (second.hosts, second.spare_hosts) == (["n2", "n3"], ["n1"]), account(paths)
     assert second.in_place and (second.job, second.restart) == (first.job, 0)
-    (run,) = standing(tmp_path)
-    assert run["restart"]["in_place"]
+    assert standing_of(paths)["restart"]["in_place"]
     assert "n2, n3 (spare: n1)" in command(tmp_path, "status", paths.folder).out
 
 
@@ -105,7 +104,7 @@ def test_the_loss_of_the_first_node_requeues_the_job(cluster: Cluster, tmp_path:
         job = job_of(paths)
         cluster.kill_node("n1", with_jobs=True)
     start_now(cluster, paths)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_completion(paths)
     second = wait_for_attempt_end(paths, 2)
     assert not second.in_place and (second.job, second.restart) == (job, 1), account(paths)
     assert "n1" not in second.hosts

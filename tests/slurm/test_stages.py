@@ -18,17 +18,20 @@ from tests.slurm.experiments import (
     EXPERIMENT,
     LIMIT_S,
     account,
-    command,
     job_of,
+    ranks_of,
     records,
+    see_it_preempted,
     standing,
-    wait_for_attempt_end,
+    succeed,
+    wait_for_attempt,
+    wait_for_completion,
+    wait_for_first_step,
     wait_for_state,
     wait_for_step,
     write_experiment,
 )
-from tests.slurm.runs import high_job, squeue, state
-from tests.slurm.test_nodes import ranks_of
+from tests.slurm.runs import squeue, state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -56,21 +59,19 @@ def wait_for_queue(cluster: Cluster, paths: RunPaths, reason: str) -> None:
 
 def test_stages_follow_after_a_preemption_a_crash_and_a_resume(cluster: Cluster, tmp_path: Path) -> None:
     queued, local = tmp_path / "queued", tmp_path / "local"
-    done = command(queued, "submit", staged_file(queued), pace_s=0.3)
-    assert done.code == 0 and done.err.count("queued, in") == 3, done.err
+    assert succeed(queued, "submit", staged_file(queued), pace_s=0.3).err.count("queued, in") == 3
     first, tuned, exported = stages_below(queued)
     name = first.folder.name
     wait_for_queue(cluster, tuned, "Dependency")
     assert reasons(queued)[tuned.folder.name] == ("pending", f"waits for {name}")
 
     wait_for_step(first, 2)
-    with high_job(cluster, records(first)[0].hosts):
-        wait_for_attempt_end(first, 1)
-    wait_for(lambda: len(records(first)) == 2, f"a requeue\n{account(first)}", LIMIT_S)
+    see_it_preempted(cluster, first)
+    wait_for_attempt(first, 2)
     assert job_of(first) == str(records(first)[1].job)
     wait_for_queue(cluster, tuned, "Dependency")
 
-    wait_for(lambda: "first_step" in records(first)[-1].events, f"a step\n{account(first)}", LIMIT_S)
+    wait_for_first_step(first)
     for rank in ranks_of(first):
         os.kill(rank, signal.SIGKILL)
     assert wait_for_state(first, "failed", "completed") == "failed", account(first)
@@ -84,10 +85,8 @@ def test_stages_follow_after_a_preemption_a_crash_and_a_resume(cluster: Cluster,
     assert not tuned.attempt_folders(), account(tuned)
     assert reasons(queued)[tuned.folder.name] == ("pending", waits)
 
-    resumed = command(queued, "resume", "digits")
-    assert resumed.code == 0, resumed.err
-    for paths in (first, tuned, exported):
-        assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    succeed(queued, "resume", "digits")
+    wait_for_completion(first, tuned, exported)
     assert [len(records(paths)) for paths in (first, tuned, exported)] == [3, 1, 1]
     assert job_of(tuned) != early
     assert len(found_runs(queued)) == 3
@@ -100,12 +99,10 @@ def test_stages_follow_after_a_preemption_a_crash_and_a_resume(cluster: Cluster,
 
 
 def test_a_cancelled_stage_takes_later_ones_out_of_the_queue(cluster: Cluster, tmp_path: Path) -> None:
-    done = command(tmp_path, "submit", staged_file(tmp_path), pace_s=0.3)
-    assert done.code == 0, done.err
+    succeed(tmp_path, "submit", staged_file(tmp_path), pace_s=0.3)
     first, *later = stages_below(tmp_path)
     wait_for_step(first, 2)
-    cancelled = command(tmp_path, "cancel", first.folder.name)
-    assert cancelled.code == 0, cancelled.err
+    succeed(tmp_path, "cancel", first.folder.name)
     assert {state_ for state_, _ in reasons(tmp_path).values()} == {"cancelled"}
     assert not any(paths.attempt_folders() for paths in later)
     for paths in later:

@@ -75,13 +75,10 @@ elif behavior == "raises":
     raise ValueError("a bad batch")
 elif behavior == "hangs in C":
     ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock
-elif behavior == "ignores SIGTERM":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("step 2: loss 2.0", flush=True)
-    while True:
-        signal.pause()
-elif behavior == "starts a server":
-    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True, env={})
+elif behavior in {"ignores SIGTERM", "starts a server"}:
+    if behavior == "starts a server":
+        server = [sys.executable, "-c", "import signal; signal.pause()"]
+        subprocess.Popen(server, start_new_session=True, env={})
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("step 2: loss 2.0", flush=True)
     while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hpc_train.experiment.config.schema import Program
 from hpc_train.paths import RunPaths
 from hpc_train.workloads.program_metrics import ProgramMetrics
 from tests import warm
+from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, resume, start, status, wait_for
+from tests.waiting import HANG_LIMIT_S
 
 #: Runs a script in a fork, and one that a test holds.
 HELD = Path(__file__).with_name("held.py")
@@ -65,6 +68,43 @@ def forked(code: Path, script: str = "train.py", door: str | None = None) -> lis
     door = door or warm.for_jobs().get(warm.DOOR)
     command = f"program.command={json.dumps(warm.task(HELD.name, script))}"
     return [command, *([f"program.env.{warm.DOOR}={door}"] if door else [])]
+
+
+def stopped_at(step: int, folder: Path, *words: str, code: Path) -> RunPaths:
+    """Submit from ``code`` with runs below ``folder``; Ctrl-C after ``step``. Return the run that it ends."""
+    process = start("submit", *words, "--local", cwd=code, HPC_TRAIN_RUNS=str(folder / "runs"))
+    wait_for(lambda: any(folder.glob("runs/*/*/metrics.jsonl")), "metrics")
+    wait_for(lambda: last_step(only_run(folder)) >= step, f"step {step}")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_LIMIT_S)
+    paths = only_run(folder)
+    assert status(paths)["state"] == "interrupted" and status(paths)["step"] >= step
+    return paths
+
+
+def resumed_and_quiet(
+    step: int, folder: Path, *words: str, code: Path, pace: str
+) -> tuple[int, RunPaths, RunPaths]:
+    """Submit twice, once disturbed by Ctrl-C after ``step``, slowed by ``pace``, and resumed.
+
+    Return the step at which it was stopped, this run, and the one that nothing disturbed.
+    """
+    paths = stopped_at(step, folder, *words, pace, code=code)
+    stopped = int(status(paths)["step"])
+    resume(paths)
+    done = hpc_train("submit", *words, "--local", cwd=code, HPC_TRAIN_RUNS=str(folder / "runs"))
+    assert done.code == 0, done.err
+    (quiet,) = (run for run in found_runs(folder) if run.folder != paths.folder)
+    verified = hpc_train("verify", paths.folder)
+    assert verified.code == 0, verified.err
+    return stopped, paths, quiet
+
+
+def send(folder: Path, attempt: int, *messages: Any) -> Path:
+    """Replace the messages of rank 0's session in an attempt of the run in ``folder``; return their file."""
+    file = RunPaths(folder).attempt(attempt).session(0)
+    file.write_text("".join(json.dumps(message) + "\n" for message in messages))
+    return file
 
 
 def result(paths: RunPaths) -> dict[str, Any]:

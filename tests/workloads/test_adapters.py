@@ -73,9 +73,7 @@ class Network:
             def __init__(self) -> None:
                 super().__init__()
                 torch.manual_seed(0)
-                self.layers = torch.nn.Sequential(
-                    torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
-                )
+                self.layers = layers()
                 self.batches = 0
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,20 +19,10 @@ from hpc_train.experiment.workload import workload_of
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from tests import warm
-from tests.end_to_end.runs import (
-    ONE_THREAD,
-    REPOSITORY,
-    found_runs,
-    hpc_train,
-    last_step,
-    only_run,
-    start,
-    status,
-    wait_for,
-)
+from tests.end_to_end.runs import ONE_THREAD, REPOSITORY, status
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.examples import MODES, NAMES, PROGRAMS, copied, same_weights, weights
-from tests.workloads.programs import HELD, forked
+from tests.workloads.programs import HELD, forked, resumed_and_quiet
 
 _MAX_LINES = 5
 _GPT2 = "transformers.models.gpt2.modeling_gpt2"
@@ -128,32 +117,17 @@ def test_a_second_start_without_a_launcher_resumes_on_all_ranks(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps", "stop"), [("lightning", 60, 30), ("huggingface", 40, 18)])
 def test_an_example_on_two_ranks_resumes_bitwise(
-    name: str, steps: int, stop: int, door: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, steps: int, stop: int, door: str | None, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     code = copied(name, tmp_path / "code")
-    words = ["submit", "session.yaml", f"program.args.steps={steps}", "--local", "--devices", "2"]
+    words = ["session.yaml", f"program.args.steps={steps}", "--devices", "2"]
     words += forked(code, "train_session.py", door)
-    process = start(*words, "program.args.sleep=0.2", cwd=code)
-    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
-    wait_for(lambda: last_step(only_run(tmp_path)) >= stop, f"step {stop}")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_LIMIT_S)
-    paths = only_run(tmp_path)
-    stopped = status(paths)
-    assert (stopped["state"], stopped["total_steps"]) == ("interrupted", steps)
-    assert stop <= stopped["step"] < steps, paths.attempt(1).log(0).read_text()
-    assert f"saved step {stopped['step']}" in paths.attempt(1).log(0).read_text()
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
-    again = hpc_train(*words, cwd=code)
-    assert again.code == 0, again.err
-    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
+    step, paths, quiet = resumed_and_quiet(stop, tmp_path, *words, code=code, pace="program.args.sleep=0.2")
+    assert step < steps == status(paths)["total_steps"]
+    assert f"saved step {step}" in paths.attempt(1).log(0).read_text()
     assert same_weights(weights(paths.work), weights(quiet.work))
     assert logged(paths) == logged(quiet)
     assert [step for step, split, _ in logged(paths) if split == "train"] == list(range(1, steps + 1))
-    verified = hpc_train("verify", paths.folder)
-    assert verified.code == 0, verified.err
 
 
 def logged(paths: RunPaths) -> list[Any]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,13 @@ def programs_of(folder: Path) -> list[int]:
     return pids
 
 
+def begin(folder: Path, text: str, *words: str) -> subprocess.Popen[str]:
+    """Submit the misbehaving script by a file of this text."""
+    file = write_program(folder, text, MISBEHAVING)
+    own = ("--local", "--devices", "1")
+    return start("submit", file, *own, *words, cwd=file.parent, HPC_TRAIN_RUNS=str(folder / "runs"))
+
+
 def by_behavior(folder: Path) -> dict[str, RunPaths]:
     return {
         json.loads(paths.resolved.read_text())["program"]["args"]["behave"]: paths
@@ -85,10 +93,9 @@ def by_behavior(folder: Path) -> dict[str, RunPaths]:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
     folder = tmp_path_factory.mktemp("misbehaving")
-    file = write_program(folder, TEXT.replace("BEHAVIORS", json.dumps(list(ENDS))), MISBEHAVING)
-    words = ("--local", "--devices", "1", "--jobs", "4")
-    done = hpc_train("submit", file, *words, cwd=file.parent, HPC_TRAIN_RUNS=str(folder / "runs"))
-    assert done.code != 0, done.err
+    process = begin(folder, TEXT.replace("BEHAVIORS", json.dumps(list(ENDS))), "--jobs", "4")
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
+    assert process.returncode != 0, err
     return by_behavior(folder)
 
 
@@ -123,9 +130,7 @@ def test_a_program_that_ignores_sigterm_is_killed_and_one_that_handles_it_is_con
 ) -> None:
     behaviors = ["ignores SIGTERM", "handles SIGTERM"]
     text = TEXT.replace("BEHAVIORS", json.dumps(behaviors)).replace("0.05", "5")
-    file = write_program(tmp_path, text, MISBEHAVING)
-    words = ("--local", "--devices", "1", "--jobs", "2")
-    process = start("submit", file, *words, cwd=file.parent, HPC_TRAIN_RUNS=str(tmp_path / "runs"))
+    process = begin(tmp_path, text, "--jobs", "2")
     wait_for(lambda: sum(last_step(paths) == 2 for paths in found_runs(tmp_path)) == 2, "step 2 of both")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=HANG_LIMIT_S)
@@ -139,9 +144,7 @@ def test_a_program_that_ignores_sigterm_is_killed_and_one_that_handles_it_is_con
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_processes_of_other_groups_too(tmp_path: Path) -> None:
     text = TEXT.replace("BEHAVIORS", "['starts a server']").replace("0.05", "5").replace("0.5", "60")
-    file = write_program(tmp_path, text, MISBEHAVING)
-    words = ("--local", "--devices", "1")
-    process = start("submit", file, *words, cwd=file.parent, HPC_TRAIN_RUNS=str(tmp_path / "runs"))
+    process = begin(tmp_path, text)
     wait_for(lambda: any(last_step(paths) == 2 for paths in found_runs(tmp_path)), "step 2")
     process.send_signal(signal.SIGINT)
     (paths,) = found_runs(tmp_path)
@@ -155,9 +158,7 @@ def test_a_second_ctrl_c_ends_processes_of_other_groups_too(tmp_path: Path) -> N
 def test_a_cancelled_program_in_a_pipe_of_the_shell_saves_first(tmp_path: Path) -> None:
     command = """[bash, -c, "python train.py --behave='saves when asked' | tee copy.txt"]"""
     text = TEXT.partition("sweep:")[0].replace("[python, train.py]", command).replace("0.5", "60")
-    file = write_program(tmp_path, text, MISBEHAVING)
-    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
-    process = start("submit", file, "--local", "--devices", "1", cwd=file.parent, **runs)
+    process = begin(tmp_path, text)
     wait_for(
         lambda: any(paths.attempt(1).session(0).exists() for paths in found_runs(tmp_path)), "the session"
     )

@@ -25,15 +25,12 @@ from hpc_train.workloads.program import ProgramWorkload
 from hpc_train.workloads.program_command import command_of, executable, rendered
 from hpc_train.workloads.program_metrics import recover_rows
 from hpc_train.workloads.supervisor import has_stopped
-from tests.workloads.programs import TEXT, program_metrics, write_program
+from tests.workloads.programs import TEXT, program_metrics, send, write_program
 
 
 def test_an_executable_with_a_path_is_taken_as_it_is() -> None:
-    assert [executable(name) for name in ("/bin/sh", "./run.sh", "no-such")] == [
-        "/bin/sh",
-        "./run.sh",
-        "no-such",
-    ]
+    for name in ("/bin/sh", "./run.sh", "no-such"):
+        assert executable(name) == name
     assert executable("python") == sys.executable
 
 
@@ -68,12 +65,7 @@ def test_names_in_braces_are_replaced_and_a_resume_adds_its_arguments() -> None:
 
 
 def test_a_file_with_a_program_is_a_job_of_its_own_kind(tmp_path: Path) -> None:
-    loaded = load(
-        write_program(
-            tmp_path,
-            TEXT + "sweep: {grid: {program.args.lr: [0.1, 0.2]}, seed: 1}\n".replace(", seed: 1", ""),
-        )
-    )
+    loaded = load(write_program(tmp_path, TEXT + "sweep: {grid: {program.args.lr: [0.1, 0.2]}}\n"))
     assert isinstance(loaded.experiment, Program) and not isinstance(loaded.experiment, Experiment)
     assert isinstance(workload_of(loaded.experiment), ProgramWorkload)
     first, second = make_plan(loaded).runs
@@ -138,13 +130,8 @@ def test_rows_of_a_file_become_rows_of_the_run(tmp_path: Path) -> None:
         {"total": math.inf, "progress": 1},
         {"total": 9, "progress": math.nan},
     ]
-    source.write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-        + "no JSON\n"
-        + "[" * 99999
-        + "\n"
-        + '{"step": 3, "lo'
-    )
+    damaged = ["no JSON", "[" * 99999, '{"step": 3, "lo']
+    source.write_text("\n".join([*map(json.dumps, lines), *damaged]))
     metrics.poll()
     assert metrics.newest_at is not None and metrics.step == 2 and metrics.total_steps is None
     with source.open("a") as file:
@@ -176,8 +163,7 @@ def test_a_resume_of_a_session_withdraws_the_rows_behind_its_checkpoint(
         [["resumed", 5], ["rows", [[2.0, 5, "train", {"loss": 3.0}], [2.0, 8, "train", {"loss": 2.0}]]]],
     ), start=1):  # fmt: skip
         metrics = program_metrics(tmp_path, attempt)
-        file = RunPaths(tmp_path).attempt(attempt).session(0)
-        file.write_text("".join(json.dumps(message) + "\n" for message in messages))
+        send(tmp_path, attempt, *messages)
         metrics.finish()
         has_dropped = "is dropped" in capsys.readouterr().out
         assert has_dropped == (attempt > 2)
@@ -188,25 +174,21 @@ def test_a_resume_of_a_session_withdraws_the_rows_behind_its_checkpoint(
 def test_rows_that_a_killed_supervisor_had_not_read_are_recovered(tmp_path: Path) -> None:
     rows = [[1.0, step, "train", {"loss": 1.0}] for step in range(1, 7)]
     messages = [["rows", rows[:3]], ["saved", 2], ["rows", rows[3:]], ["saved", 5]]
-    lines = [json.dumps(message) + "\n" for message in messages]
     metrics = program_metrics(tmp_path, 1)
-    file = RunPaths(tmp_path).attempt(1).session(0)
-    file.write_text("".join(lines[:2]))
+    send(tmp_path, 1, *messages[:2])
     metrics.poll()
-    file.write_text("".join(lines) + '["rows", [[1')
+    with send(tmp_path, 1, *messages).open("a") as file:
+        file.write('["rows", [[1')
     for attempt in (2, 3):  # the supervisor of the second attempt is killed, too
         metrics = program_metrics(tmp_path, attempt)
         recover_rows(metrics._job, RunPaths(tmp_path), attempt, tmp_path)
         recovered = [row["step"] for row in iter_rows(tmp_path / "metrics.jsonl")]
         assert recovered == [1, 2, 3, 4, 5, 6]
-        RunPaths(tmp_path).attempt(attempt).session(0).write_text('["resumed", 5]\n')
+        send(tmp_path, attempt, ["resumed", 5])
         metrics.finish()
         assert [row["step"] for row in iter_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
         if attempt == 2:
-            messages = [["resumed", 5], ["rows", [[2.0, 6, "train", {"loss": 2.0}]]]]
-            RunPaths(tmp_path).attempt(2).session(0).write_text(
-                "".join(json.dumps(message) + "\n" for message in messages)
-            )
+            send(tmp_path, 2, ["resumed", 5], ["rows", [[2.0, 6, "train", {"loss": 2.0}]]])
 
 
 def test_a_row_behind_those_of_another_split_is_dropped(
@@ -219,15 +201,12 @@ def test_a_row_behind_those_of_another_split_is_dropped(
         [1.0, 1, "val", {"loss": 1.0}],
         [1.0, 11, "train", {"loss": 3.0}],
     ]
-    RunPaths(tmp_path).attempt(1).session(0).write_text(json.dumps(["rows", rows]) + "\n")
+    send(tmp_path, 1, ["rows", rows])
     metrics.finish()
-    assert [(row["split"], row["step"]) for row in iter_rows(tmp_path / "metrics.jsonl")] == [
-        ("train", 10),
-        ("train", 11),
-    ]
-    assert (
-        capsys.readouterr().out.count("val row of step 1 is dropped, since there are rows up to step 10") == 1
-    )
+    splits = [(row["split"], row["step"]) for row in iter_rows(tmp_path / "metrics.jsonl")]
+    assert splits == [("train", 10), ("train", 11)]
+    told = capsys.readouterr().out
+    assert told.count("val row of step 1 is dropped, since there are rows up to step 10") == 1
 
 
 @pytest.mark.parametrize(("quiet_s", "is_hung"), [(119, False), (121, True)])
@@ -245,7 +224,7 @@ def test_a_program_is_hung_after_the_minutes_of_the_file(
     rank = supervisor._Supervisor(RunPaths(tmp_path), 1, job, RankFacts(), StopFlag())
     now[0] += 10_000
     assert not rank._is_hung(), "it has not shown progress yet"
-    RunPaths(tmp_path).attempt(1).session(0).write_text("")
+    send(tmp_path, 1)
     assert not rank._is_hung()
     now[0] += quiet_s
     assert rank._is_hung() == is_hung
@@ -255,9 +234,8 @@ def test_metrics_may_have_the_names_of_messages(tmp_path: Path) -> None:
     """A run whose script logs them has not been asked to stop, and has not saved."""
     metrics = program_metrics(tmp_path, 1)
     values = {"stopping": 1.0, "saved": 2.0, "progress": 3.0, "total": 4.0, "finished": 5.0, "rows": 6.0}
-    messages = [["rows", [[9.5, 3, "train", values], [9.5, 3, "val", {"loss": 0.5}]]], ["progress", 2, 8]]
-    file = RunPaths(tmp_path).attempt(1).session(0)
-    file.write_text("".join(json.dumps(message) + "\n" for message in messages))
+    both = [[9.5, 3, "train", values], [9.5, 3, "val", {"loss": 0.5}]]
+    file = send(tmp_path, 1, ["rows", both], ["progress", 2, 8])
     metrics.finish()
     rows = list(iter_rows(tmp_path / "metrics.jsonl"))
     assert [row | values for row in rows[:1]] == rows[:1] and (rows[0]["time"], rows[0]["step"]) == (9.5, 3)
@@ -274,9 +252,7 @@ def test_loggers_receive_rows_once_and_final_ones_when_saved_or_completed(tmp_pa
         metrics = program_metrics(tmp_path, number, logging={"csv": True})
         (tmp_path / "run.json").write_text(json.dumps({"id": "r-1", "wandb_id": "w"}))
         metrics.start_loggers()
-        RunPaths(tmp_path).attempt(number).session(0).write_text(
-            "".join(f"{json.dumps(m)}\n" for m in messages)
-        )
+        send(tmp_path, number, *messages)
         metrics.finish()
         metrics.close(state)
         return [line.split(",")[0] for line in (tmp_path / "csv" / "train.csv").read_text().splitlines()[1:]]

@@ -25,7 +25,7 @@ from hpc_train.session.positions import PositionedSampler
 from hpc_train.session.process_state import SAVE, STOP
 from hpc_train.session.storage import Saving
 from hpc_train.training.distributed.shared_flags import SharedFlags
-from tests.end_to_end.runs import found_runs, hpc_train, last_step, only_run, start, status, wait_for
+from tests.end_to_end.runs import status
 from tests.waiting import HANG_LIMIT_S
 from tests.workloads.programs import (
     END_STEP_SCRIPT,
@@ -34,6 +34,7 @@ from tests.workloads.programs import (
     SESSION_TEXT,
     final_weights,
     forked,
+    resumed_and_quiet,
     write_program,
 )
 
@@ -256,59 +257,27 @@ def test_importing_it_imports_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_a_script_with_five_lines_resumes_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+def test_a_script_with_five_lines_resumes_to_the_same_bits(tmp_path: Path) -> None:
     code = write_program(tmp_path, SESSION_TEXT, SESSION_SCRIPT).parent
     plain = [sys.executable, "train.py", "--output", "plain.pt"]
     subprocess.run(plain, cwd=code, check=True, timeout=HANG_LIMIT_S)
     assert (code / "plain.pt").exists()
-    words = (*forked(code), "--local", "--devices", "2")
-    process = start("submit", "exp.yaml", "program.args.sleep=0.2", *words, cwd=code)
-    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
-    wait_for(lambda: last_step(only_run(tmp_path)) >= 12, "step 12")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_LIMIT_S)
-    paths = only_run(tmp_path)
-    stopped = status(paths)
-    assert (stopped["state"], stopped["total_steps"]) == ("interrupted", 30)
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
+    words = ("exp.yaml", *forked(code), "--devices", "2")
+    step, paths, quiet = resumed_and_quiet(12, tmp_path, *words, code=code, pace="program.args.sleep=0.2")
     record = read_record(paths.attempt(2))
-    assert record is not None and record.checkpoints[0] == f"step-{stopped['step']:08d}"
-    assert f"starts at {stopped['step']}" in paths.attempt(2).log(0).read_text()
+    assert record is not None and record.checkpoints[0] == f"step-{step:08d}"
+    assert f"starts at {step}" in paths.attempt(2).log(0).read_text()
     assert [row["step"] for row in iter_rows(paths.metrics)] == list(range(1, 31))
-    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", *words, cwd=code)
-    assert again.code == 0, again.err
-    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
-    assert final_weights(paths) == final_weights(quiet)
-    verified = hpc_train("verify", paths.folder)
-    assert verified.code == 0, verified.err
+    assert final_weights(paths) == final_weights(quiet) and status(paths)["total_steps"] == 30
 
 
 @pytest.mark.slow
-def test_early_stopping_is_at_the_same_step_with_the_same_bits_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_stopping_is_at_the_same_step_with_the_same_bits_after_a_resume(tmp_path: Path) -> None:
     """With dropout and shuffled data on two ranks, and metrics that have the names of messages."""
-    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     code = write_program(tmp_path, END_STEP_TEXT, END_STEP_SCRIPT).parent
-    words = (*forked(code), "--local", "--devices", "2")
-    process = start("submit", "exp.yaml", "program.args.sleep=0.2", *words, cwd=code)
-    wait_for(lambda: any(tmp_path.glob("runs/*/*/metrics.jsonl")), "metrics")
-    wait_for(lambda: last_step(only_run(tmp_path)) >= 11, "step 11")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_LIMIT_S)
-    paths = only_run(tmp_path)
-    stopped = status(paths)
-    assert stopped["state"] == "interrupted" and 11 <= stopped["step"] < 30
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
-    assert f"starts at {stopped['step']}" in paths.attempt(2).log(0).read_text()
-    again = hpc_train("submit", "exp.yaml", "program.args.sleep=0", *words, cwd=code)
-    assert again.code == 0, again.err
-    (quiet,) = (run for run in found_runs(tmp_path) if run.folder != paths.folder)
+    words = ("exp.yaml", *forked(code), "--devices", "2")
+    step, paths, quiet = resumed_and_quiet(11, tmp_path, *words, code=code, pace="program.args.sleep=0.2")
+    assert step < 30 and f"starts at {step}" in paths.attempt(2).log(0).read_text()
     assert final_weights(paths) == final_weights(quiet)
     for run in (paths, quiet):
         ended = status(run)

@@ -49,6 +49,12 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         session._session._saving._failure = None
 
 
+def save(step: int) -> None:
+    """Save the objects of ``load_state``, and wait for it."""
+    session.save_state(step)
+    session._session.saving.wait()
+
+
 def seed() -> None:
     random.seed(0)
     np.random.seed(0)
@@ -108,8 +114,7 @@ def test_a_checkpoint_has_no_names_of_wrappers(begin: Callable[..., None], tmp_p
     try:
         compiled = nn.Sequential(cast(nn.Module, torch.compile(nn.Linear(2, 2))))
         session.load_state(model=torch.compile(DistributedDataParallel(compiled)))
-        session.save_state(1)
-        session._session.saving.wait()
+        save(1)
     finally:
         dist.destroy_process_group()
     file = tmp_path / "checkpoints" / "step-00000001" / "state-0.safetensors"
@@ -207,8 +212,7 @@ def test_an_object_of_an_unknown_class_is_named(begin: Callable[..., None]) -> N
 
 def test_what_a_checkpoint_lacks_is_an_error(begin: Callable[..., None]) -> None:
     session.load_state(counters={})
-    session.save_state(1)
-    session._session.saving.wait()
+    save(1)
     with pytest.raises(BadFileError, match="has no model, only counters"):
         session.load_state(model=nn.Linear(1, 1))
     with session.checkpoint(2) as folder:
@@ -219,8 +223,7 @@ def test_what_a_checkpoint_lacks_is_an_error(begin: Callable[..., None]) -> None
 
 def test_a_sampler_of_other_batches_is_refused(begin: Callable[..., None]) -> None:
     session.load_state(sampler=session.sampler(range(20), global_batch_size=4))
-    session.save_state(1)
-    session._session.saving.wait()
+    save(1)
     with pytest.raises(BadFileError, match="other samples"):
         session.load_state(sampler=session.sampler(range(20), global_batch_size=2))
 

@@ -13,10 +13,10 @@ from hpc_train.loggers.wandb import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.metric_rows import iter_rows
-from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, start, status, wait_for
+from tests.end_to_end.runs import Done, hpc_train, only_run, resume, start, status, wait_for
 from tests.loggers.wandb_files import offline_rows
 from tests.waiting import HANG_LIMIT_S
-from tests.workloads.programs import result, weight_after, write_program
+from tests.workloads.programs import result, stopped_at, weight_after, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -53,17 +53,10 @@ def test_a_program_runs_on_two_ranks_in_a_folder_of_its_own(folder: Path) -> Non
 @pytest.mark.parametrize(("behave", "devices"), [("", 2), ("exits", 1)])
 def test_it_continues_from_its_own_checkpoint_after_ctrl_c(folder: Path, behave: str, devices: int) -> None:
     """Also if its exit code at the signal is 0, as that of Lightning."""
-    file = write_program(folder)
-    slow = ("program.args.steps=60", "program.args.sleep=0.1", f"program.args.behave='{behave}'")
-    process = start("submit", file, *slow, "--local", "--devices", str(devices), cwd=file.parent)
-    wait_for(lambda: any(folder.glob("runs/*/*/metrics.jsonl")), "metrics")
-    wait_for(lambda: last_step(only_run(folder)) >= 12, "step 12")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG_LIMIT_S)
-    paths = only_run(folder)
-    assert status(paths)["state"] == "interrupted"
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
+    words = ("program.args.steps=60", "program.args.sleep=0.1", f"program.args.behave='{behave}'")
+    words = ("exp.yaml", *words, "--devices", str(devices))
+    paths = stopped_at(12, folder, *words, code=write_program(folder).parent)
+    resume(paths)
     assert result(paths) == {"step": 60, "weight": weight_after(60), "starts": 2}
     assert_each_step_once(paths, 60)
 
@@ -183,8 +176,7 @@ def test_wandb_of_a_program_is_one_run_over_all_attempts(folder: Path) -> None:
     failed = hpc_train("submit", file, "--local", "--devices", "1", cwd=file.parent)
     paths = only_run(folder)
     assert failed.code == 1 and "AssertionError" in str(status(paths)["reason"]), failed.err
-    done = hpc_train("resume", paths.folder)
-    assert done.code == 0, done.err
+    resume(paths)
     wandb_id = json.loads(paths.run.read_text())["wandb_id"]
     runs = sorted(path.name for path in paths.work.glob("logs/wandb/offline-run-*"))
     assert len(runs) == 2 and all(name.endswith(f"-{wandb_id}") for name in runs), runs

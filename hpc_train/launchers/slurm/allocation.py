@@ -25,6 +25,7 @@ from hpc_train.launchers.slurm import ALLOCATION, commands, queue_status, scance
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.batch_job import IN_ALLOCATION, MARK, BatchJob, gone_nodes
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
+from hpc_train.launchers.slurm.launcher import SlurmBase
 from hpc_train.launchers.slurm.queue import ask
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.diagnosis import LAUNCHER_DIED, Diagnosis, one_line, silent_for
@@ -47,7 +48,6 @@ from hpc_train.run.trust import check_run
 
 if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
-    from hpc_train.experiment.plan.devices import Device
     from hpc_train.launchers.slurm.cluster_facts import Allocation
     from hpc_train.launchers.slurm.submission import Batch
 
@@ -61,7 +61,7 @@ _GRACE_S = 5.0
 _ENDS_SERIES = {"preemption", "time limit", "interrupted", "requeue"}
 
 
-class AllocationLauncher:
+class AllocationLauncher(SlurmBase):
     """A ``Launcher`` of one run at a time, in the job of the command's own shell."""
 
     title, is_queue = "an allocation", False
@@ -93,10 +93,6 @@ class AllocationLauncher:
             return [KeyProblem("slurm", "is missing, so the number of ranks per node is unknown", remedy)]
         return [] if self._allocation is None else self._allocation.excesses(slurm, self._count)
 
-    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
-        """Return None: the allocation and the section ``slurm`` give the number of ranks."""
-        return None
-
     def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return the ranks on the nodes of the allocation; ``devices``: of an attempt that had as many."""
         from hpc_train.experiment.validate.slurm_rules import ranks_on_each_node
@@ -111,14 +107,6 @@ class AllocationLauncher:
         else:
             count = max(1, (devices or 1) // ranks_on_each_node(slurm))
         return options.ranks(slurm.model_copy(update={"nodes": count, "time_limit": None}))
-
-    def device(self, experiment: Job, size: Ranks) -> Device | None:
-        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` names; None without it."""
-        from hpc_train.launchers.slurm import options
-        from hpc_train.launchers.slurm.profiles import slurm_of
-
-        slurm = slurm_of(experiment)
-        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch script that is executed for each run."""
@@ -185,10 +173,6 @@ class AllocationLauncher:
             if read_status(paths).state in GOING_ON:
                 scancel.cancel_in_allocation(paths)
         return []
-
-    def output(self, paths: RunPaths) -> Path | None:
-        """Return the batch script's output, and print a note, if no rank has written a log."""
-        return queue_status.output_without_logs(paths)
 
 
 def _batch(
@@ -339,7 +323,8 @@ class _Follower:
         if request != self._request:
             self._request, self._asked_at = request, 0.0
             with suppress(OSError):  # a full disk: the ranks note the signal, if they have room
-                write_text(self._job.stop_request, f"{request.name}\n")
+                job = BatchJob(self.run.paths, self.submission, self.allocation.job, 0, is_allocation=True)
+                write_text(job.stop_request, f"{request.name}\n")
             if request not in {signal.SIGKILL, signal.SIGUSR2}:
                 say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
         is_received = request != signal.SIGKILL and noted_signal(self.run.paths.attempt(self._attempt))
@@ -363,10 +348,6 @@ class _Follower:
             return None
         say(f"job {self.allocation.job} ends in {end_s - time.time():.0f} s: the ranks save a checkpoint")
         return signal.SIGUSR2
-
-    @property
-    def _job(self) -> BatchJob:
-        return BatchJob(self.run.paths, self.submission, self.allocation.job, 0, is_allocation=True)
 
     def _end(self, code: int, log: Path) -> ExitCode:
         """Return the command's exit code; write how the run ended if the batch script has not."""

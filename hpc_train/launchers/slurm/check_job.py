@@ -77,7 +77,7 @@ class CheckJob:
         except commands.RefusedError:  # dropped
             self.state = queue.FORGOTTEN
             return
-        values = dict(word.partition("=")[::2] for word in commands.job_line(output).split())
+        values = commands.fields(commands.job_line(output))
         self.state, self.reason = values.get("JobState", ""), values.get("Reason", "")
         self.exit_code, self.requeue = values.get("ExitCode", ""), values.get("Requeue", "")
         if (host := values.get("BatchHost", "(null)")) != "(null)":

@@ -25,7 +25,6 @@ from hpc_train.launchers.slurm.options import cpus_per_node
 
 #: Slurm's notations for a missing value.
 _NOTHING = {"", "(null)", "N/A", "NONE", "none"}
-_KEY = re.compile(r"(?:^| )([A-Za-z][\w/]*)=")
 _FORMAT = "%N|%R|%T|%c|%m|%G|%f"
 _ASSOCIATION_FIELDS = ("account", "defaultaccount", "cluster")
 #: States of ``sinfo`` in which a node accepts no new jobs until it is repaired.
@@ -49,13 +48,6 @@ class Partition:
     """A line of ``scontrol show partition``."""
 
     values: Mapping[str, str]
-
-    @classmethod
-    def parse(cls, line: str) -> Partition:
-        """Read one line. A value ends before the next key."""
-        keys = list(_KEY.finditer(line))
-        ends = [key.start() for key in keys[1:]] + [len(line)]
-        return cls({key[1]: line[key.end() : end].strip() for key, end in zip(keys, ends, strict=True)})
 
     @property
     def name(self) -> str:
@@ -173,7 +165,8 @@ def read() -> ClusterFacts:
 
 def parsed_partitions(output: str) -> list[Partition]:
     """Return the partitions of ``scontrol --oneliner show partition``."""
-    return [Partition.parse(line) for line in output.split("\n") if line.startswith("PartitionName=")]
+    lines = [line for line in output.split("\n") if line.startswith("PartitionName=")]
+    return [Partition(commands.fields(line)) for line in lines]
 
 
 def parsed_nodes(output: str) -> list[PartitionNode]:

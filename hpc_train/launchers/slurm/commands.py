@@ -49,6 +49,7 @@ _NO_ANSWER = re.compile(
 )
 #: Slurm has no configuration here, for which its commands have waited themselves.
 _NO_CONFIGURATION = re.compile(r"configuration source|cannot stat file", re.IGNORECASE)
+_FIELD = re.compile(r"(?:^| )([A-Za-z][\w/]*)=(.*?)(?= [A-Za-z][\w/]*=|$)")
 #: An argument list of ids has its limits.
 _JOBS_A_COMMAND = 500
 _HAVE_ENDED = re.compile(r"already complet|invalid job id", re.IGNORECASE)
@@ -203,12 +204,17 @@ def partition(name: str = "") -> dict[str, str]:
     """Return ``scontrol show partition``: GraceTime, PreemptMode, …; the default one without a name."""
     argv = ["scontrol", "--oneliner", "show", "partition", *([name] if name else [])]
     lines = run(argv, retry=True).splitlines()
-    listed = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in lines]
+    listed = [fields(line) for line in lines]
     # A wrapper's banner is a line as well.
     return next(
         (facts for facts in listed if "PartitionName" in facts and (name or facts.get("Default") == "YES")),
         {},
     )
+
+
+def fields(line: str) -> dict[str, str]:
+    """Return the fields of a line of ``scontrol --oneliner show``; a value ends before the next key."""
+    return {key: value.strip() for key, value in _FIELD.findall(line)}
 
 
 def job_line(shown: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode
@@ -41,32 +41,16 @@ MORE_MEMORY = "ask for more slurm.mem_gb"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts about an attempt once srun has returned."""
+class Facts(Evidence):
+    """The facts about an attempt once srun has returned; ``evidence`` adds those that follow from these."""
 
-    srun_code: int
-    is_completed: bool = False
-    is_cancelled: bool = False
-    #: Errors that ranks have written, in order of time.
-    errors: dict[int, str] = field(default_factory=dict)
-    #: Exit codes that ranks recorded, and their nodes.
-    codes: dict[int, int] = field(default_factory=dict)
-    nodes: dict[int, str] = field(default_factory=dict)
-    #: All nodes of the attempt, and whether it is the run's first one.
-    hosts: Sequence[str] = ()
-    is_first_attempt: bool = False
+    srun_code: int = 0
     #: The signal by which rank 0 was asked to stop.
     signal: str | None = None
     #: It came long before the time limit.
     is_early: bool = False
-    #: Optimizer steps that are done.
-    step: int = 0
     #: Output of the batch script since the attempt began.
     output: str = ""
-    #: The ranks that wrote a log → the line that explains the rank's end.
-    logs: dict[int, str] = field(default_factory=dict)
-    #: Resource limits of the batch script, which ranks inherit.
-    limits: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +84,7 @@ def judge(facts: Facts) -> Diagnosis:
     """Return why the attempt ended; whether a run that may be requeued is depends on its budget."""
     # srun has the exit codes of ranks whose disk was too full to record them.
     full = {end.rank: int(ExitCode.IO) for end in _task_ends(facts.output) if end.exit_code == ExitCode.IO}
-    facts = replace(facts, codes=full | facts.codes)
+    facts = replace(facts, codes={**full, **facts.codes})
     diagnosis = diagnose(evidence(facts))
     ends = {
         "completed": ("completed", ExitCode.DONE),
@@ -133,23 +117,14 @@ def in_allocation(diagnosis: Diagnosis, run: str) -> Diagnosis:
 
 
 def evidence(facts: Facts) -> Evidence:
-    """Return the same without Slurm's names."""
+    """Return the facts with those that the output of the batch script shows."""
     complaints = _COMPLAINT.findall(facts.output)
     srun_end = f"srun: exit code {facts.srun_code}"
     has_failed_node = _NODE_FAILURE.search(facts.output)
     has_stopped = _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN
     has_stopped = has_stopped or (facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes)
-    return Evidence(
-        is_completed=facts.is_completed,
-        is_cancelled=facts.is_cancelled,
-        errors=facts.errors,
-        codes=facts.codes,
-        nodes=facts.nodes,
-        hosts=facts.hosts,
-        is_first_attempt=facts.is_first_attempt,
-        logs=facts.logs,
-        limits=facts.limits,
-        step=facts.step,
+    return replace(
+        facts,
         failed_nodes=_FAILED_NODE.findall(facts.output) if has_failed_node else None,
         silent=_silent_end(facts),
         stop=stop_by(facts.signal, facts.output, is_early=facts.is_early) if has_stopped else None,

@@ -34,7 +34,29 @@ _NO_SECTION = KeyProblem(
 )
 
 
-class SlurmLauncher:
+class SlurmBase:
+    """The methods that are equal for jobs of ``submit`` and of ``--here``."""
+
+    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
+        """Return None: the section ``slurm``, or the allocation, gives the number of ranks."""
+        return None
+
+    def device(self, experiment: Job, size: Ranks) -> Device | None:
+        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
+        from hpc_train.launchers.slurm import options
+        from hpc_train.launchers.slurm.profiles import slurm_of
+
+        slurm = slurm_of(experiment)
+        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
+
+    def output(self, paths: RunPaths) -> Path | None:
+        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
+        log.
+        """
+        return queue_status.output_without_logs(paths)
+
+
+class SlurmLauncher(SlurmBase):
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
     ``ForecastLauncher``, an ``AccountingLauncher``, a ``MultiClusterLauncher`` and a ``SharingLauncher``.
     """
@@ -49,10 +71,6 @@ class SlurmLauncher:
         """Return a problem if there is no section ``slurm``; its keys are checked with the file."""
         return [] if experiment.slurm is not None else [_NO_SECTION]
 
-    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
-        """Return None: the section ``slurm`` gives the number of ranks."""
-        return None
-
     def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return the ranks that the section ``slurm`` requests; 1 without the section."""
         from hpc_train.launchers.slurm import options
@@ -60,14 +78,6 @@ class SlurmLauncher:
 
         slurm = slurm_of(experiment)
         return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else options.ranks(slurm)
-
-    def device(self, experiment: Job, size: Ranks) -> Device | None:
-        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
-        from hpc_train.launchers.slurm import options
-        from hpc_train.launchers.slurm.profiles import slurm_of
-
-        slurm = slurm_of(experiment)
-        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch script of each job array, with a placeholder for the submission's token."""
@@ -110,12 +120,6 @@ class SlurmLauncher:
     def other_cluster(self, paths: RunPaths) -> str | None:
         """Return the cluster of the active run's job, if it is not the cluster reached from here."""
         return queue_status.other_cluster(paths)
-
-    def output(self, paths: RunPaths) -> Path | None:
-        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-        log.
-        """
-        return queue_status.output_without_logs(paths)
 
     def checks(self, request: CheckRequest) -> list[Finding]:
         """Check the cluster's configuration and, with a file, its request."""

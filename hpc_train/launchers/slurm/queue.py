@@ -24,7 +24,6 @@ from hpc_train.launchers.slurm.commands import (
     NoAnswerError,
     RefusedError,
     cluster_name,
-    job_line,
     run,
 )
 
@@ -208,12 +207,10 @@ def _shown(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
 
 def _from_scontrol(job: str, shown: str) -> JobState | None:
     """Return the job of the first line of ``scontrol show job``; None if the line is damaged."""
-    shown = job_line(shown)
-    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
+    facts = commands.fields(commands.job_line(shown))
     state, restarts = facts.get("JobState", ""), facts.get("Restarts", "")
     if state not in WAITING | ENDED | RUNNING:
         return None
-    script = re.search(r" Command=(.*?)(?: WorkDir=|$)", shown)
     return JobState(
         job,
         state,
@@ -223,7 +220,7 @@ def _from_scontrol(job: str, shown: str) -> JobState | None:
         ended=_time(facts.get("EndTime", "")) if state in ENDED else None,
         exit_code=facts.get("ExitCode"),
         name=facts.get("JobName"),
-        script=script[1] if script else None,
+        script=facts.get("Command"),
     )
 
 

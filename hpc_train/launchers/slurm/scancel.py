@@ -17,14 +17,7 @@ from hpc_train.launchers.slurm.submission import Submissions
 from hpc_train.paths import RunPaths
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_status import (
-    CANCELLED,
-    CANCELLED_BY,
-    GOING_ON,
-    mark_cancelled,
-    read_status,
-    write_status,
-)
+from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status, write_cancelled
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.run.trust import UntrustedError
 
@@ -252,11 +245,7 @@ def cancel_in_allocation(paths: RunPaths) -> None:
                 _end_by(signal.SIGKILL, paths, record.job, _KILL_LIMIT_S)
         except commands.RefusedError:
             pass  # the job has ended
-    status = read_status(paths)
-    if status.state == "completed":
-        paths.cancelled.unlink(missing_ok=True)
-    elif status.state != CANCELLED:
-        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
+    write_cancelled(paths)
 
 
 def _end_by(number: signal.Signals, paths: RunPaths, job: str, limit_s: float) -> bool:

@@ -101,19 +101,12 @@ class Checkpointer:
         self._find_layout(contents)
         self._staging = self._buffers(contents)
 
-    def save(
-        self,
-        state: TrainingState,
-        step: int,
-        extra: Mapping[str, Any],
-        before_commit: Callable[[], None] | None = None,
-    ) -> Save:
+    def save(self, state: TrainingState, step: int, extra: Mapping[str, Any]) -> Save:
         """Save as ``step`` and wait for it; ``extra`` is JSON and is returned by ``load_newest``.
 
-        The model's buffers must be equal on all ranks. ``before_commit`` is called in the writing thread, on
-        every rank. Raises, on all ranks, the errors of ``finish``.
+        The model's buffers must be equal on all ranks. Raises, on all ranks, the errors of ``finish``.
         """
-        self._begin(state, step, extra, before_commit, beside_training=False)
+        self.begin(state, step, extra, beside_training=False)
         saved = self.finish()
         self.close()
         assert saved is not None
@@ -125,23 +118,15 @@ class Checkpointer:
         step: int,
         extra: Mapping[str, Any],
         before_commit: Callable[[], None] | None = None,
+        *,
+        beside_training: bool = True,
     ) -> None:
         """Start an asynchronous save as ``step``.
 
         Forward and backward may continue at once, the optimizer after ``wait_staged``. An earlier save is
-        finished first, and its error raised.
+        finished first, and its error raised. ``before_commit`` is called in the writing thread, on every
+        rank. ``beside_training``: False if the caller waits for the end.
         """
-        self._begin(state, step, extra, before_commit, beside_training=True)
-
-    def _begin(
-        self,
-        state: TrainingState,
-        step: int,
-        extra: Mapping[str, Any],
-        before_commit: Callable[[], None] | None,
-        *,
-        beside_training: bool,
-    ) -> None:
         self._end_earlier()
         began_at = time.monotonic()
         contents = Contents.of(state, self.strategy, extra)

@@ -158,8 +158,9 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
     Adapters of ``model.lora`` are merged into their layers. ``ema``: the EMA weights instead. Raises
     BadFileError if the run's experiment, which has the adapters' scale, can't be read.
     """
+    kind = EMA if ema else MODEL
     entries = {
-        name.removeprefix(MODEL): _entry(checkpoint, _source(saved.first_name(name), ema=ema), saved)
+        name.removeprefix(MODEL): _entry(checkpoint, kind + saved.first_name(name).removeprefix(MODEL), saved)
         for name in (*saved.tensors, *saved.tied)
         if name.startswith(MODEL)
     }
@@ -171,11 +172,6 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
         return entries
     readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
     return {name: replace(entries[name], read=read) for name, read in readers.items()}
-
-
-def _source(name: str, *, ema: bool) -> str:
-    """Return the checkpoint's name of the values for the model's tensor ``name``."""
-    return EMA + name.removeprefix(MODEL) if ema else name
 
 
 def _entry(checkpoint: CheckpointPaths, name: str, saved: SavedState) -> Entry:

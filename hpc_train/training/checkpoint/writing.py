@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +100,8 @@ class CheckpointWriter:
         try:
             self.together(temporary.folder, lambda: _refuse_non_finite(staged))
             self.together(temporary.folder, lambda: self._make_room(temporary, staged.total_nbytes))
-            self.together(temporary.folder, lambda: self._write_shard(temporary, staged))
+            shard, write = temporary.shard(self.ranks.rank), partial(self._write_shard, temporary, staged)
+            self.together(temporary.folder, lambda: retried(write, shard))
             if before_commit is not None:
                 self.together(self.paths.folder, before_commit)
             self.together(temporary.folder, lambda: self._commit(temporary, staged))
@@ -144,10 +146,6 @@ class CheckpointWriter:
         temporary.folder.mkdir()
 
     def _write_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
-        """Write this rank's shard, restarting if the file server rejects it."""
-        retried(lambda: self._try_shard(temporary, staged), temporary.shard(self.ranks.rank))
-
-    def _try_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
         temporary.folder.mkdir(exist_ok=True)
         rank = self.ranks.rank
         # A new file, because after a failed fsync the next fsync of the same file reports success.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_json
 from tests.run.runs import small_run
+from tests.waiting import HANG_LIMIT_S
 
 ENVIRON = {
     "SLURM_ARRAY_JOB_ID": "12",
@@ -25,6 +29,20 @@ def submitted_run(folder: Path, **changes: Any) -> tuple[RunPaths, Path]:
     submission.mkdir(parents=True, mode=0o700)
     write_json(submission / "submission.json", {"version": 1, "runs": [paths.folder.name], "job_id": "12"})
     return paths, submission
+
+
+def as_command(
+    module: str, environ: dict[str, str], submission: Path, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of the batch script."""
+    return subprocess.run(
+        [sys.executable, "-m", f"hpc_train.launchers.slurm.{module}", str(submission), *words],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
+    )
 
 
 def restarted(times: int) -> dict[str, str]:

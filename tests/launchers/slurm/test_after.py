@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,11 +18,10 @@ from hpc_train.run import storage_errors
 from hpc_train.run.attempts import EventLog, RankEnd, rank_ends, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.launchers.slurm.batch import restarted, submitted_run
+from tests.launchers.slurm.batch import as_command, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
 from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
-from tests.waiting import HANG_LIMIT_S
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -270,27 +266,20 @@ def test_another_job_begins_with_no_crashes(batch: Batch) -> None:
 
 
 @pytest.mark.fault(36)
-def test_time_limits_without_a_checkpoint_end_at_the_third(batch: Batch) -> None:
-    for number in (1, 2, 3):
-        signalled(batch, "SIGUSR2", 110)
-        batch.rank(0, 75)
-        assert batch.after(75) == ("requeue 75" if number < 3 else "stop 1")
-        if number < 3:
-            reason = f"time limit at step 0; no progress {number} of 2: no checkpoint at all"
-            assert read_status(batch.paths).reason == reason
-            batch.begin(restart=number)
-    assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
-
-
-def test_an_attempt_that_saved_resets_the_count(batch: Batch) -> None:
-    for number in (1, 2, 3, 4):
+def test_time_limits_end_at_the_third_after_the_last_that_saved(batch: Batch) -> None:
+    for number in (1, 2, 3, 4, 5):
         signalled(batch, "SIGUSR2", 110)
         batch.rank(0, 75)
         if number == 2:
             write_checkpoint(batch.paths, 2, attempt=2)
-        assert batch.after(75) == "requeue 75"
+        assert batch.after(75) == ("requeue 75" if number < 5 else "stop 1")
         assert record_of(batch.attempt).saved_step == (2 if number > 1 else 0)
-        batch.begin(restart=number)
+        if number == 1:
+            reason = "time limit at step 0; no progress 1 of 2: no checkpoint at all"
+            assert read_status(batch.paths).reason == reason
+        if number < 5:
+            batch.begin(restart=number)
+    assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
 
 
 def test_the_runs_own_limits_count(tmp_path: Path) -> None:
@@ -358,28 +347,17 @@ def test_codes_are_kept_where_all_are_known(batch: Batch) -> None:
     assert record_of(batch.attempt).exit_codes == [76, 76, 1, 76]
 
 
-def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_train.launchers.slurm.after", str(batch.submission), *words],
-        env=os.environ | batch.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_LIMIT_S,
-    )
-
-
 @pytest.mark.slow
 def test_as_a_command_it_prints_the_verdict_alone(batch: Batch) -> None:
     batch.rank(0, 75)
-    done = run_as_command(batch, "75")
+    done = as_command("after", batch.environ, batch.submission, "75")
     assert (done.stdout, done.returncode) == ("requeue 75\n", 0)
     assert "hpc-train: requeued: preempted at step 0" in done.stderr
 
 
 def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     batch.attempt.record.write_text("no JSON")
-    done = run_as_command(batch, "75")
+    done = as_command("after", batch.environ, batch.submission, "75")
     assert (done.stdout, done.returncode) == ("stop 1\n", 0)
     assert "Traceback" in done.stderr
     status = read_status(batch.paths)

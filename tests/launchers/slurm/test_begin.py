@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,11 +21,10 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from tests.launchers.slurm.batch import ENVIRON, restarted, submitted_run
+from tests.launchers.slurm.batch import ENVIRON, as_command, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
 from tests.run.runs import record_of
 from tests.run.test_checkpoints import write_checkpoint
-from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -42,17 +40,6 @@ def other() -> Iterator[Process]:
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     return submitted_run(tmp_path)[0]
-
-
-def as_command(paths: RunPaths) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(folder_of(paths))],
-        env=os.environ | ENVIRON,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_LIMIT_S,
-    )
 
 
 def folder_of(paths: RunPaths) -> Path:
@@ -403,14 +390,14 @@ def test_outside_of_a_job_it_is_refused(paths: RunPaths) -> None:
 
 @pytest.mark.slow
 def test_as_a_command_it_prints_the_line_alone(paths: RunPaths) -> None:
-    done = as_command(paths)
+    done = as_command("begin", ENVIRON, folder_of(paths))
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
     assert done.stdout.split("\t")[::2] == ["1", f"{paths.folder}\n"]
     write_json(paths.cancelled, {})
-    done = as_command(paths)
+    done = as_command("begin", ENVIRON, folder_of(paths))
     assert (done.returncode, done.stdout) == (0, "\n"), "no attempt: the answer is empty"
     write_json(folder_of(paths) / "submission.json", {})
-    done = as_command(paths)
+    done = as_command("begin", ENVIRON, folder_of(paths))
     assert (done.returncode, done.stdout) == (65, "")
     assert "Traceback" not in done.stderr
 
@@ -420,20 +407,8 @@ def test_as_a_command_it_names_the_nodes_to_exclude(paths: RunPaths) -> None:
     begun(paths, ENVIRON)
     bad = {"n2": "failed its check", "n7": "failed its check"}
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
-    done = as_command(paths)
+    done = as_command("begin", ENVIRON, folder_of(paths))
     assert (done.returncode, done.stdout) == (78, "n2,n7\n")
-
-
-def test_it_imports_no_torch_and_no_schema() -> None:
-    """Each requeue waits for it."""
-    script = (
-        "import sys, hpc_train.launchers.slurm.begin, hpc_train.launchers.slurm.after; "
-        "print({'torch', 'pydantic', 'submitit'} & sys.modules.keys())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
-    )
-    assert done.stdout == "set()\n"
 
 
 def test_a_node_list_is_expanded_without_scontrol(

@@ -15,6 +15,7 @@ from hpc_train.launchers.slurm.cluster_facts import (
     Partition,
     parsed_associations,
     parsed_nodes,
+    parsed_partitions,
 )
 from tests.launchers.slurm.clusters import RECORDED, cluster
 
@@ -121,7 +122,7 @@ def test_associations_are_read() -> None:
 
 
 def test_a_name_that_is_no_word_is_read_as_it_is() -> None:
-    partition = Partition.parse("PartitionName=a\x1b[31mb State=UP TRES=cpu=32,gres/gpu=4 Nodes=n[1-2]")
+    (partition,) = parsed_partitions("PartitionName=a\x1b[31mb State=UP TRES=cpu=32,gres/gpu=4 Nodes=n[1-2]")
     assert (partition.name, partition.values["TRES"]) == ("a\x1b[31mb", "cpu=32,gres/gpu=4")
     assert parsed_nodes("nonsense\n|||\nn1|low|idle|x|1||") == []
 

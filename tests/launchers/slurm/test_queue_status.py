@@ -21,7 +21,7 @@ from hpc_train.launchers.slurm.queue_status import (
     statuses,
 )
 from hpc_train.launchers.slurm.submission import Submissions
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.run.attempts import EventLog, read_record
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -42,6 +42,14 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def _stand(paths: RunPaths, state: JobState | None) -> RunStatus:
     return status_of(Folder.read(paths), state)
+
+
+def _submission(paths: RunPaths, facts: dict[str, Any], token: str = "t1") -> SubmissionPaths:
+    """Write the record of a submission."""
+    submission = paths.siblings.submission(token)
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, facts)
+    return submission
 
 
 def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> None:
@@ -77,9 +85,7 @@ def test_a_pending_job_has_its_reason(tmp_path: Path, state: str, reason: str | 
 
 def test_a_held_job_is_told_from_an_unfinished_submission(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
-    submission = paths.siblings.submission("t1")
-    submission.folder.mkdir(parents=True)
-    write_json(submission.record, {"job_id": "12", "state": "submitted"})
+    submission = _submission(paths, {"job_id": "12", "state": "submitted"})
     assert "until its submission is complete" in str(
         _stand(paths, job("12_3", "PENDING", "JobHeldUser")).reason
     )
@@ -127,9 +133,7 @@ def test_scontrol_requeue_is_not_called_a_preemption(paths: RunPaths, by: str, r
     log = EventLog(paths.attempt(1))
     log.signalled("SIGTERM", "2026-01-01T00:00:00+00:00")
     log.note("saved")
-    submission = paths.siblings.submission("t1")
-    submission.folder.mkdir(parents=True)
-    write_json(submission.record, {"job_id": "12"})
+    submission = _submission(paths, {"job_id": "12"})
     (submission.folder / "12_0_log.out").write_text(
         "hpc-train: attempt 1 of run abc, job 12\n"
         f"slurmstepd-n1: error: *** JOB 12 ON n1 CANCELLED AT 2026-11-27T23:57:23 DUE TO {by} ***\n"
@@ -219,9 +223,7 @@ def test_a_node_that_does_not_see_the_folder_of_runs_is_named(paths: RunPaths, t
 
 def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
-    submission = paths.siblings.submission("t1")
-    submission.folder.mkdir(parents=True)
-    write_json(submission.record, {"job_id": "12", "state": "released"})
+    submission = _submission(paths, {"job_id": "12", "state": "released"})
     (submission.folder / "12_3_0_log.out").write_text("python: No such file or directory\n")
     found = _stand(paths, job("12_3", FORGOTTEN))
     assert found.state == "failed"
@@ -331,9 +333,7 @@ def test_the_batch_scripts_output_is_found_by_its_job(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
     assert Submissions().batch_output(paths, "12_3") is None
     for token, job_id in (("t1", "12_3"), ("t2", "12_30")):
-        submission = paths.siblings.submission(token)
-        submission.folder.mkdir(parents=True)
-        write_json(submission.record, {"job_id": "12"})
+        submission = _submission(paths, {"job_id": "12"}, token)
         (submission.folder / f"{job_id}_0_log.out").write_text(job_id)
     found = Submissions().batch_output(paths, "12_3")
     assert found is not None and found.read_text() == "12_3"
@@ -459,9 +459,7 @@ def test_equal_job_numbers_of_two_clusters_are_two_jobs(tmp_path: Path) -> None:
 
 
 def test_a_job_of_another_script_is_not_its_own(paths: RunPaths, tmp_path: Path) -> None:
-    submission = paths.siblings.submission("t1")
-    submission.folder.mkdir(parents=True)
-    write_json(submission.record, {"job_id": "12", "runs": ["def"], "state": "released"})
+    submission = _submission(paths, {"job_id": "12", "runs": ["def"], "state": "released"})
     other = job("12", "RUNNING", script=str(submission.folder / "submission.sh"), name="small")
     assert _stand(paths, other).state == "cancelled"
     assert _stand(queued_run(tmp_path / "runs", "12", "def"), other).state == "pending"

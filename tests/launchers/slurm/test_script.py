@@ -154,11 +154,12 @@ def test_srun_gets_one_memory_variable(tmp_path: Path, programs: Programs, names
     assert "TMPDIR=" not in output
 
 
-@pytest.mark.parametrize(("begin", "code"), [("|0", 0), ("|65", 65), ("1\tabc\t/x|65", 65)])
-def test_a_refused_start_starts_no_rank(job: Job, begin: str, code: int) -> None:
+@pytest.mark.fault(36)
+@pytest.mark.parametrize(("begin", "code"), [("|0", 0), ("|65", 65), ("1\tabc\t/x|65", 65), ("|77", 1)])
+def test_a_refused_start_starts_no_rank_and_is_not_repeated(job: Job, begin: str, code: int) -> None:
     job.write("begin", begin)
-    assert job.run().returncode == code
-    assert job.programs.calls("srun") == []
+    assert job.run(SLURM_RESTART_COUNT="1").returncode == code
+    assert job.orders() == [] and job.programs.calls("srun") == []
 
 
 def test_ranks_find_their_attempt_and_the_snapshots_code(tmp_path: Path, programs: Programs) -> None:
@@ -450,15 +451,15 @@ def test_without_listed_codes_requeue_is_turned_off(job: Job) -> None:
     assert job.orders() == ["update JobId=7 Requeue=0"]
 
 
-def test_a_requeue_that_slurm_refuses_is_written_down(job: Job) -> None:
-    job.write("after", "requeue 75")
-    job.programs.put("squeue", "echo RUNNING")
-    job.programs.put("scontrol", '[ "$1" != requeue ] || { echo "Requested operation is disabled"; exit 1; }')
+def test_a_requeue_that_slurm_refuses_is_written_down_and_not_repeated(job: Job) -> None:
+    job.write("rank", "75")
+    job.programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
     done = job.run()
     assert done.returncode == 75
-    assert "Slurm refuses to requeue job 7: Requested operation is disabled" in done.stderr
+    assert "Slurm refuses to requeue job 7: Requested operation is presently disabled" in done.stderr
     told = job.read("code")
-    assert told == "refused Slurm refuses to requeue job 7: Requested operation is disabled"
+    assert told == "refused Slurm refuses to requeue job 7: Requested operation is presently disabled"
+    assert len(job.orders()) == 1
 
 
 def test_a_lost_nodes_script_leaves_the_next_start(job: Job) -> None:
@@ -595,13 +596,6 @@ def test_a_job_that_can_have_no_other_nodes_takes_what_it_has(tmp_path: Path, pr
     assert asked(programs) == [] and len(programs.calls("srun")) == 1
 
 
-@pytest.mark.fault(36)
-def test_a_run_that_has_spent_its_budget_is_not_asked_for_again(job: Job) -> None:
-    job.write("begin", "|77")
-    assert job.run(SLURM_RESTART_COUNT="1").returncode == 1
-    assert job.orders() == [] and job.programs.calls("srun") == []
-
-
 _REQUEUED = ["requeue 7", "update JobId=7 StartTime=now+5"]
 _BANNER = "echo 'NOTICE: Restarts=9 soon'; echo 'JobId=7 Restarts=0 BatchFlag=1'"
 _NEXT_START = "echo ' JobId=7 Requeue=1 Restarts=1 BatchFlag=1'"
@@ -667,15 +661,6 @@ def test_the_requeue_waits_for_a_slurm_that_does_not_answer(job: Job) -> None:
     assert job.run().returncode == 75
     assert job.programs.calls("sleep") == ["1", "2", "4", "8", "16"]
     assert job.orders()[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
-
-
-def test_a_refused_requeue_is_reported_and_not_repeated(job: Job) -> None:
-    job.write("rank", "75")
-    job.programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
-    done = job.run()
-    assert done.returncode == 75
-    assert "refuses to requeue job 7: Requested operation is presently disabled" in done.stderr
-    assert len(job.orders()) == 1
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,16 @@ def _enqueue(folder: ExperimentPaths, runs: list[StartRequest]) -> None:
         slurm.start(folder, runs)
 
 
+def _finish(folder: ExperimentPaths) -> None:
+    """Do what the next command does first."""
+    with SlurmLauncher().submitting(folder):
+        pass
+
+
+def _jobs(runs: list[StartRequest]) -> list[list[str]]:
+    return [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
+
+
 def test_a_record_is_read_as_it_was_written(folder: ExperimentPaths) -> None:
     paths = steps.new_paths(folder)
     batch = Batch(paths.folder, "python", {"time": 10, "setup": ["true"]})
@@ -296,8 +306,17 @@ def test_a_refused_second_array(tmp_path: Path, folder: ExperimentPaths, program
 
 
 @pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("is_cancelled_then", "jobs"),
+    [(False, [["13_0"], ["13_1"], ["13_2"]]), (True, [["13_0"], [], ["13_1"]])],
+)
 def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
-    tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    folder: ExperimentPaths,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cancelled_then: bool,
+    jobs: list[list[str]],
 ) -> None:
     monkeypatch.setattr(sbatch, "LIMIT_S", 0.0)
     programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
@@ -307,28 +326,12 @@ def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     ):
         _enqueue(folder, runs)
     assert not programs.calls("scancel")
+    if is_cancelled_then:
+        mark_cancelled(runs[1].paths)
     programs.put("sbatch", "echo Submitted batch job 13")
-    with SlurmLauncher().submitting(folder):
-        pass
-    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
-    assert jobs == [["13_0"], ["13_1"], ["13_2"]]
+    _finish(folder)
+    assert _jobs(runs) == jobs
     assert steps.unfinished(folder) == []
-
-
-def test_a_run_that_was_cancelled_meanwhile_is_not_submitted_again(
-    tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sbatch, "LIMIT_S", 0.0)
-    programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
-    runs = _runs(tmp_path, folder)
-    with pytest.raises(NoSchedulerError):
-        _enqueue(folder, runs)
-    mark_cancelled(runs[1].paths)
-    programs.put("sbatch", "echo Submitted batch job 13")
-    with SlurmLauncher().submitting(folder):
-        pass
-    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
-    assert jobs == [["13_0"], [], ["13_1"]]
 
 
 @pytest.mark.slow
@@ -344,11 +347,7 @@ def test_a_lost_answer_is_recovered(tmp_path: Path, folder: ExperimentPaths, pro
     _enqueue(folder, runs)
     assert len(programs.calls("sbatch")) == 1
     assert programs.calls("scancel") == ["14"]
-    assert [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs] == [
-        ["13_0"],
-        ["13_1"],
-        ["13_2"],
-    ]
+    assert _jobs(runs) == [["13_0"], ["13_1"], ["13_2"]]
 
 
 @pytest.mark.parametrize(
@@ -385,8 +384,7 @@ def test_a_job_whose_number_is_unclear_is_looked_for_in_the_queue(
     runs = _runs(tmp_path, folder)
     _enqueue(folder, runs)
     assert len(programs.calls("sbatch")) == 1
-    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
-    assert jobs == [["1234_0"], ["1234_1"], ["1234_2"]]
+    assert _jobs(runs) == [["1234_0"], ["1234_1"], ["1234_2"]]
 
 
 @pytest.mark.parametrize(
@@ -483,8 +481,7 @@ def test_what_another_host_may_be_doing_is_left_to_it(
     runs = [run.paths for run in _runs(tmp_path, folder)]
     record = steps.prepare(paths, runs, Batch(paths.folder, "x", {}), max_parallel=None, stays_held=False)
     steps.write(paths, replace(record, creator=_ELSEWHERE))
-    with SlurmLauncher().submitting(folder):
-        pass
+    _finish(folder)
     assert "left to n1" in capsys.readouterr().err
     assert not programs.calls("sbatch")
 
@@ -505,8 +502,7 @@ def test_what_was_begun_on_another_cluster_is_left_to_it(
     batch = Batch(paths.folder, "x", {"additional_parameters": {}})
     made = steps.prepare(paths, [run.paths], batch, max_parallel=None, stays_held=False, cluster=cluster)
     steps.write(paths, replace(made, job_id="12", state=steps.SUBMITTED, creator=None))
-    with SlurmLauncher().submitting(folder):
-        pass
+    _finish(folder)
     said = capsys.readouterr().err
     assert (f"submission {made.token}: left to cluster there, where it began" in said) != is_finished
     assert ("release 12" in programs.calls("scontrol")) == is_finished
@@ -535,11 +531,8 @@ def test_no_files_without_slurm(
 ) -> None:
     (programs.folder / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(programs.folder))
-    with (
-        pytest.raises(NoSchedulerError, match="sbatch: no such program here"),
-        SlurmLauncher().submitting(folder),
-    ):
-        pass
+    with pytest.raises(NoSchedulerError, match="sbatch: no such program here"):
+        _finish(folder)
     assert not folder.folder.exists()
 
 
