@@ -133,13 +133,16 @@ def test_each_cell_of_the_comparison_has_a_source() -> None:
     section = (REPOSITORY / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
     head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if _TABLE.match(line)]
     links = set(re.findall(r"^\[([\w-]+)\]: https://", section, re.MULTILINE))
-    wrong = []
+    wrong, used = [], set()
     for _, *cells in rows:
         assert len(cells) == len(head) - 1
         for cell in cells:
             link = re.fullmatch(r"\[[^]]+\](?:\[([\w-]+)\]|\((docs/[\w./#-]+)\))", cell)
             wrong += [] if link and (link[2] or link[1] in links) else [cell]
+            used |= {link[1]} if link and link[1] else set()
     assert rows and wrong == []
+    assert links == used
+    assert re.search(r"compared with the linked pages on\s20\d\d-\d\d-\d\d\.", section)
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -235,23 +238,6 @@ def _of_watching() -> Iterator[str]:
     (found,) = _result("watch_cpu")["tables"]
     share = found["rows"]["200 runs, 4 written to"]["share of a core, %"]
     yield f"it took [{share:.1f} % of a core]"
-
-
-def _of_shakespeare() -> Iterator[str]:
-    (row,) = _rows("examples", "examples/shakespeare.yaml, whole command").values()
-    yield f"{100 * row['accuracy']:.0f} % of characters correct"
-
-
-def _of_gpu_tests() -> Iterator[str]:
-    outcomes = [test["outcome"] for test in _result("gpu")["tests"].values()]
-    yield f"{outcomes.count('passed')} passed; {outcomes.count('failed')} failed"
-
-
-def _of_the_comparison() -> Iterator[str]:
-    titles = [f"{title}: parts" for title in preemption.TITLES.values()]
-    for side in (preemption.OURS, preemption.PEER):
-        spans = sorted(_rows("preemption", title)[side]["signal to first step, s"] for title in titles)
-        yield f"[{spans[0]:.0f} to {spans[-1]:.0f} s](docs/performance.md#preemption)"
 
 
 def _of_shakespeare() -> Iterator[str]:
