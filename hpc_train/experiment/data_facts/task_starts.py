@@ -105,7 +105,7 @@ _GPT_OPTIMIZATION: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1, "decay_norm_and_bias": False},
     "clip_grad_norm": 1.0,
 }
-#: In two minutes on a CPU: fewer parameters, so more tokens, and the learning rate of examples/shakespeare.yaml.
+#: For a minute or two on a CPU: fewer parameters, more steps, and the learning rate of a smaller model.
 _SMALL_GPT_ARGS = {"num_layers": 3, "num_heads": 4, "dim": 96}
 _SMALL_GPT_OPTIMIZATION: dict[str, Any] = _GPT_OPTIMIZATION | {
     "optimizer": _GPT_OPTIMIZATION["optimizer"] | {"lr": 0.004, "args": {"betas": [0.9, 0.95]}}
