@@ -19,6 +19,7 @@ from benchmarks.measuring import ROOT, conditions, parser, report, table
 #: Name → ranks, metrics of the last evaluation, and the data below ``--data``, None: included.
 EXAMPLES: dict[str, tuple[int, tuple[str, ...], str | None]] = {
     "digits": (2, ("accuracy",), None),
+    "digits-wandb": (2, ("accuracy",), None),
     "ema-syncbn-compile": (2, ("accuracy",), None),
     "graph-network": (2, ("accuracy",), None),
     "shakespeare": (2, ("loss", "accuracy"), "tinyshakespeare.txt"),

@@ -133,7 +133,9 @@ def accuracy(file: Path, folder: Path, data: str, devices: int, steps: int | Non
     (run,) = json.loads(done.stdout)["runs"]
     lines = Path(run["path"], "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if row["split"] == "val"]
-    return float(rows[-1]["accuracy"])
+    value = float(rows[-1]["accuracy"])
+    print(file.name, *overrides, value, file=sys.stderr, flush=True)
+    return value
 
 
 if __name__ == "__main__":

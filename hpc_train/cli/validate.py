@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 from urllib.parse import urlsplit
@@ -24,6 +24,8 @@ from hpc_train.experiment.config.training_sections import DataConfig, ModelConfi
 from hpc_train.experiment.data_facts.by_name import data_facts
 from hpc_train.experiment.plan.planning import Plan, make_plan
 from hpc_train.experiment.plan.staged_file import described, load_stages
+from hpc_train.experiment.plan.sweep import expand
+from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.child_process import one_child
 from hpc_train.experiment.validate.loading import Loaded, load
 from hpc_train.experiment.workload import workload_of
@@ -128,10 +130,14 @@ def schema(options: SchemaOptions) -> ExitCode:
 
 
 def prepare(options: PrepareOptions) -> int:
-    """Download and try the file's parts in a child process, which imports torch."""
+    """Download and try the file's parts in a child process, which imports torch.
+
+    Downloads that are impossible here are reported before any process imports torch.
+    """
+    if problems := impossible_downloads(options.file, options.overrides):
+        raise BadFileError(problems)
     loaded = load(options.file, options.overrides)
-    plan = make_plan(loaded)
-    if problems := lacking_parts(loaded, plan) or impossible_downloads(loaded, plan):
+    if problems := lacking_parts(loaded, make_plan(loaded)):
         raise BadFileError(problems)
     flags = [*(["--no-forward"] if options.no_forward else []), *(["--json"] if options.as_json else [])]
     module = workload_of(loaded.experiment).preparation
@@ -149,6 +155,8 @@ _LIMIT_S = 2.0
 #: Switches of the Hugging Face clients: they use their cache and don't retry.
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TORCH = "https://download.pytorch.org"
+#: Parts of timm's names whose weights are in repositories of other names (timm 1.0.31).
+_ELSEWHERE = "_fl", "deepseek", "eva", "_mci", "qwen", "radio", "sam2", "siglip_gap", "vitamin"
 
 
 class _Download(NamedTuple):
@@ -161,27 +169,35 @@ class _Download(NamedTuple):
     may_be_there: bool
 
 
-def impossible_downloads(loaded: Loaded, plan: Plan) -> list[str]:
+def impossible_downloads(file: Path, overrides: Sequence[str]) -> list[str]:
     """Return a line per download that is needed and impossible here, its remedy first.
 
-    If other downloads may already be in a cache, the Hugging Face clients of child processes go offline.
+    Empty if the file has other problems, as far as they are known without a child process. If other downloads
+    may already be in a cache, the Hugging Face clients of child processes go offline.
     """
-    experiments = [run.experiment for run in plan.runs if isinstance(run.experiment, Experiment)]
+    try:
+        with model_facts.only_cached():
+            loaded = load(file, overrides)
+            jobs = [variant.experiment for variant in expand(loaded)]
+    except BadFileError:
+        return []
+    experiments = (job for job in jobs if isinstance(job, Experiment))
     downloads = dict.fromkeys(
         download for job in experiments for download in (*_of_data(job.data), *_of_model(job.model))
     )
-    unreachable = {download: reason for download in downloads if (reason := _no_network(download.servers))}
+    reasons = _no_network(frozenset(server for download in downloads for server in download.servers))
+    unreachable = [download for download in downloads if reasons.keys() >= set(download.servers)]
     if unreachable:
         os.environ.update(dict.fromkeys(_OFFLINE, "1"))
     return [
         loaded.problem(
             download.key,
             f"run `hpc-train prepare {loaded.source_name}` on a machine with network",
-            f"{download.servers[0]} can't be reached from here ({reason}), and {download.what} is not in "
-            f"{download.folder}",
+            f"{download.servers[0]} can't be reached from here ({reasons[download.servers[0]]}), and "
+            f"{download.what} is not in {download.folder}",
             "prepare.offline",
         )
-        for download, reason in unreachable.items()
+        for download in unreachable
         if not download.may_be_there
     ]
 
@@ -209,6 +225,7 @@ def _of_model(model: ModelConfig) -> Iterator[_Download]:
         return
     if provider == "timm":
         is_there = any(hub.glob(f"models--*--{name}*")) or any(torch.glob(f"{name}*"))
+        is_there |= any(part in name for part in _ELSEWHERE)
         yield _Download("model.pretrained", f"a file of {model.name}", (_hub(),), hub, is_there)
     elif provider == "torchvision":
         is_there = any(torch.glob(f"{name}*"))
@@ -231,26 +248,26 @@ def _hub() -> str:
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
-@cache
-def _no_network(servers: tuple[str, ...]) -> str | None:
-    """Return why no connection to any of the servers can be made; None if one can."""
-    reasons = [f"no answer within {_LIMIT_S:g} s"]
-    is_reachable = threading.Event()
+def _no_network(servers: Iterable[str]) -> dict[str, str]:
+    """Return the servers that can't be reached and why. All are tried at the same time."""
+    reached: list[str] = []
+    reasons = dict.fromkeys(servers, f"no answer within {_LIMIT_S:g} s")
 
     def connect(server: str) -> None:
         try:
             socket.create_connection(_place(server), _LIMIT_S).close()
-            is_reachable.set()
+            reached.append(server)
         except OSError as error:
-            reasons.append(str(error))
+            reasons[server] = str(error)
 
     # The lookup of a name has no time limit of its own.
-    threads = [threading.Thread(target=connect, args=[server], daemon=True) for server in servers]
+    threads = [threading.Thread(target=connect, args=[server], daemon=True) for server in reasons]
     for thread in threads:
         thread.start()
+    end_s = time.monotonic() + _LIMIT_S
     for thread in threads:
-        thread.join(_LIMIT_S)
-    return None if is_reachable.is_set() else reasons[-1]
+        thread.join(max(0.0, end_s - time.monotonic()))
+    return {server: reason for server, reason in reasons.items() if server not in reached}
 
 
 def _place(server: str) -> tuple[str, int]:

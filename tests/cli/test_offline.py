@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from hpc_train.cli import validate
+from hpc_train.experiment.validate.child_process import Child, ChildError
 from tests.cli.commands import hpc_train
 
 _EXPERIMENT = """\
@@ -33,7 +35,18 @@ def _without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(socket, "create_connection", _refuse)
     monkeypatch.setattr(validate, "run_child", lambda *arguments: 0)
-    validate._no_network.cache_clear()
+    # What no earlier command has looked up needs a process that imports torch, which takes seconds.
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(Child, "call", _noted_call)
+    _calls.clear()
+
+
+_calls: list[str] = []
+
+
+def _noted_call(child: Child, function: str, *arguments: object, limit_s: float) -> object:
+    _calls.append(function)
+    raise ChildError("no child here")
 
 
 def _refuse(place: tuple[str, int], limit_s: float) -> socket.socket:
@@ -54,6 +67,36 @@ def test_what_can_not_be_fetched_ends_prepare_at_once(overrides: list[str], key:
     assert done.code == 65
     assert f"{key}: run `hpc-train prepare exp.yaml` on a machine with network; " in done.err
     assert "can't be reached from here (no route to" in done.err and place in done.err
+    assert not _calls
+
+
+def test_servers_that_do_not_answer_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, all_wait = [], threading.Event()
+
+    def wait_for_all(place: tuple[str, int], limit_s: float) -> socket.socket:
+        waiting.append(place[0])
+        if len(waiting) == 2:
+            all_wait.set()
+        assert all_wait.wait(60)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(socket, "create_connection", wait_for_all)
+    monkeypatch.setattr(validate, "_LIMIT_S", 60.0)
+    data = "data={name: huggingface/cifar10, root: data}"
+    done = hpc_train("prepare", "exp.yaml", "model.name=torchvision/resnet18", data)
+    assert done.err.count("run `hpc-train prepare exp.yaml` on a machine with network; ") == 2, done.err
+    assert sorted(waiting) == ["download.pytorch.org", "huggingface.co"] and not _calls
+
+
+def test_other_problems_are_reported_first_and_names_once_they_are_looked_up() -> None:
+    done = hpc_train("prepare", "exp.yaml", "optimization.global_batch_size=65")
+    assert "optimization.global_batch_size: 65" in done.err and "machine with network" not in done.err
+    assert _calls
+
+
+def test_weights_of_repositories_that_are_not_named_for_the_model_are_tried() -> None:
+    assert hpc_train("prepare", "exp.yaml", "model.name=timm/eva02_tiny_patch14_224").code == 0
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_what_may_be_in_a_cache_is_tried_without_retries(tmp_path: Path) -> None:
@@ -70,6 +113,5 @@ def test_without_downloads_no_network_is_needed() -> None:
 def test_a_mirror_and_a_proxy_are_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror:8080")
     assert "no route to mirror:8080" in hpc_train("prepare", "exp.yaml").err
-    validate._no_network.cache_clear()
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     assert "no route to proxy:3128" in hpc_train("prepare", "exp.yaml").err

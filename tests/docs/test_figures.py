@@ -125,13 +125,16 @@ def test_each_cell_of_the_comparison_has_a_source() -> None:
     section = (REPOSITORY / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
     head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if _TABLE.match(line)]
     links = set(re.findall(r"^\[([\w-]+)\]: https://", section, re.MULTILINE))
-    wrong = []
+    wrong, used = [], set()
     for _, *cells in rows:
         assert len(cells) == len(head) - 1
         for cell in cells:
             link = re.fullmatch(r"\[[^]]+\](?:\[([\w-]+)\]|\((docs/[\w./#-]+)\))", cell)
             wrong += [] if link and (link[2] or link[1] in links) else [cell]
+            used |= {link[1]} if link and link[1] else set()
     assert rows and wrong == []
+    assert links == used
+    assert re.search(r"compared with the linked pages on\s20\d\d-\d\d-\d\d\.", section)
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -105,6 +105,11 @@ _GPT_OPTIMIZATION: dict[str, Any] = {
     "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1, "decay_norm_and_bias": False},
     "clip_grad_norm": 1.0,
 }
+#: For a minute or two on a CPU: fewer parameters, more steps, and the learning rate of a smaller model.
+_SMALL_GPT_ARGS = {"num_layers": 3, "num_heads": 4, "dim": 96}
+_SMALL_GPT_OPTIMIZATION: dict[str, Any] = _GPT_OPTIMIZATION | {
+    "optimizer": _GPT_OPTIMIZATION["optimizer"] | {"lr": 0.004, "args": {"betas": [0.9, 0.95]}}
+}
 _SMALL_RESNET_COST = Cost(3e-4, 5.6e-7)
 #: The first one is the default.
 STARTS = (
@@ -186,6 +191,6 @@ STARTS = (
         global_batch_size=32,
         micro_batch_size=16,
         gpu=Recipe("gpt", _GPT_OPTIMIZATION, 64, 16, {"num_layers": 6, "num_heads": 6, "dim": 384}),
-        cpu=Recipe("gpt", _GPT_OPTIMIZATION, 32, 16, _GPT_ARGS, cost=Cost(1e-3, 1e-4)),
+        cpu=Recipe("gpt", _SMALL_GPT_OPTIMIZATION, 16, 16, _SMALL_GPT_ARGS, cost=Cost(1e-3, 5e-5)),
     ),
 )

@@ -10,7 +10,8 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,6 +83,27 @@ def tensors(name: str, args: dict[str, Any]) -> tuple[dict[str, list[int]], froz
     return facts_of_model.get("tensors", {}), frozenset(facts_of_model.get("head", ()))
 
 
+@contextmanager
+def only_cached() -> Iterator[None]:
+    """Within this context no child is started: facts that the cache lacks are unknown."""
+    global _may_start_child
+    forget_answers()
+    _may_start_child = False
+    try:
+        yield
+    finally:
+        _may_start_child = True
+        forget_answers()
+
+
+def forget_answers() -> None:
+    """Clear the cache of this process, not the one on disk."""
+    _answer.cache_clear()
+    _refusals.clear()
+
+
+#: False within `only_cached`.
+_may_start_child = True
 #: A model and the names of its arguments → ``args_refusal``.
 _refusals: dict[tuple[str, frozenset[str]], str | None] = {}
 
@@ -95,6 +117,8 @@ def _answer(question: str | None) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
     file = cache_folder() / f"names-{digest[:20]}.json"
     answer = _read(file)
+    if answer is None and not _may_start_child:
+        return {}
     if answer is None:
         answer = _ask(question)
         if answer:

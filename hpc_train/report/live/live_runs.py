@@ -31,7 +31,7 @@ from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_status import GOING_ON, RunStatus, recorded_values, run_facts
+from hpc_train.run.run_status import GOING_ON, RunStatus, extension_words, recorded_values, run_facts
 
 #: Number of training rows whose losses are drawn and whose rate is averaged.
 HISTORY = 60
@@ -50,7 +50,8 @@ class LiveRun:
     name: str
     experiment: str
     status: RunStatus
-    #: The swept keys with the run's values: ``lr=0.01 seed=1``; empty if it belongs to no sweep.
+    #: The swept keys with the run's values, and the runs that it extends or that extend it:
+    #: ``lr=0.01 seed=1, extends 3f… from step 80``; empty if there is neither.
     values: str = ""
     #: UTC, ISO 8601: the start of the newest attempt or, before the first, of the run's creation.
     since: str = ""
@@ -182,12 +183,13 @@ class _TrackedRun:
             key: float(f"{value:.4g}") if isinstance(value, float) else value
             for key, value in recorded_values(self.paths).items()
         }
+        extends = (" ".join(words) for words in extension_words(facts))
         return LiveRun(
             paths=self.paths,
             name=name,
             experiment=str(facts.get("name", self.paths.folder.parent.name)),
             status=self._status,
-            values=in_words(values),
+            values=", ".join(filter(None, (in_words(values), *extends))),
             since=self._record.start if self._record else str(facts.get("created", "")),
             job=jobs[-1] if jobs else None,
             nodes=tuple(self._record.hosts) if self._record else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -48,6 +49,19 @@ def test_a_run_is_shown_as_its_files_say() -> None:
     assert details["best"] == "accuracy 0.3 at step 30"
     assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% data wait, MFU 41.0%"
     assert details["folder"] == str(paths.folder)
+
+
+def test_an_extended_run_names_the_other_in_the_table_and_the_pane() -> None:
+    old, new = made_run(runs_root(), "old", "completed"), made_run(runs_root(), "new", values={"seed": 3})
+    for paths, facts in ((new, {"extends": {"run": "old", "step": 80}}), (old, {"extended_by": ["new"]})):
+        paths.run.write_text(json.dumps(json.loads(paths.run.read_text()) | facts))
+    runs = {run.name: run for run in RunsReader([]).read()}
+    expected = {"new": "seed=3, extends old from step 80", "old": "extended by new"}
+    assert {name: run.values for name, run in runs.items()} == expected
+    for name, words in expected.items():
+        assert any(column.head == "values" for column in columns_for([runs[name]], 200))
+        details = dict(DetailsReader(runs[name].paths).read(runs[name], is_full=False).lines)
+        assert f", {words}, " in details["run"]
 
 
 def test_new_rows_runs_and_removed_runs_are_seen() -> None:
