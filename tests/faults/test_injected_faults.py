@@ -68,7 +68,7 @@ def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shim: Shim)
     expected = uninterrupted(quiet_runs)
     run = LocalRun(tmp_path, EXPERIMENT, shim=shim, FAULTS_CLOCK_S="7200,0")
     wait(lambda: len(run.ranks()) == 2, run.account)
-    assert warm.FRESH in os.environ or all(map(warm.is_forked, run.ranks().values())), "they import torch anew"
+    assert warm.FRESH in os.environ or all(map(warm.is_forked, run.ranks().values())), "they import torch"
     strike(run, Kill(step=11, ranks=(0, 1)), FAULTS_CLOCK_S="-7200,0")
     complete(run)
     assert_whole(run, expected)

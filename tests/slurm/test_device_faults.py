@@ -37,7 +37,7 @@ SHORT = ("optimization.steps=16", "optimization.schedule.warmup_steps=4")
 
 @pytest.fixture
 def stand_ins() -> Iterator[None]:
-    """Fork ranks with stand-ins for GPUs, of which ``use_stand_ins`` gives each node some; before ``cluster``."""
+    """Fork ranks with stand-ins for GPUs; set up before ``cluster``, which tells jobs where."""
     if problem := fake_cuda.why_not():
         pytest.skip(problem)
     with fake_cuda.forking():

@@ -97,7 +97,7 @@ def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) 
 
 @dataclass
 class Disturbed:
-    """A run of two ranks that waits at each step at which something is done to it, and begins again by itself."""
+    """A run of two ranks that waits at a step until something is done to it, and begins again by itself."""
 
     cluster: Cluster
     paths: RunPaths
@@ -125,7 +125,7 @@ class Disturbed:
             self.see_the_next(number)
 
     def reaches_the_time_limit(self) -> None:
-        """Slurm looks for such jobs each half a minute, and signals those that end within the lead and that."""
+        """Slurm looks each half a minute, and signals jobs that end within the lead and half a minute."""
         number, job = self.number, f"JobId={job_of(self.paths)}"
         begin = datetime.fromisoformat(records(self.paths)[-1].events["begin"])
         minutes = 1 + int((datetime.now(UTC) - begin).total_seconds() + 35) // 60

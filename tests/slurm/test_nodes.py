@@ -86,7 +86,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
         paths = submit_one(tmp_path, "checkpoint.every_steps=5", hold.override)
         wait_for_step(paths, 12)
         (victim,) = ranks_of(paths, rank=2)
-        assert warm.is_forked(victim) or warm.FRESH in os.environ, "all ranks of tests/slurm import torch anew"
+        assert warm.is_forked(victim) or warm.FRESH in os.environ, "all ranks here import torch"
         os.kill(victim, signal.SIGKILL)
     record = wait_for_attempt_end(paths, 1)
     assert record.cause == "crash", account(paths)
