@@ -154,9 +154,10 @@ def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:
 
 def test_a_rank_that_a_task_orders_is_like_a_fresh_one(tmp_path: Path) -> None:
     found = {}
+    job = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     for name, more in (("fresh", {warm.FRESH: "1"}), ("warm", {})):
         with (tmp_path / name).open("wb") as output:
-            code = task("one", output=output, TMPDIR=str(tmp_path), **more).wait(HANG_LIMIT_S)
+            code = task("one", output=output, **job, **more).wait(HANG_LIMIT_S)
         assert code == 7, (tmp_path / name).read_text()
         found[name] = json.loads((tmp_path / name).read_text())
         assert found[name].pop("has torch") == (name == "warm")

@@ -74,7 +74,8 @@ _WARM = {
 _SERVER_FILE = 3
 #: One that starts ranks itself.
 _PARALLEL_RUNS = "hpc_train.cli.parallel_runs"
-#: How variables begin that change a process before its first line.
+#: How variables begin that change a process before its first line. One of them more in a job's script, and
+#: ranks would start as usual there: tests/slurm/test_nodes.py looks.
 _READ_AT_START = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON",
     "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
@@ -84,6 +85,8 @@ _SET_AFTERWARDS = {
     "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR", "TMPDIR", "CUDA_VISIBLE_DEVICES", "PYTHONFAULTHANDLER",
 }  # fmt: skip
+#: Set in each job; no difference where the encoding is UTF-8 already, but for a stream's errors.
+_UTF8_MODE = ("PYTHONUTF8", "1")
 _LARGE_PAGE, _MADV_COLLAPSE = 2 << 20, 25
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: Room for a process's arguments and environment in the memory that /proc shows.
@@ -135,9 +138,15 @@ class ForkServer:
         return status
 
 
+#: Of ``server_with``; the last one is asked.
+_chosen: list[ForkServer] = []
+
+
 def _can_change(own: Mapping[str, str], environment: Mapping[str, str]) -> bool:
     names = {name for name in environment.keys() | own.keys() if name.startswith(_READ_AT_START)}
     differing = {name for name in names if environment.get(name) != own.get(name)}
+    if sys.getfilesystemencoding() == "utf-8" and _UTF8_MODE in environment.items():
+        differing.discard(_UTF8_MODE[0])
     size = sum(len(os.fsencode(name + value)) + 2 for name, value in environment.items())
     return FRESH not in environment and differing <= _SET_AFTERWARDS and size < _ROOM
 
@@ -188,7 +197,7 @@ def _make_sockets(*, with_door: bool) -> _Sockets:
 def _server() -> ForkServer:
     """Return this process's fork server, started at the first call; it ends with this process or before."""
     with _starting:
-        return _started_server()
+        return _chosen[-1] if _chosen else _started_server()
 
 
 @functools.cache
@@ -199,10 +208,11 @@ def _started_server() -> ForkServer:
     return _start_server()
 
 
-def _start_server(*libraries: str) -> ForkServer:
+def _start_server(*libraries: str, **more: str) -> ForkServer:
     ours, theirs, door, path = _make_sockets(with_door=True)
     assert door is not None
-    variables = {name: value for name, value in _AT_IMPORT.items() if name not in _SET_AFTERWARDS}
+    environment = _AT_IMPORT | more
+    variables = {name: value for name, value in environment.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
         [sys.executable, __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
         env=variables | _ONE_THREAD | {_LIBRARIES: ",".join(libraries), "ROOM": "-" * _ROOM},
@@ -213,7 +223,27 @@ def _start_server(*libraries: str) -> ForkServer:
     theirs.close()
     door.close()
     process.returncode = 0  # ``ForkServer`` waits for it
-    return ForkServer(ours, process.pid, path, _AT_IMPORT)
+    return ForkServer(ours, process.pid, path, environment)
+
+
+@contextmanager
+def server_with(*libraries: str, **variables: str) -> Iterator[None]:
+    """A while in which commands, ranks and those of jobs are forked from a server of their own.
+
+    It has imported these modules, too, and was started with these variables, such as LD_PRELOAD: processes
+    with others start as usual meanwhile.
+    """
+    if FRESH in os.environ:
+        yield
+        return
+    server = _start_server(*libraries, **variables)
+    _chosen.append(server)
+    try:
+        yield
+    finally:
+        _chosen.remove(server)
+        status = server.close()
+    assert status == 0, "all processes were started as usual: the server could not import what it should"
 
 
 @contextmanager
@@ -383,6 +413,11 @@ def for_jobs() -> dict[str, str]:
     return {} if FRESH in os.environ else _server().for_jobs()
 
 
+def is_forked(pid: int) -> bool:
+    """Return True for a process that a fork server has forked: its arguments have room for any others."""
+    return len(Path(f"/proc/{pid}/cmdline").read_bytes()) > _ROOM
+
+
 def task(script: str, *arguments: str) -> list[str]:
     """Return the command of a program's rank that is forked, too, by ``python SCRIPT …``, with ``DOOR`` set.
 
@@ -537,11 +572,15 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
     ).add_late_places()  # as the package's import does, which is done here
     is_unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or "-u" in command[:at]
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        setattr(sys, name, _stream(number, getattr(sys, name), mode, is_unbuffered))
+        ours = getattr(sys, name)
+        errors = "surrogateescape" if number < 2 and _UTF8_MODE in environment.items() else ours.errors
+        setattr(sys, name, _stream(number, ours, mode, errors, is_unbuffered))
         setattr(sys, f"__{name}__", getattr(sys, name))
 
 
-def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool) -> io.TextIOWrapper:
+def _stream(
+    number: int, ours: io.TextIOWrapper, mode: str, errors: str, is_unbuffered: bool
+) -> io.TextIOWrapper:
     """Return what Python makes of a standard stream as it starts; ``ours`` is this process's own."""
     raw = io.FileIO(number, mode, closefd=False)
     raw.name = ours.name
@@ -549,7 +588,7 @@ def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool)
     stream = io.TextIOWrapper(
         buffered,  # type: ignore[arg-type]
         ours.encoding,
-        ours.errors,
+        errors,
         line_buffering=not is_unbuffered and (number == 2 or raw.isatty()),
         write_through=is_unbuffered,
     )
@@ -653,12 +692,12 @@ def main() -> None:
     # its option -P, forks would have that option too.
     imports: Any = importlib.import_module("warm_imports")
     sys.path.remove(str(Path(__file__).parent))
-    environment = dict(os.environ)
-    for name in filter(None, os.environ[_LIBRARIES].split(",")):
-        importlib.import_module(name)
-    os.environ.clear()  # Lightning sets a variable that torch reads at its import
-    os.environ.update(environment)
     imports.import_all()
+    environment = dict(os.environ)
+    for name in filter(None, os.environ[_LIBRARIES].split(",")):  # timm: without wandb, as ranks import it
+        importlib.import_module(name)
+    os.environ.clear()  # Lightning sets variables
+    os.environ.update(environment)
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
     gc.enable()
     _use_large_pages()

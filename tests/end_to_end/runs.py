@@ -70,6 +70,13 @@ logging: {every_steps: 1}
 #: Takes as long as the environment says.
 PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
 
+#: Overrides of a run that compiles: each of its graphs takes seconds of CPU time, so tests share the one that
+#: nothing disturbs.
+COMPILED = (
+    "compile=true", "optimization.steps=8", "optimization.schedule.warmup_steps=2",
+    "evaluation.every_steps=3",
+)  # fmt: skip
+
 #: A task, a data set with dicts as inputs and targets, and a model, none of them from the package.
 OWN_TASK = (
     'task="examples.graph_network:TwoTargets"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +45,12 @@ checkpoint: {every_steps: 4}
 logging: {every_steps: 1}
 """
 SCARCE = ("--local", "--launcher", "tests.gpu.scarce:ScarceLauncher")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked() -> Iterator[None]:
+    with fake_cuda.forking():
+        yield
 
 
 @pytest.fixture(autouse=True)

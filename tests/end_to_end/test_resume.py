@@ -12,6 +12,7 @@ from hpc_train.run.attempts import read_record
 from hpc_train.run.digests import read_digests
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
+    COMPILED,
     OWN_TASK,
     assert_equal_to_the_bit,
     hpc_train,
@@ -112,9 +113,8 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
     quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """Bitwise identical, with evaluations on both sides of the kill; nothing is compiled into a home."""
-    overrides = ("compile=true", "optimization.steps=45")
-    quiet = quiet_runs.of(*overrides, ranks=1)
-    killed = submit_with_kills(tmp_path / "killed", [24], *overrides, devices=1)
+    quiet = quiet_runs.of(*COMPILED, ranks=1)
+    killed = submit_with_kills(tmp_path / "killed", [5], *COMPILED, devices=1)
     assert_equal_to_the_bit(quiet, killed)
     assert any((killed.cache / "inductor").rglob("*.so"))
     first, last = (read_record(killed.attempt(number)) for number in (1, 2))

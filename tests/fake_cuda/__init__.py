@@ -20,8 +20,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests import warm
 
 #: Read by ``distributed.process_group`` and ``launchers.local``: ranks may share a GPU over gloo.
 BACKEND = "HPC_TRAIN_TEST_CUDA_BACKEND"
@@ -53,6 +56,11 @@ def environment(devices: int = 1) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": visible,  # there is no nvidia-smi that counts
         BACKEND: "gloo",
     }
+
+
+def forking() -> AbstractContextManager[None]:
+    """A while in which ranks and commands with the stand-in are forked; nothing where there can be none."""
+    return nullcontext() if why_not() else warm.server_with(LD_PRELOAD=str(library()))
 
 
 def library() -> Path:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 import torch
 
-from tests import fake_cuda
+from tests import fake_cuda, warm
 from tests.end_to_end.runs import final_tensors, hpc_train, only_run, submit, write_experiment
 from tests.gpu.test_gpu import SAVES_ON_ITS_OWN_GPU, SGD, SHORT, assert_losses_are_close, tensors_of
 from tests.waiting import HANG_LIMIT_S
@@ -82,6 +81,12 @@ print(sharing, os.sched_getaffinity(0) < mask)
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forked() -> Iterator[None]:
+    with fake_cuda.forking():
+        yield
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake_cuda.environment().items():
@@ -90,16 +95,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _printed(program: str, devices: int = 1, **variables: str) -> str:
     """Return the last line that a program prints with the fake devices."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | fake_cuda.environment(devices) | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    environment = os.environ | fake_cuda.environment(devices) | variables
+    pipe = subprocess.PIPE
+    with warm.start_script(program, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        printed, errors = process.communicate(timeout=HANG_LIMIT_S)
+    assert process.returncode == 0, errors
+    return printed.splitlines()[-1]
 
 
 @with_stand_in

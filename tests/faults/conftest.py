@@ -23,11 +23,8 @@ def shimmed() -> None:
 @pytest.fixture(scope="module")
 def preloaded(shimmed: None) -> Iterator[None]:
     """Fork ranks from a process that was started with the shim."""
-    with pytest.MonkeyPatch.context() as patch:
-        warm.close()
-        patch.setenv("LD_PRELOAD", str(shim.library()))
+    with warm.server_with(LD_PRELOAD=str(shim.library())):
         yield
-        warm.close()
 
 
 @pytest.fixture(name="small_disk")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import assert_equal_to_the_bit, hpc_train, write_experiment
+from tests.end_to_end.runs import COMPILED, assert_equal_to_the_bit, hpc_train, write_experiment
 from tests.faults.driver import survive
 from tests.faults.local import EXPERIMENT, seeds, survive_here
 from tests.faults.on_slurm import SlurmRun, submitted
@@ -59,20 +59,18 @@ def test_a_rank_that_hangs(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> 
 @pytest.mark.fault(43)
 def test_a_full_home(quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
     """Caches, also that of compiled code, are elsewhere; whatever else needs a home works without it."""
-    short = EXPERIMENT.replace("steps: 40", "steps: 8").replace("warmup_steps: 20", "warmup_steps: 2")
-    text = short + "compile: true\n"
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
     homes = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HPC_TRAIN_CACHE")
     environment = {name: str(small_disk) for name in homes} | ENVIRONMENT
     environment["HPC_TRAIN_RUNS"] = str(tmp_path / "elsewhere")
-    experiment = write_experiment(tmp_path, text)
-    done = hpc_train("submit", experiment, "--local", "--devices", "1", "--json", **environment)
+    experiment = write_experiment(tmp_path)
+    done = hpc_train("submit", experiment, *COMPILED, "--local", "--devices", "1", "--json", **environment)
     assert done.code == 0, done.err
     run = submitted(done)
     assert list((run.cache / "inductor").rglob("*.cpp")), "nothing was compiled"
-    assert_equal_to_the_bit(quiet_runs.of(text=text, ranks=1, environment=ENVIRONMENT), run)
+    assert_equal_to_the_bit(quiet_runs.of(*COMPILED, ranks=1), run)
     assert list(small_disk.iterdir()) == [ballast]
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.faults.driver import assert_whole, complete, strike
 from tests.faults.faults import Kill
 from tests.faults.local import EXPERIMENT, seeds, survive_here, uninterrupted
-from tests.faults.runs import LocalRun
+from tests.faults.runs import LocalRun, wait
 from tests.faults.shim import Shim, Touch
 from tests.quiet import QuietRuns
 
@@ -65,6 +67,8 @@ def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shim: Shim)
     """Two hours between ranks, and the next attempt begins two hours before the one before."""
     expected = uninterrupted(quiet_runs)
     run = LocalRun(tmp_path, EXPERIMENT, shim=shim, FAULTS_CLOCK_S="7200,0")
+    wait(lambda: len(run.ranks()) == 2, run.account)
+    assert warm.FRESH in os.environ or all(map(warm.is_forked, run.ranks().values())), "they import torch"
     strike(run, Kill(step=11, ranks=(0, 1)), FAULTS_CLOCK_S="-7200,0")
     complete(run)
     assert_whole(run, expected)

@@ -30,6 +30,9 @@ class Settings:
     kill_wait_s: int = 10
     #: From a node's last word to its being down, which takes up to half as long again. Slurm's own: 300.
     slurmd_timeout_s: int = 10
+    #: How long a job waits that Slurm itself or somebody by hand has requeued, and a step's credential is
+    #: valid. Slurm's own: 120.
+    cred_expire_s: int = 30
     #: From preemption's SIGTERM to SIGKILL: ranks that save leave by themselves long before.
     grace_s: int = 60
     #: How long slurmctld remembers a job that has ended. Slurm's own: 300.
@@ -49,7 +52,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={settings.cred_expire_s}
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid

@@ -144,7 +144,7 @@ def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
 
 
 def start_now(cluster: Cluster, paths: RunPaths) -> None:
-    """Let a job that Slurm requeued by itself start without the usual two minutes."""
+    """Let a job that Slurm requeued by itself start without the usual wait."""
     job = job_of(paths)
     wait_for(lambda: squeue(cluster)[job].state == "PENDING", f"a requeued job\n{account(paths)}", LIMIT_S)
     # Not at once: a job that starts again in the second in which it ended is failed for good by its node.

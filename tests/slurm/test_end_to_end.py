@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -101,27 +102,110 @@ def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) 
     wait_for(lambda: state(paths) == "completed", "status's word")
 
 
-@pytest.mark.fault(1)
+@dataclass
+class Disturbed:
+    """A run of two ranks that waits at a step until something is done to it, and begins again by itself."""
+
+    cluster: Cluster
+    paths: RunPaths
+    hold: Hold
+
+    @property
+    def number(self) -> int:
+        return len(self.paths.attempt_folders())
+
+    def reach(self, step: int) -> None:
+        self.hold.at(step)
+        wait_for_step(self.paths, step)
+
+    def see_the_end(self, *causes: str) -> None:
+        assert wait_for_attempt_end(self.paths, self.number).cause in causes, account(self.paths)
+
+    def see_the_next(self, number: int) -> None:
+        wait_for(lambda: self.number > number, f"another attempt\n{account(self.paths)}", LIMIT_S)
+
+    def is_preempted(self) -> None:
+        """It goes on on the other two nodes, while the job that took the first two is there."""
+        number = self.number
+        with preempting(self.cluster, self.paths):
+            self.see_the_end("preemption")
+            self.see_the_next(number)
+
+    def reaches_the_time_limit(self) -> None:
+        """Slurm looks each half a minute, and signals jobs that end within the lead and half a minute."""
+        number, job = self.number, f"JobId={job_of(self.paths)}"
+        begin = datetime.fromisoformat(records(self.paths)[-1].events["begin"])
+        minutes = 1 + int((datetime.now(UTC) - begin).total_seconds() + 35) // 60
+        self.cluster.run("scontrol", "update", job, f"TimeLimit={minutes}")
+        self.see_the_end("time limit")
+        self.cluster.run("scontrol", "update", job, "TimeLimit=30")
+        self.see_the_next(number)
+
+    def is_requeued_by_hand(self) -> None:
+        number, job = self.number, job_of(self.paths)
+        self.cluster.run("scontrol", "requeue", job)
+        wait_for(lambda: job_states(self.cluster, job) == ["PENDING"], "the requeue", LIMIT_S)
+        self.see_the_next(number)  # by itself, after the time for which Slurm holds it
+        assert records(self.paths)[number - 1].cause == "requeue", account(self.paths)
+
+    def loses_a_node(self) -> None:
+        """The ranks live on without their daemons, and may save when Slurm ends what is left of the job."""
+        number = self.number
+        self.cluster.kill_node(records(self.paths)[-1].hosts[-1])
+        start_now(self.cluster, self.paths)
+        self.see_the_next(number)
+        assert records(self.paths)[number - 1].cause in {"lost", "crash", "preemption"}, account(self.paths)
+
+    def is_cancelled_and_resumed(self) -> None:
+        folder = self.paths.folder
+        assert command(folder.parents[2], "cancel", folder).code == 0
+        assert state(self.paths) == "cancelled"
+        done = command(folder.parents[2], "resume", folder)
+        assert done.code == 0, done.err
+
+
+@pytest.mark.fault(1, 14)
 @pytest.mark.parametrize(
-    ("strategy", "fixture"), [("ddp", "cluster"), ("fsdp", "cluster_without_accounting")]
+    ("strategy", "fixture", "disturbances"),
+    [
+        (
+            "ddp",
+            "cluster",
+            (
+                Disturbed.is_preempted,
+                Disturbed.reaches_the_time_limit,
+                Disturbed.is_preempted,
+                Disturbed.is_requeued_by_hand,
+                Disturbed.is_cancelled_and_resumed,
+                Disturbed.loses_a_node,
+            ),
+        ),
+        (
+            "fsdp",
+            "cluster_without_accounting",
+            (Disturbed.is_preempted, Disturbed.reaches_the_time_limit, Disturbed.loses_a_node),
+        ),
+    ],
+    ids=["ddp with accounting", "fsdp without accounting"],
 )
-def test_three_preemptions_change_no_bit(
-    strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
+def test_whatever_slurm_does_to_a_job_changes_no_bit(
+    strategy: str,
+    fixture: str,
+    disturbances: tuple[Callable[[Disturbed], None], ...],
+    quiet: Quiet,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     cluster: Cluster = request.getfixturevalue(fixture)
-    text, trained = (EXPERIMENT, quiet.four) if strategy == "ddp" else (TWO_RANKS, quiet.two)
+    parallel = f"parallel.strategy={strategy}"
+    own = ("checkpoint.every_steps=7", "slurm.signal_lead_s=30")
     with Hold(tmp_path, 5) as hold:
-        paths = submit_one(tmp_path, f"parallel.strategy={strategy}", hold.override, text=text)
-        for number, step in enumerate([5, 15, 30], start=1):
-            hold.at(step)
-            wait_for_step(paths, step)
-            with preempting(cluster, paths):
-                ended = wait_for_attempt_end(paths, number)
-                assert ended.cause == "preemption", account(paths)
-                wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
-    see_it_complete(paths, trained(f"parallel.strategy={strategy}"))
-    assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
-    assert len({record.job for record in records(paths)}) == 1
+        paths = submit_one(tmp_path, parallel, *own, hold.override, text=TWO_RANKS)
+        run = Disturbed(cluster, paths, hold)
+        for step, disturb in enumerate(disturbances, start=1):
+            run.reach(7 * step + 2)
+            disturb(run)
+    see_it_complete(paths, quiet.two(parallel))
     first = records(paths)[0]
     assert list(first.events) == list(EVENTS), "every part, in order"
     times = [datetime.fromisoformat(time) for time in first.events.values()]
@@ -131,6 +215,10 @@ def test_three_preemptions_change_no_bit(
     assert first.exit_codes == [75] * first.ranks
     assert exit_codes(paths.attempt(1)) == {0: 75}, "a thousand ranks need not all say so"
     assert first.reason == f"preempted at step {first.saved_step}"
+    is_cancelled = Disturbed.is_cancelled_and_resumed in disturbances
+    assert len({record.job for record in records(paths)}) == 1 + is_cancelled, account(paths)
+    assert records(paths)[-1].cause == "completed"
+    assert all("submitit" not in attempt.log(0).read_text() for attempt in paths.attempt_folders())
 
 
 def test_an_extended_run_that_is_preempted_equals_one_of_the_full_length(
@@ -170,7 +258,7 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
 ) -> None:
     # Few blocks and steps, as tensor's take tenths of a second of both cores.
     model = 'model={name: "tests.end_to_end.paced:vit", args: {depth: 2}}'
-    steps = ("optimization.steps=16", "optimization.schedule.warmup_steps=4", "evaluation.every_steps=8")
+    steps = ("optimization.steps=10", "optimization.schedule.warmup_steps=4", "evaluation.every_steps=8")
     overrides = (model, f"parallel={parallel}", *steps)
     with Hold(tmp_path, 5) as hold:
         paths = submit_one(tmp_path, *overrides, hold.override)
@@ -180,72 +268,18 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
     assert [record.cause for record in records(paths)] == ["preemption", "completed"]
 
 
-@pytest.mark.fault(1)
-def test_a_preemption_changes_no_bit_of_an_own_task(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    overrides = (*OWN_TASK, "optimization.steps=30")
-    with Hold(tmp_path, 5) as hold:
-        paths = submit_one(tmp_path, *overrides, hold.override, text=TWO_RANKS)
-        wait_for_step(paths, 5)
-        see_it_preempted(cluster, paths)
-    see_it_complete(paths, quiet.two(*overrides))
-
-
-@pytest.mark.fault(1)
-@pytest.mark.parametrize(
-    "any_cluster", ["accounting", pytest.param("no accounting", marks=pytest.mark.soak)], indirect=True
+SWEEP = (
+    TWO_RANKS.replace("nodes: 2", "nodes: 1").replace("steps: 60", "steps: 21")
+    + "sweep: {grid: {seed: [1, 2, 3, 4, 5]}, max_parallel: 1}\n"
 )
-def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
-    slurm = ("slurm.time_limit=2min", "slurm.signal_lead_s=5")
-    # 240 s: two attempts last at most two minutes each, their starts included.
-    paths = submit_one(tmp_path, *slurm, text=TWO_RANKS, pace_s=2.0)
-    see_it_complete(paths, quiet.two(), limit_s=750)
-    causes = [record.cause for record in records(paths)]
-    assert causes.count("time limit") >= 2, causes
-    assert set(causes) == {"time limit", "completed"}
-
-
-@pytest.mark.fault(14)
-@pytest.mark.parametrize(
-    ("strategy", "fixture"), [("ddp", "cluster_without_accounting"), ("fsdp", "cluster")]
-)
-def test_a_node_that_dies_changes_no_bit(
-    strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    cluster: Cluster = request.getfixturevalue(fixture)
-    overrides = (f"parallel.strategy={strategy}", "checkpoint.every_steps=7")
-    # The ranks live on without their daemons: they may not be done before Slurm has given the node up.
-    with Hold(tmp_path, 9) as hold:
-        paths = submit_one(tmp_path, *overrides, hold.override, text=TWO_RANKS)
-        wait_for_step(paths, 9)
-        cluster.kill_node(records(paths)[0].hosts[-1])
-        start_now(cluster, paths)
-        wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
-    see_it_complete(paths, quiet.two(f"parallel.strategy={strategy}"))
-    # Ranks outlive their daemons, and save when Slurm ends what is left of the job.
-    assert records(paths)[0].cause in {"lost", "crash", "preemption"}
-
-
-def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    with Hold(tmp_path, 5) as hold:
-        paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
-        wait_for_step(paths, 5)
-        cluster.run("scontrol", "requeue", job_of(paths))
-        wait_for(lambda: job_states(cluster, job_of(paths)) == ["PENDING"], "the requeue", LIMIT_S)
-    see_it_complete(paths, quiet.two())  # by itself: after the two minutes for which Slurm holds it
-    assert [record.cause for record in records(paths)] == ["requeue", "completed"], account(paths)
-    assert "submitit" not in paths.attempt(2).log(0).read_text()
-
-
-SWEEP = TWO_RANKS + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}\n"
 
 
 def test_a_sweep_is_one_throttled_array(cluster: Cluster, tmp_path: Path) -> None:
-    """Six runs of two nodes each: one at a time, then, throttled to two, two at a time."""
-    told = submit(tmp_path, "optimization.steps=24", text=SWEEP, pace_s=0.1)
+    """Five runs of a node each, of four: one at a time, then, throttled to two, two at a time."""
+    told = submit(tmp_path, text=SWEEP, pace_s=0.05)
     runs = found_runs(tmp_path)
     (array,) = {job_of(paths).partition("_")[0] for paths in runs}
-    assert array in told.err and sorted(job_of(paths) for paths in runs) == [f"{array}_{n}" for n in range(6)]
+    assert array in told.err and sorted(job_of(paths) for paths in runs) == [f"{array}_{n}" for n in range(5)]
     seen: list[int] = []
 
     def running() -> int:
@@ -260,7 +294,7 @@ def test_a_sweep_is_one_throttled_array(cluster: Cluster, tmp_path: Path) -> Non
     states = {run["state"] for run in standing(tmp_path)}
     assert states <= {"pending", "running", "completed"} and "completed" in states
     cluster.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=2", check=False)
-    wait_for(lambda: running() >= 0 and completed() == 6, "all runs done", LIMIT_S)
+    wait_for(lambda: running() >= 0 and completed() == 5, "all runs done", LIMIT_S)
     assert max(seen) == 2
     assert {run["state"] for run in standing(tmp_path)} == {"completed"}
 
@@ -318,16 +352,6 @@ def test_scancel_is_final_in_every_state(cluster_without_accounting: Cluster, tm
     again = command(tmp_path, "submit", tmp_path / "exp.yaml")
     assert again.code == 1 and "cancelled" in again.err
     assert not cluster.run("squeue", "--noheader").strip()
-
-
-def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    with Hold(tmp_path, 10) as hold:
-        paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
-        wait_for_step(paths, 10)
-        succeed(tmp_path, "cancel", paths.folder)
-        assert state(paths) == "cancelled"
-    succeed(tmp_path, "resume", paths.folder)
-    see_it_complete(paths, quiet.two())
 
 
 CRASHING = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.slurm.crashing:net")
@@ -409,20 +433,22 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
     assert paths.folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.fault(30, 45)
+@pytest.mark.fault(1, 30, 45)
 def test_wandb_keeps_one_run_over_attempts_without_a_network(
     cluster: Cluster, quiet: Quiet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a task of the user's own, of which the preemption changes no bit."""
+    own = (*OWN_TASK, "optimization.steps=30")
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     wandb = "logging={every_steps: 1, wandb: {project: slurm}}"
     with Hold(tmp_path, 5) as hold:
-        paths = submit_one(tmp_path, wandb, hold.override, text=TWO_RANKS)
+        paths = submit_one(tmp_path, *own, wandb, hold.override, text=TWO_RANKS)
         wait_for_step(paths, 5)
         wait_for(lambda: any(paths.wandb.rglob("offline-run-*")), "wandb's start", LIMIT_S)
         with preempting(cluster, paths):
             wait_for_attempt_end(paths, 1)
-    see_it_complete(paths, quiet.two())
+    see_it_complete(paths, quiet.two(*own))
     run_id = json.loads(paths.run.read_text())["wandb_id"]
     offline = sorted(path.name for path in paths.wandb.rglob("offline-run-*") if path.is_dir())
     assert len(offline) == 2 and all(name.endswith(f"-{run_id}") for name in offline), offline

@@ -13,6 +13,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import EVENTS, exit_codes
 from hpc_train.run.checkpoints import Manifest, committed
+from tests import warm
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
 from tests.quiet import QuietRuns
@@ -69,6 +70,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
         paths = submit_one(tmp_path, "checkpoint.every_steps=5", hold.override)
         wait_for_step(paths, 12)
         (victim,) = ranks_of(paths, rank=2)
+        assert warm.is_forked(victim) or warm.FRESH in os.environ, "all ranks here import torch"
         os.kill(victim, signal.SIGKILL)
     record = wait_for_attempt_end(paths, 1)
     assert record.cause == "crash", account(paths)
