@@ -122,7 +122,9 @@ def wait_on_standby(paths: RunPaths, folder: Path) -> None:
     Ends the process at the end of the input, or at a stop signal that comes before the token: ``rank.py`` has
     blocked these signals, so later ones are left to the rank.
     """
-    _imported(paths)
+    module = _imported(paths)
+    if hasattr(module, "import_parts"):
+        module.import_parts(paths, attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
     ready = folder / f"rank-{rank_number()}"
     ready.touch()
     mask = sum(1 << (number - 1) for number in signals.STOP_SIGNALS).to_bytes(128, "little")
