@@ -30,7 +30,7 @@ __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
 #: Distinguishes this attempt's rendezvous from an older one; set by the launcher.
 TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
-#: Set in a rank that the batch script starts before its attempt: the folder in which it reports that it waits.
+#: Set in a rank that is started before its attempt: the folder in which it reports that it waits.
 STANDBY_VARIABLE = "HPC_TRAIN_STANDBY"
 
 

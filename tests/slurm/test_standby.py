@@ -52,9 +52,7 @@ def kill(paths: RunPaths, rank: int, attempt: int) -> None:
 
 
 @pytest.mark.fault(16)
-def test_a_restart_uses_the_ranks_on_standby(
-    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
-) -> None:
+def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """After a kill of one of those the next restart starts ranks as usual."""
     with Hold(tmp_path, 12) as hold:
         paths = submit_one(tmp_path, *STANDBY, hold.override, text=TWO_RANKS)

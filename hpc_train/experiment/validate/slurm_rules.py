@@ -226,9 +226,11 @@ def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
-@rule("recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container")
+@rule(
+    "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
+)
 def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
-    """``standby`` needs ranks of our own trainer, a restart in place, a job for each run, and no container."""
+    """``standby`` needs ranks of our trainer, a restart in place, a job for each run, and no container."""
     if not experiment.recovery.standby:
         return
     key, remedy = ("recovery", "standby"), "take one of them out"

@@ -3,9 +3,9 @@
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) records the diagnosis and
 prints ``requeue 75 [NODES]`` (nodes to exclude), ``stop CODE`` or ``again``; the script executes it, since
 Slurm can't be reached from a container. After ``again`` follow code and answer of ``begin``, which is called
-in this process: another one would cost a restart in place the time of its imports. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
-``after SUBMISSION slots CODE`` prints the verdict on a job that several runs share, from theirs. CODE: 0, or
-of a slot that could not begin a run.
+in this process: another one would cost a restart in place the time of its imports. ``after SUBMISSION refused
+WORDS`` records that Slurm refused the requeue. ``after SUBMISSION slots CODE`` prints the verdict on a job
+that several runs share, from theirs. CODE: 0, or of a slot that could not begin a run.
 """
 
 from __future__ import annotations
