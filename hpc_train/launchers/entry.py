@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_train.errors import ExitCode, UsageError, UserError
-from hpc_train.launchers.slurm import rank as slurm_rank
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.run.attempts import tell_end, tell_error
-from hpc_train.run.files import read_json
+from hpc_train.run.files import open_regular, read_json
 from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, end_daemons, keep_exit_statuses
 from hpc_train.run.resource_limits import explained, prepare_rank
 from hpc_train.run.tracebacks import refusal
@@ -122,9 +121,9 @@ def wait_on_standby(paths: RunPaths, folder: Path) -> None:
     Ends the process at the end of the input, or at a stop signal that comes before the token: ``rank.py`` has
     blocked these signals, so later ones are left to the rank.
     """
-    module = _imported(paths)
+    module, number = _imported(paths), attempt_number(os.environ.get(ATTEMPT_VARIABLE))
     if hasattr(module, "import_parts"):
-        module.import_parts(paths, attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
+        module.import_parts(paths, number)
     ready = folder / f"rank-{rank_number()}"
     ready.touch()
     mask = sum(1 << (number - 1) for number in signals.STOP_SIGNALS).to_bytes(128, "little")
@@ -139,8 +138,20 @@ def wait_on_standby(paths: RunPaths, folder: Path) -> None:
     os.environ[TOKEN_VARIABLE] = line.decode().strip()
     os.environ["HPC_TRAIN_RANK_START"] = repr(time.time())
     del os.environ[STANDBY_VARIABLE]
-    slurm_rank.open_log()
-    print(f"attempt {os.environ[ATTEMPT_VARIABLE]} begins in process {os.getpid()}, which was on standby")
+    _redirect(paths.attempt(number).log(rank_number()))
+    print(f"attempt {number} begins in process {os.getpid()}, which was on standby")
+
+
+def _redirect(path: Path) -> None:
+    """Redirect output to the rank's log, if possible, and input from /dev/null, as ``rank.py`` does."""
+    try:
+        with open_regular(path, "ab") as log, Path(os.devnull).open("rb") as nothing:
+            os.fchmod(log.fileno(), 0o600)
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    except (OSError, UserError) as error:
+        print(f"no log of its own, continuing without: {error!r}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,20 +28,15 @@ def main(command: list[str]) -> None:
         folder = os.environ["HPC_TRAIN_RUN_FOLDER"]
         command = [*command[:1], "-u", "-m", "hpc_train.launchers.entry", folder]
     else:
-        open_log()
+        try:
+            redirect()
+        except (OSError, KeyError) as error:
+            sys.stderr.write(f"rank.py: no log of its own, continuing without: {error!r}\n")
     try:
         os.execvp(command[0], command)
     except (OSError, IndexError) as error:
         sys.stderr.write(f"rank.py: {' '.join(command)}: can't be started: {error}\n")
         sys.exit(127)
-
-
-def open_log() -> None:
-    """Redirect the output to the rank's log, if possible."""
-    try:
-        redirect()
-    except (OSError, KeyError) as error:
-        sys.stderr.write(f"rank.py: no log of its own, continuing without: {error!r}\n")
 
 
 def redirect() -> None:
