@@ -1,43 +1,38 @@
 """From the SIGKILL of a rank to the next training step: in place, by a requeue, and with torchrun.
 
-    python -m benchmarks.restart [--rounds 7] [--quick]
+    python -m benchmarks.restart [--rounds 7] [--quick] [--resume FILE]
 
-Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm), which is idle otherwise. Two ranks
-train on one node; once they have saved a checkpoint, rank 1 is killed. Two comparisons:
+Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). Two ranks train on one node; once they
+have saved a checkpoint, rank 1 is killed. Two comparisons:
 
-- hpc-train's trainer, restarted in place, and by a requeue (``recovery.restart: requeue``);
-- one script (restart_training.py) as a program of hpc-train, in place and by a requeue, and in a job that
-  runs ``torchrun --max-restarts=3``, which restarts all ranks of the node.
+- hpc-train's trainer: restarted in place, in place from ranks on standby, and by a requeue
+  (``recovery.restart: requeue``) on the idle cluster and with a job in the queue that wants the node for ten
+  seconds;
+- one script (restart_training.py) as a program of hpc-train, in place, and in a job that runs
+  ``torchrun --max-restarts=3``, which restarts all ranks of the node. With gloo torchrun sometimes does not
+  (torch 2.15): after a minute the round counts as not measured.
 
-Every round runs all arms once, one after the other in random order; each arm is a job of its own. A round
-takes about two minutes. ``--quick`` runs two rounds of the trainer in place and of torchrun. Writes
-benchmarks/results/restart.json.
+Every round runs all arms once, one after the other in random order; each arm is a job of its own. ``--quick``
+runs two rounds and writes no results. ``--resume`` keeps the measurements in FILE as they are made, and
+continues after those that it has. Writes benchmarks/results/restart.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import (
-    QUICK_ROUNDS,
-    cannot_run,
-    comparison,
-    conditions,
-    interleaved,
-    parser,
-    report,
-    table,
-)
+from benchmarks.measuring import cannot_run, comparison, conditions, parser, report, rounds_of, table
 from benchmarks.restart_training import SAVE_EVERY
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
@@ -48,10 +43,17 @@ from tests.slurm.experiments import job_of, submit_one
 from tests.slurm.host import why_not
 from tests.slurm.runs import sbatch, squeue
 from tests.slurm.test_nodes import ranks_of
+from tests.slurm.test_standby import standby_files
 
 TRAINER, SCRIPT = "Trainer: kill of a rank to the next step", "Script: kill of a rank to the next step"
 IN_PLACE, REQUEUE, TORCHRUN = "in place", "requeue", "torchrun --max-restarts"
+STANDBY, COMPETING = "in place, standby", "requeue, competing job"
 LIMIT_S = 300.0
+#: From the kill to the next step, for the script; a restart takes seconds.
+RESTART_LIMIT_S = 60.0
+#: How long the competing job runs.
+COMPETING_S = 10
+RANKS = 2
 #: A step of each arm, so that none ends before it is disturbed.
 STEP_S = 0.1
 SLURM = "slurm: {partition: low, nodes: 1, ranks_per_node: 2, time_limit: 60min}\n"
@@ -76,13 +78,17 @@ program:
 #: The store of torchrun's rendezvous outlives a restart, and gloo's ranks find in it the addresses of the
 #: attempt before (torch 2.15), so they never connect.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-#: Seconds of each part.
+#: Seconds of each part; empty if there was no further step within the limit.
 Parts = dict[str, float]
 TO_FIRST_STEP = "kill to first step"
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument(
+        "--resume", type=Path, help="keep measurements in this file, and continue after them"
+    )
+    arguments = options.parse_args()
     reason = why_not(accounting=False)
     if reason:
         cannot_run(f"there is no test cluster: {reason}")
@@ -96,20 +102,33 @@ def main() -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         try:
             slurm = cluster.run("sinfo", "--version").strip()
-            values = interleaved(
-                _arms(cluster, _numbered(folder), is_quick=arguments.quick),
-                QUICK_ROUNDS if arguments.quick else arguments.rounds,
-            )
+            arms = _arms(cluster, _numbered(folder))
+            values = _measured(arms, rounds_of(arguments), arguments.resume or folder / "values.json")
         finally:
             cluster.down()
     compared, tables = [], []
     for title, baseline in ((TRAINER, REQUEUE), (SCRIPT, TORCHRUN)):
-        arms = {arm: rounds for (of, arm), rounds in values.items() if of == title}
-        times = {arm: [parts[TO_FIRST_STEP] for parts in rounds] for arm, rounds in arms.items()}
-        compared.append(comparison(title, "seconds", times, baseline if baseline in times else IN_PLACE))
+        of_title = {arm: rounds for (of, arm), rounds in values.items() if of == title}
+        # A ratio is one of the same round.
+        complete = [
+            number for number in range(rounds_of(arguments)) if all(of_title[arm][number] for arm in of_title)
+        ]
+        hung = [
+            f"{arm}: {count} of {len(rounds)} rounds, no further step within {RESTART_LIMIT_S:g} s"
+            for arm, rounds in of_title.items()
+            if (count := sum(not parts for parts in rounds))
+        ]
+        if len(complete) > 1:
+            times = {
+                arm: [rounds[number][TO_FIRST_STEP] for number in complete]
+                for arm, rounds in of_title.items()
+            }
+            compared.append(comparison(title, "seconds", times, baseline, hung))
+        else:
+            print(f"{title}: not compared: {'; '.join(hung)}", file=sys.stderr)
         if title == TRAINER:
-            tables.append(_parts_table(arms))
-    report("restart", arguments, conditions() | {"slurm": slurm, "ranks": 2}, compared, tables)
+            tables.append(_parts_table(of_title))
+    report("restart", arguments, conditions() | {"slurm": slurm, "ranks": RANKS}, compared, tables)
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
@@ -120,9 +139,22 @@ def _numbered(folder: Path) -> Iterator[Path]:
         yield new
 
 
-def _arms(
-    cluster: Cluster, folders: Iterator[Path], *, is_quick: bool
-) -> dict[tuple[str, str], Callable[[], Parts]]:
+def _measured(
+    arms: Mapping[tuple[str, str], Callable[[], Parts]], num_rounds: int, file: Path
+) -> dict[tuple[str, str], list[Parts]]:
+    """Run each arm once per round, in random order, except the measurements that ``file`` has already."""
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    values = {key: saved.get(": ".join(key), []) for key in arms}
+    for number in range(num_rounds):
+        for key in random.sample(list(arms), len(arms)):
+            if len(values[key]) <= number:
+                values[key].append(arms[key]())
+                text = json.dumps({": ".join(each): rounds for each, rounds in values.items()})
+                file.write_text(text, encoding="utf-8")
+    return {key: rounds[:num_rounds] for key, rounds in values.items()}
+
+
+def _arms(cluster: Cluster, folders: Iterator[Path]) -> dict[tuple[str, str], Callable[[], Parts]]:
     """Return the arms by comparison and name; each call runs a job and returns the seconds of its parts."""
 
     def shown(title: str, arm: str, measure: Callable[[Path], Parts]) -> Callable[[], Parts]:
@@ -134,23 +166,27 @@ def _arms(
         return measured
 
     arms: dict[tuple[str, str], Callable[[Path], Parts]] = {
-        (TRAINER, IN_PLACE): lambda folder: _trainer(cluster, folder, "in_place"),
-        (TRAINER, REQUEUE): lambda folder: _trainer(cluster, folder, "requeue"),
-        (SCRIPT, IN_PLACE): lambda folder: _program(cluster, folder, "in_place"),
-        (SCRIPT, REQUEUE): lambda folder: _program(cluster, folder, "requeue"),
+        (TRAINER, IN_PLACE): lambda folder: _trainer(cluster, folder, "restart=in_place"),
+        (TRAINER, STANDBY): lambda folder: _trainer(cluster, folder, "restart=in_place", "standby=true"),
+        (TRAINER, REQUEUE): lambda folder: _trainer(cluster, folder, "restart=requeue"),
+        (TRAINER, COMPETING): lambda folder: _trainer(cluster, folder, "restart=requeue", is_competing=True),
+        (SCRIPT, IN_PLACE): lambda folder: _program(cluster, folder),
         (SCRIPT, TORCHRUN): lambda folder: _torchrun(cluster, folder),
     }
-    if is_quick:
-        arms = {key: arms[key] for key in ((TRAINER, IN_PLACE), (SCRIPT, TORCHRUN))}
     return {key: shown(*key, measure) for key, measure in arms.items()}
 
 
-def _trainer(cluster: Cluster, folder: Path, restart: str) -> Parts:
-    run = submit_one(folder, f"recovery.restart={restart}", text=EXPERIMENT, pace_s=STEP_S)
+def _trainer(cluster: Cluster, folder: Path, *recovery: str, is_competing: bool = False) -> Parts:
+    overrides = [f"recovery.{setting}" for setting in recovery]
+    run = submit_one(folder, *overrides, text=EXPERIMENT, pace_s=STEP_S)
     _wait(lambda: len(run.checkpoint_folders()) > 0)
-    killed = _kill(*ranks_of(run, rank=1))
+    if "standby=true" in recovery:
+        _wait(lambda: len(standby_files(run)) == RANKS)
+    competing = _compete(cluster, run) if is_competing else None
+    killed = _kill(*ranks_of(run, rank=1, attempt=1))
     _wait(lambda: (record := read_record(run.attempt(2))) is not None and "first_step" in record.events)
-    _cancel(cluster, job_of(run))
+    for job in filter(None, (job_of(run), competing)):
+        _cancel(cluster, job)
     return {TO_FIRST_STEP: _between(killed, _event(run, 2, "first_step"))} | {
         "kill to end of the attempt": _between(killed, _event(run, 1, "end")),
         "end to begin": _between(_event(run, 1, "end"), _event(run, 2, "begin")),
@@ -159,14 +195,23 @@ def _trainer(cluster: Cluster, folder: Path, restart: str) -> Parts:
     }
 
 
+def _compete(cluster: Cluster, run: RunPaths) -> str:
+    """Queue a job that wants the run's node alone; return its id."""
+    record = read_record(run.attempt(1))
+    assert record is not None
+    options = ("--partition=low", "--exclusive", f"--nodelist={record.hosts[0]}", "--time=5")
+    return sbatch(cluster, *options, wrap=f"sleep {COMPETING_S}")
+
+
 def _event(run: RunPaths, attempt: int, name: str) -> str:
     record = read_record(run.attempt(attempt))
     assert record is not None
     return record.events[name]
 
 
-def _program(cluster: Cluster, folder: Path, restart: str) -> Parts:
-    run = submit_one(folder, f"recovery.restart={restart}", text=PROGRAM.replace("FOLDER", str(folder)))
+def _program(cluster: Cluster, folder: Path) -> Parts:
+    text = PROGRAM.replace("FOLDER", str(folder))
+    run = submit_one(folder, "recovery.restart=in_place", text=text)
     parts = _script(folder)
     _cancel(cluster, job_of(run))
     return parts
@@ -183,11 +228,14 @@ def _torchrun(cluster: Cluster, folder: Path) -> Parts:
 
 
 def _script(folder: Path) -> Parts:
-    """Kill rank 1 once the script has saved; return the time to the first step of another process."""
+    """Kill rank 1 once the script has saved; return the time to the first step of another process, if any."""
     _wait(lambda: len(_steps(folder)) > SAVE_EVERY)
     victim = _steps(folder)[-1]["pid"]
     killed = _kill(victim)
-    _wait(lambda: _steps(folder)[-1]["pid"] != victim)
+    try:
+        _wait(lambda: _steps(folder)[-1]["pid"] != victim, RESTART_LIMIT_S)
+    except TimeoutError:
+        return {}
     first = next(step for step in _steps(folder) if step["pid"] != victim)
     assert first["step"] > SAVE_EVERY, "it has not resumed"
     return {TO_FIRST_STEP: _between(killed, first["time"])}
@@ -226,11 +274,11 @@ def _between(start: str, end: str) -> float:
     return round((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds(), 3)
 
 
-def _wait(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+def _wait(is_so: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not is_so():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {LIMIT_S:g} s")
+            raise TimeoutError(f"not within {limit_s:g} s")
         time.sleep(0.05)
 
 

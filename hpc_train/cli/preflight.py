@@ -254,8 +254,9 @@ def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
             say(line)
     say_remarks(loaded)
     _say_no_key(loaded)
-    for remark in [] if choice.launcher.is_queue else unused_without_queue(loaded.experiment):
-        say(loaded.source.render(remark))
+    if not choice.launcher.is_queue:
+        for remark in unused_without_queue(loaded.experiment, is_local=choice.on_this_machine):
+            say(loaded.source.render(remark))
 
 
 def _say_no_key(loaded: Loaded) -> None:

@@ -6,16 +6,20 @@ cause, a ``rank-<r>.error`` file that the launcher and ``status`` show.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
+from contextlib import suppress
 from datetime import datetime
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.rank import signals
 from hpc_train.rank.env import RankFacts
+from hpc_train.registry import split_name, target_of
 from hpc_train.run.attempts import read_record
+from hpc_train.run.create import training_experiment
 from hpc_train.training.build import train
 from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.distributed import log_stream
@@ -39,6 +43,25 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
             return evaluate_checkpoint(rank) if is_evaluation else train(rank)
     except BaseException as error:
         return report(error, paths, attempt, facts, flag)
+
+
+def import_parts(paths: RunPaths, attempt: int) -> None:
+    """Import the built-in parts that the run's file names, such as timm, for a rank on standby.
+
+    Modules of the user's are not imported: they may use the GPU. Errors are left to the attempt.
+    """
+    with suppress(Exception):
+        experiment = training_experiment(paths, attempt)
+        names = {
+            "models": experiment.model.name,
+            "datasets": experiment.data.name,
+            "tasks": experiment.task,
+            "strategies": experiment.parallel.strategy,
+        }
+        for kind, name in names.items():
+            target = target_of(kind, split_name(name)[0]) or ""
+            if target.startswith("hpc_train."):
+                importlib.import_module(target.partition(":")[0])
 
 
 def _earliest_warning(paths: RunPaths, attempt: int) -> float:

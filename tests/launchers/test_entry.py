@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import exit_codes
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, came_true
 
 
 def test_it_is_pickled_with_the_folder_and_nothing_else(tmp_path: Path) -> None:
@@ -127,3 +128,51 @@ def test_without_an_attempt_a_rank_ends_with_a_word(tmp_path: Path) -> None:
     done = run_rank(tmp_path, "0", HPC_TRAIN_ATTEMPT="x")
     assert done.returncode == 2
     assert done.stderr.startswith("HPC_TRAIN_ATTEMPT: 'x'")
+
+
+ON_STANDBY = """
+import os, sys
+from pathlib import Path
+from hpc_train.launchers import entry
+from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
+
+signals.block()
+folder = Path(sys.argv[1])
+entry.wait_on_standby(RunPaths(folder), folder)
+print(os.environ["HPC_TRAIN_TOKEN"], "HPC_TRAIN_STANDBY" in os.environ, signals.install().count)
+"""
+
+
+@pytest.mark.parametrize(
+    ("token", "is_stopped", "log"),
+    [(None, False, None), (None, True, None), ("abc", False, "abc False 0"), ("abc", True, "abc False 1")],
+)
+def test_a_rank_on_standby_begins_with_the_token_of_its_attempt(
+    tmp_path: Path, token: str | None, is_stopped: bool, log: str | None
+) -> None:
+    """Without one it ends; a stop signal that comes with it is left to the rank."""
+    attempt = tmp_path / "attempts" / "2"
+    attempt.mkdir(parents=True)
+    (tmp_path / "run.json").write_text('{"workload": "program"}')  # imports no torch
+    own = {
+        "HPC_TRAIN_STANDBY": str(tmp_path), "HPC_TRAIN_RUN_FOLDER": str(tmp_path), "HPC_TRAIN_ATTEMPT": "2",
+        "SLURM_PROCID": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-u", "-c", ON_STANDBY, str(tmp_path)]
+    with subprocess.Popen(command, env=os.environ | own, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert came_true((tmp_path / "rank-1").exists, HANG_LIMIT_S)
+        process.send_signal(signal.SIGSTOP)  # so that both are there at once
+        if is_stopped:
+            process.send_signal(signal.SIGTERM)
+        if token is not None:
+            process.stdin.write(f"{token}\n")
+            process.stdin.flush()
+        elif not is_stopped:
+            process.stdin.close()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(HANG_LIMIT_S) == 0
+    assert (tmp_path / "rank-1").exists() == (token is None)
+    lines = (attempt / "rank-1.log").read_text().splitlines() if log else []
+    assert lines[1:] == ([log] if log else [])

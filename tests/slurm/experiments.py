@@ -127,9 +127,11 @@ def see_it_preempted(cluster: Cluster, paths: RunPaths) -> AttemptRecord:
     return ended
 
 
-def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
+def ranks_of(paths: RunPaths, rank: int | None = None, attempt: int | None = None) -> list[int]:
     """Return the processes of the run's ranks that live on this machine, whichever node they are on."""
     wanted = {f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode()}
+    if attempt is not None:
+        wanted.add(f"HPC_TRAIN_ATTEMPT={attempt}".encode())
     if rank is not None:
         wanted.add(f"SLURM_PROCID={rank}".encode())
     found = []

@@ -88,13 +88,22 @@ def test_each_metric_of_a_built_in_task_has_a_direction(tmp_path: Path, task: st
 
 
 @pytest.mark.parametrize(
-    ("override", "keys"), [("slurm.spare_nodes=1", ["spare_nodes"]), ("slurm.nodes=2", [])]
+    ("override", "is_local", "keys"),
+    [
+        ("slurm.spare_nodes=1", True, ["spare_nodes"]),
+        ("slurm.spare_nodes=1", False, ["spare_nodes"]),
+        ("slurm.nodes=2", True, []),
+        ("recovery.standby=true", True, ["standby"]),
+        ("recovery.standby=true", False, []),
+    ],
 )
-def test_spare_nodes_have_no_effect_on_this_machine(tmp_path: Path, override: str, keys: list[str]) -> None:
+def test_keys_without_effect_are_reported(
+    tmp_path: Path, override: str, is_local: bool, keys: list[str]
+) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
     job = load(path, [override], check_names=False).experiment
-    assert [problem.path[-1] for problem in unused_without_queue(job)] == keys
+    assert [problem.path[-1] for problem in unused_without_queue(job, is_local=is_local)] == keys
 
 
 @pytest.fixture

@@ -115,6 +115,9 @@ class RecoveryConfig(Section):
     """How the attempt after a crash, a hang or a bad node begins. ``in_place``: in the same allocation,
     without a wait in the queue, if its nodes respond and enough time is left. ``requeue``: after a requeue.
     ``auto``: in place, but by a requeue after two failures in a row without a new checkpoint."""
+    standby: bool = False
+    """Once an attempt trains, start the ranks of the next one beside it: they import torch and wait, so that
+    a restart in place needs no imports. Needs Slurm, and host memory for each rank."""
     hang_after_min: Minutes = 5.0
     """Minutes without progress of any rank after which the stacks of all ranks are saved and the attempt
     ends. Before the first step it is six times as long. While ranks connect it is 3 minutes, or three fifths

@@ -41,12 +41,16 @@ from hpc_train.experiment.validate.compatibility import auto_on_cpu, uneven_sync
 from hpc_train.experiment.validate.layer_rules import problems_of_layers
 
 
-def unused_without_queue(job: Job) -> list[Problem]:
-    """Return the remarks on keys of the section ``slurm`` that promise something only a queue can do."""
-    if job.slurm is None or not job.slurm.spare_nodes:
-        return []
-    message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
-    return [Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes")]
+def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
+    """Return the remarks on keys that promise something only a queue can do; ``is_local``: or only Slurm."""
+    remarks = []
+    if job.slurm is not None and job.slurm.spare_nodes:
+        message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
+        remarks.append(Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes"))
+    if is_local and job.recovery.standby:
+        message, remedy = "has no effect on this machine", "omit --local to use it"
+        remarks.append(Problem(("recovery", "standby"), message, remedy, code="recovery.standby"))
+    return remarks
 
 
 def check(experiment: Job, failed: Collection[KeyPath] = (), *, check_names: bool = True) -> list[Problem]:

@@ -204,6 +204,26 @@ def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
+@rule(
+    "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
+)
+def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
+    """``standby`` needs ranks of our trainer, a restart in place, a job for each run, and no container."""
+    if not experiment.recovery.standby:
+        return
+    key, remedy = ("recovery", "standby"), "take one of them out"
+    if experiment.workload == "program":
+        yield Problem(key, "a program imports its modules itself, once its attempt begins", "take it out")
+    if experiment.recovery.restart == "requeue":
+        message = "recovery.restart: requeue starts the ranks of the next attempt in another job"
+        yield Problem(key, message, "write recovery.restart: auto, or take it out")
+    if experiment.slurm is not None and experiment.slurm.runs_per_job > 1:
+        yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
+    if experiment.environment.container is not None:
+        message = "has not been tested with environment.container and is not supported with it"
+        yield Problem(key, message, remedy)
+
+
 @rule("slurm.extra-option", "slurm.extra", "slurm.mem_gb")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
     """``slurm.extra`` must not contain options that hpc-train sets or has keys for."""

@@ -1,10 +1,11 @@
 """Called by the batch script after srun, on the first node: diagnoses the attempt, decides about a requeue.
 
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) records the diagnosis and
-prints ``requeue 75 [NODES]`` (nodes to exclude) or ``stop CODE``; the script executes it, since Slurm can't
-be reached from a container. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
-``after SUBMISSION slots CODE`` prints the verdict on a job that several runs share, from theirs. CODE: 0, or
-of a slot that could not begin a run.
+prints ``requeue 75 [NODES]`` (nodes to exclude), ``stop CODE`` or ``again``; the script executes it, since
+Slurm can't be reached from a container. After ``again`` follow code and answer of ``begin``, which is called
+in this process: another one would cost a restart in place the time of its imports. ``after SUBMISSION refused
+WORDS`` records that Slurm refused the requeue. ``after SUBMISSION slots CODE`` prints the verdict on a job
+that several runs share, from theirs. CODE: 0, or of a slot that could not begin a run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from hpc_train.errors import ExitCode, HpcTrainError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
+from hpc_train.launchers.slurm import begin
 from hpc_train.launchers.slurm.batch_job import (
+    IN_PLACE,
     NUM_NODES,
     BatchJob,
     allocated_hosts,
@@ -368,8 +371,24 @@ def main(arguments: Iterable[str]) -> int:
                 write_status(paths, status)
             notify_end(paths, say, status)
     _note(submission, verdict)
-    answer(verdict)
+    answer(_begun(submission) if verdict == "again" and not _stops else verdict)
     return 0
+
+
+def _begun(submission: Path) -> str:
+    """Begin the next attempt in place; return the verdict with the code and the answer of ``begin``.
+
+    In a job that several runs share its slot calls ``begin``.
+    """
+    if BatchJob.of(submission, os.environ).is_shared:
+        return "again"
+    os.environ[IN_PLACE] = "1"
+    try:
+        code, line = begin.begun(submission)
+    except Exception:
+        traceback.print_exc()
+        code, line = int(ExitCode.FAILED), None
+    return f"again {code} {line or ''}".rstrip(" ")
 
 
 def _note(submission: Path, verdict: str) -> None:

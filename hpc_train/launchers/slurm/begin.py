@@ -357,21 +357,27 @@ def _num_ranks(environ: Mapping[str, str]) -> int | None:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Print the result of ``begin``, or the nodes to exclude; return the exit code."""
+    """Print the answer of ``begun``; return the exit code."""
     (folder,) = arguments
+    code, line = begun(Path(folder).absolute())
+    if line is not None:
+        answer(line)
+    return code
+
+
+def begun(submission: Path) -> tuple[int, str | None]:
+    """Begin an attempt; return the exit code and the answer, or the nodes to exclude; None after an error."""
     try:
-        jobs = BatchJob.with_each_run(Path(folder).absolute(), os.environ)
+        jobs = BatchJob.with_each_run(submission, os.environ)
         if jobs[0].is_shared:
             line = begin_next(jobs, os.environ)
         else:
             line = begin(jobs[0].submission.folder, os.environ)
     except UserError as error:
         say(str(error))
-        if isinstance(error, WrongNodeError):
-            answer(",".join(error.nodes))
-        return int(error.exit_code) or int(ExitCode.FAILED)
-    answer(line or "")
-    return 0
+        nodes = ",".join(error.nodes) if isinstance(error, WrongNodeError) else None
+        return int(error.exit_code) or int(ExitCode.FAILED), nodes
+    return 0, line or ""
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def shape(experiment: Job, profile: Profile) -> Hashable:
     assert slurm is not None
     bound = workload_of(experiment).data_paths(experiment) if environment.container else []
     parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
-    return json.dumps(parts, sort_keys=True)
+    return json.dumps([*parts, experiment.recovery.standby], sort_keys=True)
 
 
 def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 ``python -I -S …/rank.py PYTHON ARGUMENT…``. A separate file that uses only the standard library, so that
 signals are blocked before the first one can arrive: a signal during Python's imports would end the job
 unsaved. A failure here must not lose the rank.
+
+With ``HPC_TRAIN_STANDBY`` the rank is of a later attempt: it waits for it (``launchers.entry``), and its log
+is opened then.
 """
 
 import os
@@ -21,10 +24,14 @@ def main(command: list[str]) -> None:
     os.environ["HPC_TRAIN_RANK_START"] = repr(time.time())
     for name in STALE:
         os.environ.pop(name, None)
-    try:
-        redirect()
-    except (OSError, KeyError) as error:
-        sys.stderr.write(f"rank.py: no log of its own, continuing without: {error!r}\n")
+    if "HPC_TRAIN_STANDBY" in os.environ:
+        folder = os.environ["HPC_TRAIN_RUN_FOLDER"]
+        command = [*command[:1], "-u", "-m", "hpc_train.launchers.entry", folder]
+    else:
+        try:
+            redirect()
+        except (OSError, KeyError) as error:
+            sys.stderr.write(f"rank.py: no log of its own, continuing without: {error!r}\n")
     try:
         os.execvp(command[0], command)
     except (OSError, IndexError) as error:

@@ -55,6 +55,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_GRACE_S",
     "HPC_TRAIN_SLOT",
     "HPC_TRAIN_NUM_NODES",
+    "HPC_TRAIN_STANDBY",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -109,7 +110,7 @@ def batch(
         parameters["dependency"] = ",".join(filter(None, (dependency, slurm.dependency)))
     rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
     command = [*python, "-I", "-S", str(rank), python[-1]]
-    setup = _setup(submission, experiment, profile, python, search_path) | {"slots": 0}
+    setup = _setup(submission, experiment, profile, python, search_path) | {"slots": 0, "rank_script": rank}
     if sharing.runs_per_task > 1:
         setup |= {
             "slots": sharing.slots,
@@ -121,7 +122,8 @@ def batch(
         command, parameters["use_srun"] = ["hpc_train_slots"], False
     parameters["setup"] = rendered("setup.sh.j2", setup)
     parameters["teardown"] = rendered(
-        "teardown.sh.j2", {"submission": submission, "python": python, "slots": setup["slots"]}
+        "teardown.sh.j2",
+        {key: setup[key] for key in ("submission", "python", "slots", "standby")},
     )
     return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task)
 
@@ -171,6 +173,7 @@ def _setup(
         "ranks_per_node": ranks_on_each_node(slurm),
         "has_node_range": isinstance(slurm.nodes, str),
         "num_nodes": min_nodes(slurm) if slurm.spare_nodes else None,
+        "standby": experiment.recovery.standby,
         "search_path": variables["PYTHONPATH"],
         "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,

@@ -596,6 +596,41 @@ def test_a_job_that_can_have_no_other_nodes_takes_what_it_has(tmp_path: Path, pr
     assert asked(programs) == [] and len(programs.calls("srun")) == 1
 
 
+#: `after`, which gives one answer after the other.
+ANSWERS = """\
+import os, pathlib, sys
+answers = pathlib.Path(sys.argv[1], "answers")
+first, _, rest = answers.read_text().partition("\\n")
+answers.write_text(rest)
+pathlib.Path(os.environ["HPC_TRAIN_ANSWER"]).write_text(first + "\\n")
+"""
+
+
+@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize(
+    ("answers", "code", "attempts"),
+    [
+        (["again 0 2\tdef\tFOLDER/run 1", "stop 0"], 0, ["1 abc", "2 def"]),
+        (["again", "stop 0"], 0, ["1 abc", "1 abc"]),  # of a snapshot whose `after` does not begin an attempt
+        (["again 0 2\tdef\tFOLDER/run 1", "again 77"], 1, ["1 abc", "2 def"]),
+        (["again 65"], 65, ["1 abc"]),
+        (["again 0"], 0, ["1 abc"]),  # cancelled meanwhile
+    ],
+)
+def test_the_next_attempt_begins_in_place(
+    tmp_path: Path, programs: Programs, answers: list[str], code: int, attempts: list[str], standby: bool
+) -> None:
+    """The fake snapshot's ranks know no standby, as those of an older version."""
+    batch = fake_batch(tmp_path, recovery={"standby": standby})
+    (batch.submission / "answers").write_text("\n".join(answers).replace("FOLDER", str(batch.submission)))
+    (tmp_path / ".code/content/package/hpc_train/launchers/slurm/after.py").write_text(ANSWERS)
+    started = batch.submission / "started"
+    programs.put("srun", f'echo "$HPC_TRAIN_ATTEMPT $HPC_TRAIN_TOKEN" >> {started}')
+    done = run(batch, programs)
+    assert (done.returncode, done.stderr) == (code, ""), done.stderr
+    assert started.read_text().splitlines() == attempts
+
+
 _REQUEUED = ["requeue 7", "update JobId=7 StartTime=now+5"]
 _BANNER = "echo 'NOTICE: Restarts=9 soon'; echo 'JobId=7 Restarts=0 BatchFlag=1'"
 _NEXT_START = "echo ' JobId=7 Requeue=1 Restarts=1 BatchFlag=1'"

@@ -1,0 +1,95 @@
+"""``recovery.standby`` on a real Slurm: the next attempt begins in processes that were started before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.runs import assert_equal_to_the_bit, wait_for
+from tests.quiet import QuietRuns
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import (
+    ENVIRONMENT,
+    LIMIT_S,
+    TWO_RANKS,
+    account,
+    records,
+    submit_one,
+    wait_for_attempt_end,
+    wait_for_state,
+)
+from tests.slurm.runs import high_job
+from tests.slurm.test_nodes import ranks_of
+from tests.slurm.test_spare_nodes import wait_until_held
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
+
+STANDBY = ("recovery.standby=true", "recovery.restart=in_place", "checkpoint.every_steps=5")
+
+
+def standby_files(paths: RunPaths) -> list[Path]:
+    """Return the files in which ranks report that they are on standby."""
+    folders = [submission.folder for submission in paths.siblings.submission_folders()]
+    return [file for folder in folders for file in folder.glob("standby-*/rank-*")]
+
+
+def wait_for_standby(paths: RunPaths, attempt: int) -> set[int]:
+    """Wait until both ranks of the attempt are on standby; return their processes."""
+    wait_for(lambda: len(standby_files(paths)) == 2, f"ranks on standby\n{account(paths)}", LIMIT_S)
+    processes = set(ranks_of(paths, attempt=attempt))
+    assert len(processes) == 2
+    return processes
+
+
+def kill(paths: RunPaths, rank: int, attempt: int) -> None:
+    (process,) = ranks_of(paths, rank=rank, attempt=attempt)
+    os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.fault(16)
+def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    """After a kill of one of those the next restart starts ranks as usual."""
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, *STANDBY, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        waiting = wait_for_standby(paths, 2)
+        hold.at(14, since_attempt=2)
+        kill(paths, rank=1, attempt=1)
+        wait_until_held(hold, paths)
+        assert set(ranks_of(paths, attempt=2)) == waiting, account(paths)
+        assert "which was on standby" in paths.attempt(2).log(1).read_text()
+        waiting = wait_for_standby(paths, 3)
+        hold.at(16, since_attempt=3)
+        kill(paths, rank=0, attempt=3)
+        wait_for(lambda: not ranks_of(paths, attempt=3), "the end of all ranks on standby", LIMIT_S)
+        kill(paths, rank=1, attempt=2)
+        wait_until_held(hold, paths)
+        assert waiting.isdisjoint(ranks_of(paths, attempt=3)), account(paths)
+        wait_for_standby(paths, 4)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_attempt_end(paths, 3)
+    first, second, third = records(paths)
+    assert [record.in_place for record in (first, second, third)] == [False, True, True], account(paths)
+    assert first.job == second.job == third.job
+    for record in (first, second):
+        assert record.cause == "crash" and "rank 1: killed by SIGKILL" in (record.reason or ""), record.reason
+    wait_for(lambda: not ranks_of(paths) and not standby_files(paths), "the end of all ranks", LIMIT_S)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+
+
+@pytest.mark.fault(1)
+def test_a_preemption_ends_the_ranks_on_standby(cluster: Cluster, tmp_path: Path) -> None:
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, *STANDBY, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        wait_for_standby(paths, 2)
+        with high_job(cluster, records(paths)[0].hosts):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+            wait_for(lambda: not ranks_of(paths), "the end of all ranks", LIMIT_S)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert not records(paths)[1].in_place
