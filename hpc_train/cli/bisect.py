@@ -167,7 +167,7 @@ class _Run:
         """Return the node on which a rank computed a step; None if several are possible."""
         attempts = [digest.attempt for digest in read_digests(self.paths.digests, step, step)]
         records = [record for record in self.files.records if record.attempt & 0xFFFF in attempts]
-        record = (records or self.files.records or [None])[-1]
+        record = next(reversed(records or self.files.records), None)
         if record is None or not record.hosts or (rank is None and len(record.hosts) > 1):
             return None
         per_node = -(-(record.ranks or 1) // len(record.hosts))

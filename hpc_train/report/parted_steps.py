@@ -123,11 +123,10 @@ def first_step(first: Lines, second: Lines, *, has_same_layout: bool) -> int | N
 def parted_at(step: int, first: Lines, second: Lines, *, has_same_layout: bool) -> Place | None:
     """Return the first difference within a step, of which both replays have the digests of tensors."""
     ones, others = first.get(step, ()), second.get(step, ())
-    before = (lines.get(step - 1, ()) for lines in (first, second))
     same: list[Iterator[Place]] = [iter(()), iter(()), iter(())]
     if has_same_layout:
         same = [
-            tensor_places(step, "state", *before),
+            tensor_places(step, "state", first.get(step - 1, ()), second.get(step - 1, ())),
             tensor_places(step, "gradients", ones, others, "gradients", order=reversed),
             tensor_places(step, "update", ones, others, order=_optimizer_first),
         ]
@@ -376,8 +375,9 @@ def _difference(where: Place) -> str:
     return texts[where["where"]]
 
 
-def _samples(indices: Sequence[int] | None) -> str:
-    return listed(list(map(str, indices or ())), _SHOWN_SAMPLES) or "none"
+def _samples(indices: object) -> str:
+    names = list(map(str, indices)) if isinstance(indices, list) else []
+    return listed(names, _SHOWN_SAMPLES) or "none"
 
 
 def reproduction_text(answer: Reproduction) -> str:

@@ -361,8 +361,9 @@ def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = Non
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
     These are its committed checkpoints except the newest ``keep`` (at least two), the best one up to each of
-    these and those of multiples of ``keep_every`` steps, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a later
-    attempt exists, which may have listed checkpoints that this one does not need.
+    these and those of multiples of ``keep_every`` steps, unfinished saves of earlier attempts, and unfinished
+    removals. Removes nothing once a later attempt exists, which may have listed checkpoints that this one
+    does not need.
     """
     checkpoints = [
         checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)

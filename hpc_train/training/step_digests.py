@@ -258,7 +258,7 @@ class TensorDigests(ModuleWatch):
         self._states = {*states, *traced, *range(traced.start - 1, traced.stop - 1)}
         self._watches = watches
         #: Micro-batch, ``input``, ``output`` or ``backward`` (the gradient of the output), module, digest.
-        self._events: list[tuple[int | None, str, str, str]] = []
+        self._events: list[tuple[int | None, *tuple[str, ...]]] = []
         self._gradients: dict[str, str] = {}
         self._number: int | None = None
         self._is_in_forward = False
@@ -294,8 +294,10 @@ class TensorDigests(ModuleWatch):
 
     def end_forward(self, number: int) -> None:
         """Assign the events of the forward that has ended to its micro-batch."""
-        events = [(number if event[0] is None else event[0], *event[1:]) for event in self._events]
-        self._events, self._number, self._is_in_forward = events, number, False
+        self._events = [
+            (number if of_batch is None else of_batch, *event) for of_batch, *event in self._events
+        ]
+        self._number, self._is_in_forward = number, False
 
     def end_backward(self) -> None:
         """Compute the digests of the gradients, before they are clipped."""
@@ -318,7 +320,7 @@ class TensorDigests(ModuleWatch):
         """Return the digest of the state after ``step``; with those of its tensors if they are requested."""
         pieces = Contents.of(self._state.state, self._state.strategy, {}).pieces
         tensors = {name: tensor_digest(piece.local for piece in parts) for name, parts in pieces.items()}
-        state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True))}
+        state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True).encode())}
         return state | ({"tensors": tensors} if step in self._states else {})
 
 

@@ -58,7 +58,7 @@ def test_equal_records_need_no_replay() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Missing argument"),
+        ([], "RUN is missing"),
         (["small"], "bisect: compares two runs, or one with its replay; these are 3"),
         (["aaa", "--from", "5", "--to", "4"], "--to: 4 is before --from 5; write a later step"),
         (["aaa"], "aaa: a replay can't be compared, because the run has neither digests nor checkpoints"),

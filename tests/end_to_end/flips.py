@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Flip(nn.Module):
         if self.is_due("output"):
             hidden = hidden + (flipped(hidden) - hidden.detach())
         if self.is_due("backward"):
-            hidden.register_hook(flipped)
+            hidden.register_hook(flipped)  # type: ignore[no-untyped-call]
         if self.is_due("rng"):
             torch.rand(1)
         return hidden
@@ -59,7 +60,13 @@ class Flipping(Net):
             with torch.no_grad():
                 stem.weight.copy_(flipped(stem.weight))
         if flip.is_due("gradient"):
-            handle = head.weight.register_hook(lambda gradient: (handle.remove(), flipped(gradient))[1])
+            handles: list[Any] = []
+
+            def flip_once(gradient: Tensor) -> Tensor:
+                handles.pop().remove()
+                return flipped(gradient)
+
+            handles.append(head.weight.register_hook(flip_once))  # type: ignore[no-untyped-call]
         out: Tensor = super().forward(images_BCHW)
         return out
 

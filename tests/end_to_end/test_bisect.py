@@ -44,7 +44,7 @@ def flip(kind: str, number: int) -> str:
 
 
 #: Changed key → the place. Rank r of 2 trains the micro-batches r and r + 2.
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     flip("output", 1): {"step": STEP, "where": "forward", "module": "1", "micro_batch": 1, "rank": 1},
     flip("backward", 2): {"step": STEP, "where": "backward", "module": "1", "micro_batch": 2, "rank": 0},
     flip("weight", 3): {"step": STEP, "where": "forward", "module": "0", "micro_batch": 3, "rank": 1},

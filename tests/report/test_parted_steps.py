@@ -90,8 +90,8 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [
         "micro-batch 1, rank 1 (n1 in A, n2 in B)\n  other samples: 1, 9 and 3, 4",
     ),
     (
-        number("micro_batches", "inputs", "other", rank=1),
-        {"where": "inputs", "micro_batch": 1},
+        number("micro_batches", "inputs", "other"),
+        {"where": "inputs", "micro_batch": 0},
         "other inputs of the same samples",
     ),
     (
@@ -134,8 +134,7 @@ def test_the_first_value_that_differs_is_the_place(index: int) -> None:
         answer = parted_at(STEP, first, second, has_same_layout=True)
         _, expected, text = FAULTS[index]
         facts = {key: each for key, each in expected.items() if not (hides_later and key == "num_tensors")}
-        assert answer == {**(answer or {}), "step": STEP, **facts}
-        assert answer is not None
+        assert answer is not None and answer == {**answer, "step": STEP, **facts}
         answer["nodes"] = ["n1", "n2"]
         assert text in "\n".join(place_text(answer, ["A", "B"]))
 
@@ -202,7 +201,7 @@ def test_a_run_is_compared_with_its_replay(tmp_path: Path) -> None:
     expected: Place = place(
         STEP, "checkpoint", run="A", tensor="optimizer.a.weight.exp_avg", module="a", rank=1
     )
-    assert where == {**(where or {}), **{key: each for key, each in expected.items() if each}}
+    assert where is not None and where == {**where, **{key: each for key, each in expected.items() if each}}
     assert "at step 7 (loss), checkpoint 7, so the run is not reproducible here" in reproduction_text(
         answer | {"compared": 0}
     )
