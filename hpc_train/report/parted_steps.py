@@ -21,7 +21,7 @@ from hpc_train.run.digests import StepDigest, shard_digests
 
 #: Step → its line by rank.
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
-#: Tensors, and samples, that JSON and the text name.
+#: Number of tensors in JSON, and of tensors and of samples or checkpoints in the text.
 _JSON_NAMES, _SHOWN_NAMES, _SHOWN_SAMPLES = 100, 4, 6
 _LABELS = {"samples": "samples", "loss": "loss", "grad_norm": "gradient norm"}
 
@@ -220,7 +220,8 @@ def _micro_batches(
     for number, one, other in pairs:
         for part in ("inputs", "targets"):
             if one.data.get(part) != other.data.get(part):
-                yield place(step, part, micro_batch=number, rank=other.rank)
+                samples = [one.data["samples"], other.data["samples"]]
+                yield place(step, part, micro_batch=number, rank=other.rank, values=samples)
     for number, one, other in pairs:
         for event, now in zip_longest(one.events, other.events):
             if event != now:
@@ -341,6 +342,8 @@ def place_text(where: Place, names: Sequence[str]) -> list[str]:
         parts.append(f"micro-batch {where['micro_batch']}")
     if where["rank"] is not None:
         nodes = [f"{node} in {name}" for name, node in zip(names, where["nodes"], strict=False) if node]
+        if len(set(where["nodes"])) == 1 and nodes:
+            nodes = [f"node {where['nodes'][0]}"]
         parts.append(f"rank {where['rank']}" + f" ({', '.join(nodes)})" * bool(nodes))
     lines = [f"first difference: {', '.join(parts)}", f"  {_difference(where)}"]
     if where["num_tensors"] > 1:
@@ -357,8 +360,8 @@ def _difference(where: Place) -> str:
     texts = {
         "state": f"{tensor} already differs before this step",
         "samples": f"other samples: {_samples(one)} and {_samples(other)}",
-        "inputs": "other inputs of the same samples: files, decoding or augmentation",
-        "targets": "other targets of the same samples",
+        "inputs": f"other inputs of the same samples, {_samples(one)}: files, decoding or augmentation",
+        "targets": f"other targets of the same samples, {_samples(one)}",
         "before": f"the inputs of {module}, computed by {parent}; all values before are the same",
         "forward": f"the output of {module}; its inputs are the same",
         "loss": f"the loss, {one!r} and {other!r}; the output of the model is the same",
@@ -387,7 +390,8 @@ def reproduction_text(answer: Reproduction) -> str:
     if answer["is_reproducible"] is None:
         return f"{head} can't be compared: the run has no digests and no checkpoint of these steps"
     same = [counted(answer["compared"], "step")] if answer["compared"] else []
-    same += [f"checkpoint {step}" for step in answer["equal_checkpoints"]]
+    if equal := answer["equal_checkpoints"]:
+        same.append(f"checkpoint{'s' * (len(equal) > 1)} {listed(list(map(str, equal)), _SHOWN_SAMPLES)}")
     text = f"{head} is bitwise identical: {', '.join(same)}" if same else f"{head} differs from the run"
     if answer["is_reproducible"]:
         return text

@@ -140,7 +140,8 @@ def test_a_bit_of_a_saved_moment_is_named(is_damage: bool, quiet_runs: QuietRuns
     words = (run.folder, copy.folder) if is_damage else (copy.folder,)
     answer = bisected(*words, code=1)
     expected = {"step": 8, "where": "checkpoint", "tensor": TENSOR, "module": "4", "rank": rank}
-    assert answer["place"] == answer["place"] | expected | {"num_tensors": 1, "run": str(copy.folder)}
+    name = answer["reproduction"][-1]["run"]
+    assert answer["place"] == answer["place"] | expected | {"num_tensors": 1, "run": name}
     # A later resume would have continued from it; this run did not.
     assert answer["first_difference"] is None
     shutil.rmtree(copy.folder)
@@ -156,3 +157,14 @@ def test_a_run_equals_its_replay_and_an_equal_run(quiet_runs: QuietRuns) -> None
     (own,) = answer["reproduction"]
     expected = {"checkpoint": 8, "is_reproducible": True, "compared": 5, "equal_checkpoints": [12]}
     assert own == own | expected and answer["place"] is None
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_parts_of_tensors_are_compared_by_rank(strategy: str, quiet_runs: QuietRuns) -> None:
+    words = (f"parallel.strategy={strategy}",)
+    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip("output", 1),)))
+    answer = bisected(run.folder, other.folder, code=1)
+    assert answer["place"] == answer["place"] | FAULTS[flip("output", 1)]
+    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
+    answer = bisected(other.folder, "--from", "9", "--to", "12", code=0)
+    assert answer["reproduction"][0]["equal_checkpoints"] == [12]

@@ -91,13 +91,13 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         number("micro_batches", "inputs", "other"),
-        {"where": "inputs", "micro_batch": 0},
-        "other inputs of the same samples",
+        {"where": "inputs", "micro_batch": 0, "values": [[0, 9], [0, 9]]},
+        "other inputs of the same samples, 0, 9: files",
     ),
     (
         number("micro_batches", "targets", "other"),
         {"where": "targets", "micro_batch": 0},
-        "other targets of the same samples",
+        "other targets of the same samples, 0, 9",
     ),
     (event(0, 0), {"where": "before", "module": "", "micro_batch": 0}, "after normalization and mixing"),
     (event(0, 1), {"where": "forward", "module": "a", "rank": 0}, "the output of a; its inputs are the same"),
