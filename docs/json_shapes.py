@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpc_train.cli.bisect import Bisection
 from hpc_train.cli.checkpoint_commands import Export, Verification
 from hpc_train.cli.clean import Cleaning, Removal
 from hpc_train.cli.compare import Comparison, GroupComparison
@@ -46,6 +47,7 @@ SHAPES: dict[str, Any] = {
     "export": Export,
     "predict": Predictions,
     "replay": Replay,
+    "bisect": Bisection,
     "logs": Log,
     "report": Page,
     "init": FirstFileJson,

@@ -367,6 +367,20 @@ class ReplayOptions(_OnOneRun):
     )
 
 
+@command("bisect")
+class BisectOptions(_OnRuns, _Code):
+    """Find the first step, module and tensor at which two runs differ, or a run and its replay.
+
+    By their digests and checkpoints, and by replays on this machine. The runs are not changed.
+    """
+
+    first: int = option(1, "The first step to compare.", "--from", min=1)
+    last: int | None = option(None, "The last step to compare. Default: all.", "--to", min=1)
+    devices: int | None = option(
+        None, "Ranks on this machine. Default: as many as the runs had, if there are enough devices.", min=1
+    )
+
+
 @command("verify", module="checkpoint_commands")
 class VerifyOptions(_OnRuns):
     """Check by hashes which checkpoints would load."""

@@ -66,28 +66,50 @@ def compare_two(arguments: Sequence[str], *, as_json: bool) -> ExitCode:
     runs = find_readable(arguments)
     if len(runs) != 2:
         raise UsageError(f"--diff: compares two runs, and these are {len(runs):,}; name two")
-    names, keys = run_names(runs), changed_keys(runs)
-    before, after = (keys[paths] for paths in runs)
-    settings = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-    versions = differences(*(newest_versions(run_facts(paths)) for paths in runs))
-    code, reason = _code(runs, [names[paths] for paths in runs])
+    answer = difference(runs)
     if as_json:
-        ids = [{"id": paths.folder.name, "path": str(paths.folder)} for paths in runs]
-        result = {"settings": settings, "versions": versions, "code": code, "code_unknown": reason}
-        put_json({"version": JSON_VERSION, "runs": ids, **result})
+        put_json(answer)
         return ExitCode.DONE
+    names = run_names(runs)
     put(
         *(f"{sign} {names[paths]}" for sign, paths in zip(("---", "+++"), runs, strict=True)),
-        f"experiment: {_count(len(settings), 'key')}",
-        *_pairs(settings),
-        f"versions: {_count(len(versions), 'package')}",
-        *_pairs(versions),
-        *([f"code: unknown: {reason}"] if code is None else _code_lines(code)),
+        *difference_text(answer),
+        *(answer["code"]["diff"] if answer["code"] else ()),
     )
     return ExitCode.DONE
 
 
-def _pairs(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+def difference(runs: Sequence[RunPaths]) -> Difference:
+    """Return the differences of the second of two runs from the first."""
+    names, keys = run_names(runs), changed_keys(runs)
+    before, after = (keys[paths] for paths in runs)
+    code, reason = _code(runs, [names[paths] for paths in runs])
+    return Difference(
+        version=JSON_VERSION,
+        runs=[ComparedIds(id=paths.folder.name, path=str(paths.folder)) for paths in runs],
+        settings={key: [before.get(key), after.get(key)] for key in {**before, **after}},
+        versions={
+            package: list(pair)
+            for package, pair in differences(*(newest_versions(run_facts(paths)) for paths in runs)).items()
+        },
+        code=code,
+        code_unknown=reason,
+    )
+
+
+def difference_text(answer: Difference) -> list[str]:
+    """Return the lines to print, without the diff of the code."""
+    code = answer["code"]
+    return [
+        f"experiment: {count_text(len(answer['settings']), 'key')}",
+        *pair_lines(answer["settings"]),
+        f"versions: {count_text(len(answer['versions']), 'package')}",
+        *pair_lines(answer["versions"]),
+        *([f"code: unknown: {answer['code_unknown']}"] if code is None else _code_lines(code)),
+    ]
+
+
+def pair_lines(pairs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Yield for each key the line of either run that has a value."""
     for key, values in pairs.items():
         for sign, value in zip("-+", values, strict=True):
@@ -95,26 +117,26 @@ def _pairs(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
                 yield f"{sign} {key}: {shortened(value_text(value), _VALUE_LENGTH)}"
 
 
-def _code_lines(code: Mapping[str, list[str]]) -> Iterator[str]:
-    marks = (("A", "added"), ("M", "changed"), ("D", "removed"))
-    marked = [(mark, path) for mark, kind in marks for path in code[kind]]
+def _code_lines(code: CodeDifferenceJson) -> Iterator[str]:
+    paths = (("A", code["added"]), ("M", code["changed"]), ("D", code["removed"]))
+    marked = [(mark, path) for mark, of_kind in paths for path in of_kind]
     files = [f"{mark} {path.removeprefix(_TREE)}" for mark, path in marked if path.startswith(_TREE)]
-    yield f"code: {_count(len(files), 'file')}"
+    yield f"code: {count_text(len(files), 'file')}"
     if others := len(marked) - len(files):
-        yield f"hpc-train itself: {_count(others, 'file')}"
+        yield f"hpc-train itself: {count_text(others, 'file')}"
     yield from files[:_NAMED]
     if len(files) > _NAMED:
         yield f"and {len(files) - _NAMED:,} more"
-    yield from code["diff"]
 
 
-def _count(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
+    """Return ``no key differs``, ``1 key differs``, ``2 keys differ``."""
     if number == 0:
         return f"no {what} differs"
     return f"{number} {what}s differ" if number > 1 else f"1 {what} differs"
 
 
-def _code(runs: Sequence[RunPaths], names: Sequence[str]) -> tuple[dict[str, list[str]] | None, str | None]:
+def _code(runs: Sequence[RunPaths], names: Sequence[str]) -> tuple[CodeDifferenceJson | None, str | None]:
     """Return ``code`` of ``compare --diff --json``, or why the difference is unknown."""
     try:
         folders = [snapshot.linked(paths) for paths in runs]
@@ -127,7 +149,10 @@ def _code(runs: Sequence[RunPaths], names: Sequence[str]) -> tuple[dict[str, lis
     diff = list(islice(_diff(before, after, files, names), _MAX_LINES + 1))
     if len(diff) > _MAX_LINES:
         diff[_MAX_LINES:] = [f"… cut after {_MAX_LINES:,} lines"]
-    return {"added": files.added, "changed": files.changed, "removed": files.removed, "diff": diff}, None
+    return (
+        CodeDifferenceJson(added=files.added, changed=files.changed, removed=files.removed, diff=diff),
+        None,
+    )
 
 
 def _diff(before: Path, after: Path, files: snapshot.Differences, names: Sequence[str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ _NUMBERS = ["samples", "loss", "grad_norm"]
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class Stretch:
     """The steps of a run to repeat."""
 
     run: RunPaths
@@ -82,13 +82,13 @@ def replay(options: ReplayOptions) -> ExitCode:
     stretch = _stretch(paths, options.step, options.to or options.step)
     snapshot = None if is_new(options.code) else linked(paths)
     variants = [[]] if not options.changes else [[], options.changes]
-    experiments = [_prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
-    num_ranks = options.devices or _number_of_ranks(experiments[0], stretch)
-    _report_begin(stretch, num_ranks)
+    experiments = [prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
+    num_ranks = options.devices or number_of_ranks(experiments[0], stretch)
+    report_begin(stretch, num_ranks)
     replays: list[Replayed] = []
     for changes, experiment in zip(variants, experiments, strict=True):
         output = options.save_batch if not changes else None
-        lines = _run(stretch, experiment, snapshot, num_ranks, output)
+        lines = run_stretch(stretch, experiment, snapshot, num_ranks, output)
         if lines is None:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
@@ -132,7 +132,7 @@ def _refuse_output(output: Path | None) -> None:
         raise UsageError(f"--save-batch: {output} exists; give another name")
 
 
-def _stretch(paths: RunPaths, first: int, last: int) -> _Stretch:
+def _stretch(paths: RunPaths, first: int, last: int) -> Stretch:
     """Return the steps, from the newest checkpoint before ``first``. Raises UsageError if there are none."""
     if last < first:
         raise UsageError(f"--to: {last} is before --step {first}; write {first} or a later step")
@@ -143,23 +143,24 @@ def _stretch(paths: RunPaths, first: int, last: int) -> _Stretch:
     saved = next((checkpoint for checkpoint in committed(paths) if checkpoint.step < first), None)
     ranks = (read_json(paths.run) or {}).get("ranks")
     if saved is None:
-        return _Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
-    return _Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
+        return Stretch(paths, 0, first, last, ranks if isinstance(ranks, int) else None)
+    return Stretch(paths, saved.step, first, last, Manifest.read(saved).world_size)
 
 
-def _prepared(experiment: Experiment) -> Experiment:
+def prepared(experiment: Experiment) -> Experiment:
     """Return the experiment without the parts that act on the run instead of on its steps."""
     without = {"profile": None, "early_stopping": None, "checkpoint": CheckpointConfig()}
     return experiment.model_copy(update=without)
 
 
-def _number_of_ranks(experiment: Experiment, stretch: _Stretch) -> int:
+def number_of_ranks(experiment: Experiment, stretch: Stretch) -> int:
     """Return the run's number of ranks, or the number of devices if that is lower."""
     num_gpus = 0 if experiment.device == "cpu" else count_gpus(os.environ)
     return min(stretch.ranks_of_run or 1, num_gpus or os.cpu_count() or 1)
 
 
-def _report_begin(stretch: _Stretch, num_ranks: int) -> None:
+def report_begin(stretch: Stretch, num_ranks: int) -> None:
+    """Print the steps that are repeated, and how many ranks repeat them."""
     start = f"checkpoint {stretch.begin}" if stretch.begin else "the start"
     steps = counted(stretch.last - stretch.begin, "step")
     say(f"replay: {steps} from {start} of {run_name(stretch.run)}, on {counted(num_ranks, 'rank')}")
@@ -170,16 +171,24 @@ def _report_begin(stretch: _Stretch, num_ranks: int) -> None:
         )
 
 
-def _run(
-    stretch: _Stretch, experiment: Experiment, snapshot: Path | None, num_ranks: int, output: Path | None
+def run_stretch(
+    stretch: Stretch,
+    experiment: Experiment,
+    snapshot: Path | None,
+    num_ranks: int,
+    output: Path | None = None,
+    digests: Mapping[str, Any] | None = None,
 ) -> list[list[dict[str, Any]]] | None:
-    """Start the ranks and return the lines of each; None if they failed, which leaves their folder."""
+    """Start the ranks and return the lines of each; None if they failed, which leaves their folder.
+
+    ``digests``: ``trace`` and ``states`` of ``replay.json``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
     run = ranks_folder(folder / stretch.run.folder.name, experiment, snapshot)
     request = {"version": 1, "run": str(stretch.run.folder.absolute()), "save_batch": output is not None}
     write_json(
         run.replayed_steps,
-        request | {"begin": stretch.begin, "first": stretch.first, "last": stretch.last},
+        {**request, "begin": stretch.begin, "first": stretch.first, "last": stretch.last, **(digests or {})},
     )
     ended = LocalLauncher().launch(LaunchRequest(run, experiment, 1, num_ranks), lambda: None)
     if ended != ExitCode.DONE:

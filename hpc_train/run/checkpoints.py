@@ -355,12 +355,13 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
     return reasons
 
 
-def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
+def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
-    These are its committed checkpoints except the newest ``keep`` (at least two) and the best one up to each
-    of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a later
-    attempt exists, which may have listed checkpoints that this one does not need.
+    These are its committed checkpoints except the newest ``keep`` (at least two), the best one up to each of
+    these and those of multiples of ``keep_every`` steps, unfinished saves of earlier attempts, and unfinished
+    removals. Removes nothing once a later attempt exists, which may have listed checkpoints that this one
+    does not need.
     """
     checkpoints = [
         checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
@@ -368,7 +369,11 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
     best_steps = {best.step for checkpoint in newest if (best := _best_at(checkpoint)) is not None}
-    surplus = [checkpoint for checkpoint in checkpoints[len(newest) :] if checkpoint.step not in best_steps]
+    surplus = [
+        checkpoint
+        for checkpoint in checkpoints[len(newest) :]
+        if checkpoint.step not in best_steps and (keep_every is None or checkpoint.step % keep_every)
+    ]
     removed = []
     folders = [checkpoint.folder for checkpoint in surplus]
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:

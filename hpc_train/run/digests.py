@@ -12,10 +12,12 @@ order of their steps:
     check       uint32   XXH32 of the bytes before it
 
 Training writes it through ``DigestsFile``; everything else reads it, in constant memory and without torch.
+``shard_digests`` are those of the tensors of a checkpoint, which are compared with a replay's.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import struct
@@ -40,7 +42,7 @@ RECORD_BYTES = _BODY.size + _CHECK.size
 #: Later steps have no digest, so that the file has at most 400 MB.
 MAX_STEP = 10_000_000
 _HAS_NORM = 1
-_RECORDS_AT_A_TIME = 4096
+_RECORDS_AT_A_TIME, _BYTES_AT_A_TIME = 4096, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -178,3 +180,29 @@ class DigestsFile(GrowingFile):
     def reopened(self, resumed_step: int) -> DigestsFile:
         """Return the same file, already closed, without the digests after ``resumed_step``."""
         return DigestsFile(self._path, resumed_step)
+
+
+def shard_digests(shard: Path) -> dict[str, str]:
+    """Return the XXH3-64 of each tensor's bytes in a rank's shard; pieces of a tensor count in their order.
+
+    Raises BadFileError if the shard can't be read.
+    """
+    digests: dict[str, xxhash.xxh3_64] = {}
+    try:
+        with open_regular(shard) as file:
+            begin = 8 + struct.unpack("<Q", file.read(8))[0]
+            if begin > os.fstat(file.fileno()).st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(begin - 8))
+            header.pop("__metadata__", None)
+            # All but the first piece of a tensor have a number: ``name..1``.
+            keys = {key: key.partition("..") for key in header}
+            for key in sorted(keys, key=lambda key: int(keys[key][2] or 0)):
+                first, end = header[key]["data_offsets"]
+                digest = digests.setdefault(keys[key][0], xxhash.xxh3_64())
+                file.seek(begin + first)
+                for place in range(first, end, _BYTES_AT_A_TIME):
+                    digest.update(file.read(min(_BYTES_AT_A_TIME, end - place)))
+    except (OSError, UnreadableFileError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise BadFileError(f"{shard}: can't be read: {error}") from error
+    return {name: digest.hexdigest() for name, digest in digests.items()}

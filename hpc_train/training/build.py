@@ -165,6 +165,7 @@ def _checkpointer(run: TrainingRun, train_state: TrainState) -> Checkpointer:
         rank.facts.world_size,
         rank.group.control,
         keep=rank.experiment.checkpoint.keep,
+        keep_every=rank.experiment.checkpoint.keep_every,
     )
 
 

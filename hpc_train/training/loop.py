@@ -155,6 +155,7 @@ class Cadence:
     evaluate_every: int
     save_every: int | None
     save_every_s: float | None
+    keep_every: int | None = None
 
     @classmethod
     def of(
@@ -171,6 +172,7 @@ class Cadence:
             evaluate_every=evaluation_interval(evaluation, steps_per_epoch),
             save_every=checkpoint.every_steps,
             save_every_s=None if minutes is None else minutes * 60,
+            keep_every=checkpoint.keep_every,
         )
 
     def evaluates(self, step: int) -> bool:
@@ -179,7 +181,8 @@ class Cadence:
 
     def saves(self, step: int) -> bool:
         """Return True if ``step`` is saved regardless of time; the last step always is."""
-        return step == self.total_steps or (self.save_every is not None and step % self.save_every == 0)
+        intervals = [every for every in (self.save_every, self.keep_every) if every is not None]
+        return step == self.total_steps or any(step % every == 0 for every in intervals)
 
 
 @dataclass

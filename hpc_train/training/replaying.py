@@ -2,7 +2,8 @@
 
 The ranks belong to a separate run folder, which contains ``replay.json``; the replayed run is only read. The
 steps are those of training (``build.train_again``), watched by an observer. Rank r writes a line per step to
-``replay-<r>.jsonl``: its micro-batches and its part of the gradients; rank 0 also the digests.
+``replay-<r>.jsonl``: its micro-batches and its part of the gradients; rank 0 also the digests. For
+``hpc-train bisect`` (``states`` in ``replay.json``) lines also have digests of tensors.
 
 At the first step with NaN or infinity the replay repeats the forward and backward of that step, with hooks on
 all modules and without compilation, finds the module that computed it, and ends.
@@ -33,7 +34,13 @@ from hpc_train.training.datasets.images import sample_path
 from hpc_train.training.datasets.types import Batch, Tensors
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver, StepResult
-from hpc_train.training.step_digests import StepDigests
+from hpc_train.training.step_digests import (
+    ModuleWatch,
+    StepDigests,
+    TensorDigests,
+    floating_tensors,
+    tensor_digest,
+)
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
@@ -46,19 +53,35 @@ class _ReplayOverError(Exception):
 
 @dataclass(frozen=True)
 class _Request:
-    """The content of ``replay.json``: the steps ``first`` to ``last`` are reported, those before compared."""
+    """The content of ``replay.json``: the steps ``first`` to ``last`` are reported, those before compared.
+
+    ``traced``: the steps of which each module's inputs, outputs and gradients get a digest. ``states``: the
+    steps after which each tensor of the state gets one; None: without digests of tensors.
+    """
 
     run: RunPaths
     begin: int
     first: int
     last: int
     save_batch: bool
+    traced: range
+    states: frozenset[int] | None
 
     @classmethod
     def read(cls, paths: RunPaths) -> _Request:
         data = read_json(paths.replayed_steps) or {}
         begin, first, last = (int(data[key]) for key in ("begin", "first", "last"))
-        return cls(RunPaths(Path(data["run"])), begin, first, last, bool(data.get("save_batch")))
+        trace_first, trace_last = data.get("trace") or (0, -1)
+        states = data.get("states")
+        return cls(
+            RunPaths(Path(data["run"])),
+            begin,
+            first,
+            last,
+            bool(data.get("save_batch")),
+            range(trace_first, trace_last + 1),
+            None if states is None else frozenset(states),
+        )
 
 
 def replay(rank: Rank) -> ExitCode:
@@ -128,6 +151,13 @@ class _Observer(StepObserver):
         self._non_finite: dict[str, Any] | None = None
         self._has_ended = False
         self._search: _Search | None = None
+        self._tensors: TensorDigests | None = None
+        if request.states is not None:
+            watches = not rank.experiment.compile.enabled
+            self._tensors = TensorDigests(
+                state, request.begin, request.traced, request.states, watches=watches
+            )
+            print(json.dumps({"step": request.begin} | self._tensors.of_state(request.begin)), file=file)
 
     @override
     def loss_computed(self, batch: Batch, loss: Tensor) -> None:
@@ -135,9 +165,13 @@ class _Observer(StepObserver):
             self._losses[batch.number] = loss.detach().clone()
         if self._search is not None:
             self._search.end_batch(batch.number)
+        elif self._tensors is not None:
+            self._tensors.end_forward(batch.number)
 
     @override
     def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        if self._tensors is not None:
+            self._tensors.end_backward()
         self._squares = _squares(self._state)
         self._has_ended = self._ranks.total([int(self._is_non_finite())])[0] > 0
         if self._has_ended:
@@ -187,6 +221,8 @@ class _Observer(StepObserver):
                 "squares": self._squares,
                 "non_finite": self._non_finite,
             }
+        if self._tensors is not None:
+            line |= self._tensors.of_state(number) | self._tensors.of_step(number)
         print(json.dumps(line), file=self._file, flush=True)
         if self._request.save_batch and (number == self._request.first or self._has_ended):
             self._save(batches)
@@ -197,7 +233,11 @@ class _Observer(StepObserver):
     def _micro_batch(self, batch: Batch) -> dict[str, Any]:
         loss = self._losses.get(batch.number)
         files = [sample_path(self._run.source.train, index) for index in batch.indices]
-        return {
+        digests = {}
+        if batch.step + 1 in self._request.traced:
+            parts = {"inputs": batch.inputs, "targets": batch.targets}
+            digests = {part: tensor_digest(value for _, value in _named(part, parts[part])) for part in parts}
+        return digests | {
             "number": batch.number,
             "loss": None if loss is None else float(loss),
             "samples": batch.indices,
@@ -258,44 +298,27 @@ def _squares(state: TrainState) -> dict[str, float]:
     }
 
 
-class _Search:
+class _Search(ModuleWatch):
     """Records, while it is entered, whether each module's inputs and outputs are finite, in their order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._handles: list[Any] = []
+        super().__init__(model)
         #: Module, whether it is its output, and the flag, of the micro-batch that runs.
         self._events: list[tuple[str, bool, Tensor]] = []
         self._place: dict[str, Any] | None = None
 
     def __enter__(self) -> _Search:
-        for name, module in self._modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name)),
-            ]
+        self.register()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.remove()
         self.end_batch(None)
 
-    def _before(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(name, (args, kwargs), is_output=False)
-
-        return note
-
-    def _after(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(name, output, is_output=True)
-
-        return note
-
+    @override
     @torch.no_grad()
     def _note(self, name: str, value: Any, *, is_output: bool) -> None:
-        flags = [~local_part(tensor).isfinite().all() for tensor in _floating(value)]
+        flags = [~local_part(tensor).isfinite().all() for tensor in floating_tensors(value)]
         if flags:
             self._events.append((name, is_output, torch.stack(flags).any()))
 
@@ -326,15 +349,3 @@ class _Search:
     def first(self) -> dict[str, Any] | None:
         """Return the place of the first number that is not finite."""
         return self._place
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _floating(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _floating(part)

@@ -23,6 +23,7 @@ ACTING = {
     "export": ["export", "RUN", "-o", "model.onnx"],
     "predict": ["predict", "RUN", "-o", "predictions.csv"],
     "replay": ["replay", "RUN", "--step", "1"],
+    "bisect": ["bisect", "RUN"],
     "resume": ["resume", "RUN", "--local"],
     "submit": ["submit", "exp.yaml", "--local"],
     "sync": ["sync", "RUN", "--to", "tensorboard"],

@@ -80,7 +80,8 @@ def test_a_given_throughput_is_that_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "steps", "seconds", "count"),
     [({"every_steps": 50}, 100, 1e6, 2), ({"every_steps": 30}, 100, 1.0, 4), ({}, 100, 1300.0, 3),
-     ({"every_min": 5}, 100, 601.0, 3), ({"every_steps": 1000, "every_min": 5}, 100, 601.0, 3)],
+     ({"every_min": 5}, 100, 601.0, 3), ({"every_steps": 20, "keep_every": 30}, 100, 1.0, 7),
+     ({"keep_every": 25}, 100, 1.0, 4), ({"every_steps": 1000, "every_min": 5}, 100, 601.0, 3)],
 )  # fmt: skip
 def test_saves_are_counted(checkpoint: dict[str, int], steps: int, seconds: float, count: int) -> None:
     assert count_saves(CheckpointConfig.model_validate(checkpoint), steps, seconds) == count

@@ -296,6 +296,15 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: 
     assert len(list(run.checkpoints.iterdir())) == left
 
 
+@pytest.mark.parametrize(
+    ("keep_every", "steps"), [(2, [7, 6, 4, 2]), (3, [7, 6, 3]), (9, [7, 6]), (1, [7, 6, 4, 3, 2])]
+)
+def test_pruning_keeps_multiples_of_keep_every(run: RunPaths, keep_every: int, steps: list[int]) -> None:
+    save(run, 2, 3, 4, 6, 7)
+    prune(run, 2, 1, keep_every)
+    assert [checkpoint.step for checkpoint in committed(run)] == steps
+
+
 @pytest.mark.fault(13)
 def test_partial_folders_are_not_counted_as_kept(run: RunPaths) -> None:
     save(run, 1, 2, 3)

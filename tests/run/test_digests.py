@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
 
 from hpc_train.errors import BadFileError
 from hpc_train.run import digests as module
-from hpc_train.run.digests import RECORD_BYTES, DigestsFile, StepDigest, read_digests
+from hpc_train.run.digests import RECORD_BYTES, DigestsFile, StepDigest, read_digests, shard_digests
 
 HEADER_BYTES = 16
 
@@ -101,3 +104,24 @@ def test_numbers_are_compared_by_their_bits(path: Path) -> None:
     assert one.differences(StepDigest(1, 5, 0.1, None)) == [], "the other has none to compare"
     assert StepDigest(1, 5, 0.0, None).differences(StepDigest(1, 5, -0.0, None)) == ["loss"]
     assert StepDigest(1, 5, math.nan, None).differences(StepDigest(1, 5, -math.nan, None)) == []
+
+
+def test_pieces_of_a_saved_tensor_have_one_digest(path: Path) -> None:
+    pieces = {
+        "b": torch.ones(2, 2),
+        "a": torch.arange(300_000.0),
+        "a..2": torch.ones(3),
+        "a..1": torch.zeros(5),
+    }
+    save_file(pieces, path, {"step": "3"})
+    whole = b"".join(pieces[key].numpy().tobytes() for key in ("a", "a..1", "a..2"))
+    expected = {
+        "a": xxhash.xxh3_64_hexdigest(whole),
+        "b": xxhash.xxh3_64_hexdigest(pieces["b"].numpy().tobytes()),
+    }
+    assert shard_digests(path) == expected
+    content = path.read_bytes()
+    for damaged in (b"", content[:7], content[:20], b"\xff" * 40, content[:8] + b"[" + content[9:]):
+        path.write_bytes(damaged)
+        with pytest.raises(BadFileError, match="can't be read"):
+            shard_digests(path)

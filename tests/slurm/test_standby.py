@@ -18,13 +18,13 @@ from tests.slurm.experiments import (
     LIMIT_S,
     TWO_RANKS,
     account,
+    ranks_of,
     records,
     submit_one,
     wait_for_attempt_end,
     wait_for_state,
 )
 from tests.slurm.runs import high_job
-from tests.slurm.test_nodes import ranks_of
 from tests.slurm.test_spare_nodes import wait_until_held
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]

@@ -328,6 +328,8 @@ def test_evaluations_are_due_at_their_interval_and_at_the_end(
     ({"every_steps": 4}, [4, 8, 12], None),
     ({"every_steps": 5}, [5, 10, 12], None),
     ({"every_steps": 100}, [12], None),
+    ({"every_steps": 4, "keep_every": 6}, [4, 6, 8, 12], None),
+    ({"keep_every": 5}, [5, 10, 12], DEFAULT_SAVE_EVERY_MIN * 60),
 ])  # fmt: skip
 def test_saves_by_steps_or_by_time_and_always_at_the_end(
     checkpoint: dict[str, Any], steps: list[int], every_s: float | None

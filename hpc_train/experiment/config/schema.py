@@ -62,6 +62,9 @@ class CheckpointConfig(Section):
     """Optimizer steps between checkpoints. Default: by time only."""
     keep: PositiveInt = 3
     """Number of checkpoints to keep. The newest two are always kept."""
+    keep_every: PositiveInt | None = None
+    """Steps between checkpoints that are kept besides these, until ``hpc-train clean``; they are also saved,
+    whatever the interval is. ``hpc-train bisect`` and ``replay`` begin at them. Default: none."""
     best: BestConfig | None = None
     """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
     evaluated. Default: off."""

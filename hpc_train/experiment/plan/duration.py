@@ -154,8 +154,11 @@ def count_attempts(busy_s: float, start_s: float, attempt_s: float | None) -> in
 def count_saves(checkpoint: CheckpointConfig, num_steps: int, training_s: float) -> int:
     """Return the number of checkpoints of an attempt with this many steps, including the last one."""
     count = 1
-    if checkpoint.every_steps is not None:
-        count += max(0, num_steps - 1) // checkpoint.every_steps
+    by_steps = [every for every in (checkpoint.every_steps, checkpoint.keep_every) if every is not None]
+    for every in by_steps:
+        count += max(0, num_steps - 1) // every
+    if len(by_steps) == 2:  # saved once
+        count -= max(0, num_steps - 1) // math.lcm(*by_steps)
     minutes = minutes_between_saves(checkpoint)
     return count + (int(training_s // (minutes * 60)) if minutes else 0)
 

@@ -256,12 +256,15 @@ def intervals_are_numbers(job: Job) -> Iterator[Problem]:
         yield Problem(("checkpoint", "every"), message, "write every_min: 10, or every_steps")
 
 
-@rule("program.ignored-key", "program", "logging.every_steps")
+@rule("program.ignored-key", "program", "logging.every_steps", "checkpoint.keep_every")
 def keys_have_an_effect(job: Job) -> Iterator[Problem]:
     """No key is given that has no effect on a program."""
     if job.logging.every_steps != LoggingConfig().every_steps:
         message = "has no effect on a program, which decides itself when it logs"
         yield Problem(("logging", "every_steps"), message, "take it out")
+    if job.checkpoint.keep_every is not None:
+        message = "has no effect on a program, whose checkpoints can't be replayed"
+        yield Problem(("checkpoint", "keep_every"), message, "take it out, or raise checkpoint.keep")
 
 
 @rule("program.unread-metric", "program.metrics", "checkpoint.best", "early_stopping")

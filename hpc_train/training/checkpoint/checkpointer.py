@@ -78,12 +78,13 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         *,
         keep: int = 3,
+        keep_every: int | None = None,
     ) -> None:
         self.paths = paths
         self.attempt = attempt
         self.strategy = strategy
         self.ranks = ControlGroup(rank, world_size, group)
-        self._writer = CheckpointWriter(paths, attempt, self.ranks, keep)
+        self._writer = CheckpointWriter(paths, attempt, self.ranks, keep, keep_every)
         self._layout: Layout | None = None
         self._staging: Staging | None = None
         self._under_way: UnderWay | None = None

@@ -90,6 +90,7 @@ class CheckpointWriter:
     attempt: int
     ranks: ControlGroup
     keep: int
+    keep_every: int | None = None
     #: Errors of removing old checkpoints that were already logged; they recur at each save.
     _warned_of: set[int | None] = field(default_factory=set)
 
@@ -200,7 +201,7 @@ class CheckpointWriter:
         if self.ranks.rank != 0:
             return
         try:
-            prune(self.paths, self.keep, self.attempt)
+            prune(self.paths, self.keep, self.attempt, self.keep_every)
         except OSError as error:  # the next save tries again
             if error.errno not in self._warned_of:
                 self._warned_of.add(error.errno)

@@ -1,0 +1,404 @@
+"""``bisect``: the first step, and the first tensor in it, at which two runs differ, or a run and its replay.
+
+The runs' digests and checkpoints limit the steps in question. Then both runs are replayed from a checkpoint
+that they have in common, by ranks that compute digests of all tensors: twice two replays at most from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypedDict
+
+from hpc_train.cli.code import is_new
+from hpc_train.cli.command_options import BisectOptions
+from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
+from hpc_train.cli.evaluate import newest_experiment
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.console import JSON_VERSION, put, put_json
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError
+from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.plan.input_files import other_inputs
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.report.parted_steps import (
+    Lines,
+    Place,
+    Reproduction,
+    common_steps,
+    first_step,
+    labels,
+    parted_at,
+    place,
+    place_text,
+    reproduction,
+    reproduction_text,
+    step_numbers,
+)
+from hpc_train.report.replayed_steps import StepNumbers
+from hpc_train.report.run_files import RunFiles, ranks_of
+from hpc_train.run.checkpoints import Manifest, committed, verify
+from hpc_train.run.code.snapshot import linked
+from hpc_train.run.digests import MAX_STEP, read_digests
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_names
+from hpc_train.run.run_status import read_status
+from hpc_train.run.trust import check_run
+
+#: So few steps are replayed from the start, if the runs have no checkpoint in common.
+_FEW_STEPS = 16
+
+
+class Bisection(TypedDict):
+    """The first difference of two runs, or of a run and its replay."""
+
+    version: int
+    #: The ids of the runs, and their paths.
+    ids: list[str]
+    paths: list[str]
+    #: As in ``compare --diff``; null for one run.
+    difference: Difference | None
+    #: ``ranks``, ``nodes``, ``device``, ``processor``, ``threads`` (by rank) → the runs' values that differ.
+    machine: dict[str, list[Any]]
+    #: Keys of the file whose data or weights differ, by their fingerprints.
+    inputs: list[str]
+    #: The number of steps whose digests were compared, up to the first difference.
+    compared: int
+    #: The first step whose digests differ; null: none.
+    first_difference: int | None
+    #: ``samples``, ``loss``, ``grad_norm``.
+    differs: list[str]
+    #: The digests of this step by run; empty without one.
+    numbers: list[StepNumbers]
+    #: The checkpoints of the same step: the last one that is bitwise identical before the first that is not.
+    equal_checkpoint: int | None
+    other_checkpoint: int | None
+    #: The number of replays.
+    replays: int
+    #: Each run against its own replay; empty if nothing differs.
+    reproduction: list[Reproduction]
+    #: Null: the runs are equal.
+    place: Place | None
+
+
+def bisect(options: BisectOptions) -> ExitCode:
+    """Print the first difference; exit code 0 if there is none, else 1.
+
+    Writes nothing into the runs' folders. Raises UsageError unless the words name one or two runs, and if
+    they have nothing to compare.
+    """
+    folders = find_readable(options.runs)
+    if len(folders) not in (1, 2):
+        raise UsageError(f"bisect: compares two runs, or one with its replay; these are {len(folders):,}")
+    if options.last is not None and options.last < options.first:
+        raise UsageError(f"--to: {options.last} is before --from {options.first}; write a later step")
+    for paths in folders:
+        check_run(paths)
+    names = run_names(folders)
+    runs = [_Run(paths, names[paths], is_new(options.code)) for paths in folders]
+    search = _Search(runs, options)
+    search.begin()
+    if not options.as_json:
+        put(*search.records_text())
+    search.run()
+    if options.as_json:
+        put_json(search.answer)
+    else:
+        answer = search.answer
+        put(
+            *map(reproduction_text, answer["reproduction"]),
+            *(place_text(answer["place"], search.names) if answer["place"] else ["no difference"]),
+        )
+    return ExitCode.DONE if search.answer["place"] is None else ExitCode.FAILED
+
+
+@dataclass
+class _Run:
+    """One of the runs, as its files are."""
+
+    paths: RunPaths
+    name: str
+    uses_new_code: bool
+
+    @cached_property
+    def files(self) -> RunFiles:
+        return RunFiles.read(self.paths)
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        return prepared(newest_experiment(self.paths, []))
+
+    @cached_property
+    def checkpoints(self) -> dict[int, CheckpointPaths]:
+        """Step → checkpoint, lowest step first."""
+        return {checkpoint.step: checkpoint for checkpoint in reversed(committed(self.paths))}
+
+    @cached_property
+    def damage(self) -> dict[int, str]:
+        """Step → the problems of a damaged checkpoint."""
+        problems = {step: verify(checkpoint) for step, checkpoint in self.checkpoints.items()}
+        return {step: "; ".join(lines) for step, lines in problems.items() if lines}
+
+    def newest_before(self, step: int) -> int:
+        """Return the step of the newest intact checkpoint before ``step``; 0 if there is none."""
+        intact = self.checkpoints.keys() - self.damage.keys()
+        return max((saved for saved in intact if saved < step), default=0)
+
+    def machine(self, after: int | None = None) -> dict[str, Any]:
+        """Return where the run computed: of its newest checkpoint, or of the first one after a step."""
+        record = self.files.newest_record
+        saved = list(self.checkpoints.values())
+        later = [checkpoint for checkpoint in saved if after is not None and checkpoint.step > after]
+        chosen = next(iter([*later[:1], *saved[-1:]]), None)
+        extra = (read_json(chosen.state) or {}).get("extra") or {} if chosen else {}
+        return {
+            "ranks": ranks_of(self.files.facts, record),
+            "nodes": record.hosts if record else None,
+            "device": extra.get("device"),
+            **dict.fromkeys(("processor", "threads")),
+            **(extra.get("hardware") or {}),
+        }
+
+    def node(self, step: int, rank: int | None) -> str | None:
+        """Return the node on which a rank computed a step; None if several are possible."""
+        attempts = [digest.attempt for digest in read_digests(self.paths.digests, step, step)]
+        records = [record for record in self.files.records if record.attempt & 0xFFFF in attempts]
+        record = next(reversed(records or self.files.records), None)
+        if record is None or not record.hosts or (rank is None and len(record.hosts) > 1):
+            return None
+        per_node = -(-(record.ranks or 1) // len(record.hosts))
+        return record.hosts[min((rank or 0) // per_node, len(record.hosts) - 1)]
+
+
+@dataclass
+class _Search:
+    """The search for the first difference; ``answer`` has its results."""
+
+    runs: Sequence[_Run]
+    options: BisectOptions
+    answer: Bisection = field(init=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [run.name for run in self.runs]
+
+    def begin(self) -> None:
+        """Compare everything that the runs recorded."""
+        runs = self.runs
+        machines = [run.machine() for run in runs]
+        inputs = [run.files.facts.get("inputs") or {} for run in runs]
+        self.answer = Bisection(
+            version=JSON_VERSION,
+            ids=[run.paths.folder.name for run in runs],
+            paths=[str(run.paths.folder) for run in runs],
+            difference=difference([run.paths for run in runs]) if len(runs) == 2 else None,
+            machine={
+                key: [machine[key] for machine in machines]
+                for key in machines[0]
+                if any(one[key] != other[key] for one, other in pairwise(machines))
+            },
+            inputs=[key for one, other in pairwise(inputs) for key in other_inputs(one, other)],
+            compared=0,
+            first_difference=None,
+            differs=[],
+            numbers=[],
+            equal_checkpoint=None,
+            other_checkpoint=None,
+            replays=0,
+            reproduction=[],
+            place=None,
+        )
+        if len(runs) == 2:
+            self._compare_digests()
+            self._compare_checkpoints()
+
+    def _compare_digests(self) -> None:
+        steps = self.options.first, self.options.last or MAX_STEP
+        for one, other in common_steps(*(read_digests(run.paths.digests, *steps) for run in self.runs)):
+            if differs := one.differences(other):
+                self.answer["first_difference"], self.answer["differs"] = one.step, differs
+                self.answer["numbers"] = [step_numbers(one), step_numbers(other)]
+                return
+            self.answer["compared"] += 1
+
+    def _compare_checkpoints(self) -> None:
+        """Find the first checkpoint that differs, and the last equal one before any difference."""
+        first, second = (run.checkpoints for run in self.runs)
+        common = [step for step in first if step in second and step <= (self.options.last or MAX_STEP)]
+        is_equal = {step: self._has_equal_checkpoint(step) for step in common}
+        end = self.answer["first_difference"] or MAX_STEP
+        others = [step for step in common if is_equal[step] is False and step <= end]
+        equal = [step for step in common if is_equal[step] and step < min([end, *others])]
+        self.answer["other_checkpoint"] = min(others, default=None)
+        self.answer["equal_checkpoint"] = max(equal, default=None)
+
+    def _has_equal_checkpoint(self, step: int) -> bool | None:
+        """Compare the checkpoints of a step by their hashes; None if other ranks saved them."""
+        first, second = (Manifest.read(run.checkpoints[step]) for run in self.runs)
+        if first.world_size != second.world_size:
+            return None
+        one, other = (
+            {name: entry for name, entry in saved.files.items() if name.endswith(".safetensors")}
+            for saved in (first, second)
+        )
+        return one == other and not any(step in run.damage for run in self.runs)
+
+    def records_text(self) -> list[str]:
+        """Return the lines about everything that the runs recorded."""
+        answer = self.answer
+        lines = [
+            f"checkpoint {step} of {run.name} is damaged: {problems}"
+            for run in self.runs
+            for step, problems in run.damage.items()
+        ]
+        if answer["difference"] is None:
+            return lines
+        lines += [f"{sign} {name}" for sign, name in zip(("---", "+++"), self.names, strict=True)]
+        lines += difference_text(answer["difference"])
+        lines += [f"machine: {count_text(len(answer['machine']), 'fact')}", *pair_lines(answer["machine"])]
+        lines += [f"data: other files: {', '.join(answer['inputs'])}"] * bool(answer["inputs"])
+        if answer["first_difference"] is not None:
+            same = "" if "samples" in answer["differs"] else "; the samples are the same"
+            lines.append(
+                f"digests: step {answer['first_difference']} is the first of {answer['compared'] + 1:,} that "
+                f"differs: {labels(answer['differs'])}{same}"
+            )
+            pairs = [dict(numbers) for numbers in answer["numbers"]]
+            lines += pair_lines({key: [pair[key] for pair in pairs] for key in answer["differs"]})
+        elif answer["compared"]:
+            lines.append(f"digests: bitwise identical in {answer['compared']:,} steps")
+        else:
+            lines.append("digests: none of the same step (checkpoint.digests: steps records them)")
+        checkpoints = [
+            f"{step} {'is' if is_equal else 'is not'} bitwise identical"
+            for step, is_equal in ((answer["equal_checkpoint"], True), (answer["other_checkpoint"], False))
+            if step is not None
+        ]
+        return [*lines, f"checkpoints: {', '.join(checkpoints) or 'none of the same step'}"]
+
+    def run(self) -> None:
+        """Replay the steps in question, and compare."""
+        first_place = self._place_of_one() if len(self.runs) == 1 else self._place_of_two()
+        if first_place is not None:
+            first_place["nodes"] = [run.node(first_place["step"], first_place["rank"]) for run in self.runs]
+        self.answer["place"] = first_place
+
+    def _place_of_one(self) -> Place | None:
+        (run,) = self.runs
+        intact = [step for step in run.checkpoints if step not in run.damage]
+        begin = run.newest_before(self.options.first) if self.options.first > 1 else min(intact, default=0)
+        last = self.options.last or max([read_status(run.paths).step, *run.checkpoints])
+        if begin >= last:  # the only checkpoint is that of the last step
+            begin = 0
+        has_digests = next(read_digests(run.paths.digests, begin + 1, last), None) is not None
+        if not has_digests and not any(begin < step <= last for step in run.checkpoints):
+            raise UsageError(
+                f"{run.name}: a replay can't be compared, because the run has neither digests nor "
+                f"checkpoints of the steps {begin + 1} to {last}; checkpoint.digests: steps records them"
+            )
+        places = self._compare_with_runs([self._replay(run, begin, last)], [begin])
+        return next(iter(places), None)
+
+    def _place_of_two(self) -> Place | None:
+        answer = self.answer
+        ends = [step for step in (answer["first_difference"], answer["other_checkpoint"]) if step is not None]
+        if not ends:
+            if not answer["compared"] and answer["equal_checkpoint"] is None:
+                raise UsageError(
+                    f"bisect: {' and '.join(self.names)} can't be compared, because they have neither "
+                    "digests nor checkpoints of the same step; checkpoint.digests: steps records them"
+                )
+            return None
+        last = min(ends)
+        for begins in self._begins(last):
+            replays = [self._replay(run, begin, last) for run, begin in zip(self.runs, begins, strict=True)]
+            first, second = replays
+            step = first_step(first, second, has_same_layout=self._has_same_layout(first, second))
+            if step is None or step > max(begins) or max(begins) in (0, answer["equal_checkpoint"]):
+                break  # otherwise they differ before the steps that were replayed
+        places = self._compare_with_runs(replays, begins)
+        if step is None:
+            return min(places, key=lambda found_place: found_place["step"], default=place(last, "record"))
+        step = max(step, max(begins) + 1)
+        if step not in _traced(max(begins), last):
+            first, second = (
+                self._replay(run, begin, step) for run, begin in zip(self.runs, begins, strict=True)
+            )
+        layout = self._has_same_layout(first, second)
+        return parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
+
+    def _begins(self, last: int) -> Iterator[list[int]]:
+        """Yield the checkpoints to replay from, by run, until the replays are equal there."""
+        equal = self.answer["equal_checkpoint"]
+        if equal is not None and equal < last:
+            yield [equal, equal]
+            return
+        newest = [run.newest_before(last) for run in self.runs]
+        if last > _FEW_STEPS and any(newest):
+            yield newest
+        yield [0, 0]
+
+    def _has_same_layout(self, first: Lines, second: Lines) -> bool:
+        """Return True if the same ranks of both replays have the same parts of tensors."""
+        one, other = self.runs
+        num_ranks = {len(next(iter(lines.values()))) for lines in (first, second)}
+        return len(num_ranks) == 1 and one.experiment.parallel == other.experiment.parallel
+
+    def _replay(self, run: _Run, begin: int, last: int) -> Lines:
+        """Repeat the steps after ``begin`` and return their lines, those of ``begin`` itself first.
+
+        Raises HpcTrainError if the ranks fail, UsageError if the run's hpc-train computes no digests.
+        """
+        facts = run.machine(begin)
+        ranks = Manifest.read(run.checkpoints[begin]).world_size if begin else facts["ranks"]
+        traced = _traced(begin, last)
+        stretch = Stretch(run.paths, begin, traced.start, last, ranks)
+        num_ranks = self.options.devices or number_of_ranks(run.experiment, stretch)
+        report_begin(stretch, num_ranks)
+        states = [begin, *(step for step in run.checkpoints if begin < step <= last)]
+        digests = {"trace": [traced.start, last], "states": states}
+        snapshot = None if run.uses_new_code else linked(run.paths)
+        with _threads(facts):
+            lines = run_stretch(stretch, run.experiment, snapshot, num_ranks, digests=digests)
+        self.answer["replays"] += 1
+        if lines is None:
+            raise HpcTrainError(f"{run.name}: the replay failed, so the first difference is not known")
+        if "state" not in lines[0][0]:
+            raise UsageError(
+                f"{run.name}: the hpc-train of its snapshot has no bisect; --code new replays with this one"
+            )
+        return {of_ranks[0]["step"]: of_ranks for of_ranks in zip(*lines, strict=False)}
+
+    def _compare_with_runs(self, replays: Sequence[Lines], begins: Sequence[int]) -> list[Place]:
+        """Compare each run with its replay; return the first difference of those that differ."""
+        places = []
+        for run, lines, begin in zip(self.runs, replays, begins, strict=True):
+            compared, first_place = reproduction(run.name, run.checkpoints, lines, begin)
+            self.answer["reproduction"].append(compared)
+            places += [first_place] if first_place is not None else []
+        return places
+
+
+def _traced(begin: int, last: int) -> range:
+    """Return the steps of a replay whose values all get a digest: a difference often shows a step later."""
+    return range(max(begin + 1, last - 1), last + 1)
+
+
+@contextmanager
+def _threads(facts: Mapping[str, Any]) -> Iterator[None]:
+    """Let ranks that start in this context compute with as many CPU threads as the run's."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    counts = set(facts["threads"] or ())
+    if facts["device"] == "cpu" and len(counts) == 1:
+        os.environ["OMP_NUM_THREADS"] = str(*counts)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,74 @@
+"""``bisect`` of runs whose records decide, without a replay; and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.cli import bisect as module
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run.create import create_run
+from hpc_train.run.digests import DigestsFile
+from tests.cli.commands import hpc_train
+from tests.cli.json_checks import checked
+from tests.run.runs import small_experiment
+from tests.run.test_checkpoints import save
+from tests.run.test_digests import digest
+
+
+def run(run_id: str, steps: range = range(0), **changes: Any) -> RunPaths:
+    paths = RunPaths(runs_root() / "small" / run_id)
+    assert create_run(paths, small_experiment(**changes), run_id, 10)
+    if steps:
+        file = DigestsFile(paths.digests, steps[0] - 1)
+        file.append([digest(step) for step in steps])
+        file.close()
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def _no_replay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "run_stretch", None)
+
+
+def test_equal_records_need_no_replay() -> None:
+    save(run("aaa", range(1, 9)), 5)
+    save(run("bbb", range(3, 20), seed=4), 5)
+    done = hpc_train("bisect", "aaa", "bbb")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "--- aaa",
+        "+++ bbb",
+        "experiment: 1 key differs",
+        "- seed: 0",
+        "+ seed: 4",
+        "versions: no package differs",
+        "code: unknown: aaa has no snapshot of its code",
+        "machine: no fact differs",
+        "digests: bitwise identical in 6 steps",
+        "checkpoints: 5 is bitwise identical",
+        "no difference",
+    ]
+    answer = checked("bisect", hpc_train("bisect", "aaa", "bbb", "--json", "--from", "5").out)
+    assert (answer["compared"], answer["equal_checkpoint"], answer["replays"]) == (4, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN is missing"),
+        (["small"], "bisect: compares two runs, or one with its replay; these are 3"),
+        (["aaa", "--from", "5", "--to", "4"], "--to: 4 is before --from 5; write a later step"),
+        (["aaa"], "aaa: a replay can't be compared, because the run has neither digests nor checkpoints"),
+        (["aaa", "bbb"], "bisect: aaa and bbb can't be compared, because they have neither digests nor"),
+        (["bbb", "ccc", "--to", "4"], "bbb and ccc can't be compared"),
+    ],
+)
+def test_mistakes_are_named_before_any_rank_starts(words: list[str], message: str) -> None:
+    run("aaa")
+    run("bbb", range(1, 5))
+    run("ccc", range(6, 9))
+    done = hpc_train("bisect", *words)
+    assert done.code == 2 and message in done.err.replace("\n", " "), done.err
