@@ -697,7 +697,7 @@ def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> Non
 def test_a_forged_state_is_a_clear_error(run: RunPaths, saved: Trainee, changes: dict[str, Any]) -> None:
     before = saved.everything()
     forge(run.checkpoint(2), **changes)
-    said = r"state\.json is not as hpc-train writes it" if "extra" in changes else ""
+    said = r"state\.json is not as hpc-train writes it" if "extra" in changes else None
     with pytest.raises(BadFileError, match=said):
         saved.checkpointer(run).load_newest(saved.state)
     assert differences(before, saved.everything()) == []
