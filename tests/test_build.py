@@ -74,3 +74,5 @@ def test_the_wheel_plans_a_slurm_job_in_an_empty_folder(dist: Path, tmp_path: Pa
     assert (empty / "examples/cifar10_speed.py").is_file()
     package = run(["python", "-c", "import hpc_train; print(hpc_train.__file__)"], empty, own)
     assert Path(package).is_relative_to(tmp_path / "environment")
+    names = "from hpc_train.experiment.config.synonyms import other_commands; print(other_commands()['ps'])"
+    assert run(["python", "-c", names], empty, own) == "status\n", "no tables of other tools"
