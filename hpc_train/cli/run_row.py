@@ -333,10 +333,8 @@ def _recovery_of(run: RunFiles, now: RunStatus) -> _Recovery:
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
     lines = []
     if excluded and now.state in GOING_ON:
-        kept = (
-            "can't exclude these nodes, since too few would be left: " if newest.kept_nodes.exists() else ""
-        )
-        lines = [f"{kept}{bad_nodes.exclusion_words(excluded)}"]
+        refusal = "can't exclude these nodes, since too few would be left: "
+        lines = [f"{refusal if newest.kept_nodes.exists() else ''}{bad_nodes.exclusion_words(excluded)}"]
     newest_job = next(reversed(job_ids(run.facts)), None)  # a resume starts with a full budget
     left = budgets.left([record for record in records if record.job == newest_job], limits)
     return _Recovery(left, excluded, (*lines, *silent))
