@@ -22,12 +22,12 @@ from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
-#: Checkpoints 4, 8, 12 and 16.
+#: Checkpoints 4, 8, 12 and 16, all of them kept.
 TEXT = (
     EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net")
     .replace("steps: 60", "steps: 16")
     .replace("warmup_steps: 20", "warmup_steps: 2")
-    .replace("every_steps: 7", "every_steps: 4, keep: 9")
+    .replace("every_steps: 7", "every_steps: 8, keep_every: 4")
 )
 STEP = 10
 
@@ -86,7 +86,7 @@ def test_without_digests_the_step_is_found_between_checkpoints(quiet_runs: Quiet
 
 def test_a_fault_of_the_machine_is_told_from_a_changed_run(quiet_runs: QuietRuns) -> None:
     """No replay repeats it: the run's checkpoint is not that of its replay, that of the other run is."""
-    words = ("optimization.clip_grad_norm=null", "checkpoint.every_steps=2")
+    words = ("optimization.clip_grad_norm=null", "checkpoint.keep_every=2")
     run = quiet_runs.of(*words, text=TEXT)
     other = quiet_runs.of(*words, text=TEXT, environment={FLIP: f"gradient:{STEP}:1"})
     answer = bisected(run.folder, other.folder, code=1)
@@ -153,6 +153,7 @@ def test_a_run_equals_its_replay_and_an_equal_run(quiet_runs: QuietRuns) -> None
     done = hpc_train("bisect", run.folder, other.folder)
     assert done.code == 0 and "digests: bitwise identical in 16 steps" in done.out, done.err + done.out
     assert done.out.endswith("no difference\n") and "replay" not in done.err
+    assert [saved.step for saved in run.checkpoint_folders()] == [4, 8, 12, 16], "keep_every"
     answer = bisected(run.folder, "--from", "9", "--to", "13", code=0)
     (own,) = answer["reproduction"]
     expected = {"checkpoint": 8, "is_reproducible": True, "compared": 5, "equal_checkpoints": [12]}

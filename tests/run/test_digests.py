@@ -112,9 +112,10 @@ def test_pieces_of_a_saved_tensor_have_one_digest(path: Path) -> None:
         "a": torch.arange(300_000.0),
         "a..2": torch.ones(3),
         "a..1": torch.zeros(5),
+        "a..10": torch.full((1,), 7.0),
     }
     save_file(pieces, path, {"step": "3"})
-    whole = b"".join(pieces[key].numpy().tobytes() for key in ("a", "a..1", "a..2"))
+    whole = b"".join(pieces[key].numpy().tobytes() for key in ("a", "a..1", "a..2", "a..10"))
     expected = {
         "a": xxhash.xxh3_64_hexdigest(whole),
         "b": xxhash.xxh3_64_hexdigest(pieces["b"].numpy().tobytes()),
