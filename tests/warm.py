@@ -694,7 +694,7 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     imports.import_all()
     environment = dict(os.environ)
-    for name in filter(None, os.environ[_LIBRARIES].split(",")):  # timm: without wandb, as ranks import it
+    for name in filter(None, os.environ[_LIBRARIES].split(",")):
         importlib.import_module(name)
     os.environ.clear()  # Lightning sets variables
     os.environ.update(environment)
