@@ -35,6 +35,7 @@ import gc
 import importlib
 import io
 import json
+import logging
 import os
 import resource
 import select
@@ -553,6 +554,8 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
     tempfile.tempdir = None  # Slurm sets TMPDIR for its jobs
     if inductor := sys.modules.get("torch._inductor.config"):  # which reads the variable at its import
         inductor.cpp.cxx = (None, environment.get("CXX", "g++"))
+    if "submitit.core.logger" in sys.modules:  # the same
+        logging.getLogger("submitit").setLevel(environment.get("SUBMITIT_LOG_LEVEL", "INFO").upper())
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
     for begin, end, words in (
@@ -694,7 +697,7 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     imports.import_all()
     environment = dict(os.environ)
-    for name in filter(None, os.environ[_LIBRARIES].split(",")):  # timm: without wandb, as ranks import it
+    for name in filter(None, os.environ[_LIBRARIES].split(",")):
         importlib.import_module(name)
     os.environ.clear()  # Lightning sets variables
     os.environ.update(environment)

@@ -28,7 +28,10 @@ _THIRD_PARTY = (
     "numpy.typing", "xxhash", "yaml", "filelock", "stamina", "platformdirs", "submitit.core.submission",
     "typer", "configparser", "netrc", "shellingham", "multiprocessing.popen_fork",
 )  # fmt: skip
-#: Those of hpc_train that import further ones, as timm, or that start the command.
+#: What models and data of many tests need, for seconds of CPU time: after hpc_train, which keeps wandb out of
+#: timm.
+_AFTER_OURS = ("timm", "torchvision.io", "torchvision.models", "torchvision.transforms.v2")
+#: Those of hpc_train that import further ones, as transformers, or that start the command.
 _NOT_IMPORTED = (
     "__main__", "training.datasets.sources.image_files", "training.datasets.sources.imagefolder",
     "training.datasets.sources.segmentation_folder", "training.datasets.sources.torchvision",
@@ -76,6 +79,9 @@ def import_all() -> None:
     more = {name.partition(".")[0] for name in sys.modules} - {name.partition(".")[0] for name in others}
     more -= {_OURS.name, *sys.stdlib_module_names}
     assert not more, f"modules of hpc_train import {more}: add them to _NOT_IMPORTED"
+    for name in _AFTER_OURS:
+        importlib.import_module(name)
+    assert "wandb" not in sys.modules
     for name, code in codes.items():
         if _is_ours(name):
             _imported.append(_imported_as(sys.modules[name], code))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torchvision.io import write_jpeg
 
-from tests import warm
 from tests.cli import commands
 from tests.datasets.coco import write_coco
 from tests.datasets.sources.masks import write_folder
@@ -88,13 +86,6 @@ LANGUAGE_MODELS = {"gpt2-124m", "llama-fsdp-tensor"}
 
 
 @pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Most ranks would take seconds to import these."""
-    with warm.server_with("timm", "torchvision.io", "torchvision.models", "torchvision.transforms.v2"):
-        yield
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of data that has what the recipes read, in small."""
     folder = tmp_path_factory.mktemp("data")
@@ -127,7 +118,6 @@ def roots(recipe: str, data: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - LANGUAGE_MODELS))
 def test_a_recipe_is_planned_and_trains(
     recipe: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -218,7 +218,7 @@ def test_whatever_slurm_does_to_a_job_changes_no_bit(
     is_cancelled = Disturbed.is_cancelled_and_resumed in disturbances
     assert len({record.job for record in records(paths)}) == 1 + is_cancelled, account(paths)
     assert records(paths)[-1].cause == "completed"
-    assert all("submitit" not in attempt.log(0).read_text() for attempt in paths.attempt_folders())
+    assert "submitit" not in paths.attempt_folders()[-1].log(0).read_text()
 
 
 def test_an_extended_run_that_is_preempted_equals_one_of_the_full_length(
