@@ -64,11 +64,10 @@ def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: Quiet
         assert set(ranks_of(paths, attempt=2)) == waiting, account(paths)
         assert "which was on standby" in paths.attempt(2).log(1).read_text()
         waiting = wait_for_standby(paths, 3)
-        hold.at(16, since_attempt=3)
         kill(paths, rank=1, attempt=3)
         wait_for(lambda: not ranks_of(paths, attempt=3), "the end of all ranks on standby", LIMIT_S)
         kill(paths, rank=0, attempt=2)  # on another node: one that ended two attempts is excluded
-        wait_until_held(hold, paths)
+        wait_for(lambda: len(records(paths)) == 3 and bool(ranks_of(paths, attempt=3)), "attempt 3", LIMIT_S)
         assert waiting.isdisjoint(ranks_of(paths, attempt=3)), account(paths)
         wait_for_standby(paths, 4)
     assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
