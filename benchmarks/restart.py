@@ -38,7 +38,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY
 from tests.slurm.cluster import Cluster
-from tests.slurm.configuration import Settings
+from tests.slurm.configuration import NUM_NODES, Settings
 from tests.slurm.experiments import job_of, submit_one
 from tests.slurm.host import why_not
 from tests.slurm.runs import sbatch, squeue
@@ -54,6 +54,8 @@ RESTART_LIMIT_S = 60.0
 #: How long the competing job runs.
 COMPETING_S = 10
 RANKS = 2
+#: States of jobs that squeue still lists.
+_ENDED = {"CANCELLED", "COMPLETED", "FAILED"}
 #: A step of each arm, so that none ends before it is disturbed.
 STEP_S = 0.1
 SLURM = "slurm: {partition: low, nodes: 1, ranks_per_node: 2, time_limit: 60min}\n"
@@ -182,7 +184,7 @@ def _trainer(cluster: Cluster, folder: Path, *recovery: str, is_competing: bool 
     _wait(lambda: len(run.checkpoint_folders()) > 0)
     if "standby=true" in recovery:
         _wait(lambda: len(standby_files(run)) == RANKS)
-    competing = _compete(cluster, run) if is_competing else None
+    competing = _compete(cluster) if is_competing else None
     killed = _kill(*ranks_of(run, rank=1, attempt=1))
     _wait(lambda: (record := read_record(run.attempt(2))) is not None and "first_step" in record.events)
     for job in filter(None, (job_of(run), competing)):
@@ -195,11 +197,9 @@ def _trainer(cluster: Cluster, folder: Path, *recovery: str, is_competing: bool 
     }
 
 
-def _compete(cluster: Cluster, run: RunPaths) -> str:
-    """Queue a job that wants the run's node alone; return its id."""
-    record = read_record(run.attempt(1))
-    assert record is not None
-    options = ("--partition=low", "--exclusive", f"--nodelist={record.hosts[0]}", "--time=5")
+def _compete(cluster: Cluster) -> str:
+    """Queue a job that wants all nodes alone; return its id."""
+    options = ("--partition=low", "--exclusive", f"--nodes={NUM_NODES}", "--time=5")
     return sbatch(cluster, *options, wrap=f"sleep {COMPETING_S}")
 
 
@@ -265,9 +265,9 @@ def _parts_table(arms: dict[str, list[Parts]]) -> dict[str, Any]:
 
 
 def _cancel(cluster: Cluster, job: str) -> None:
-    """End the job; return once its node is free for the next arm."""
-    cluster.run("scancel", job)
-    _wait(lambda: job not in squeue(cluster) or squeue(cluster)[job].state == "CANCELLED")
+    """End the job, unless it has ended; return once its nodes are free for the next arm."""
+    cluster.run("scancel", job, check=False)
+    _wait(lambda: job not in squeue(cluster) or squeue(cluster)[job].state in _ENDED)
 
 
 def _between(start: str, end: str) -> float:

@@ -47,6 +47,7 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.test_nodes import PACE_S, quiet
+from tests.slurm.test_standby import standby_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -87,15 +88,17 @@ def here(shell: Shell, folder: Path, *words: str | Path, pace_s: float = 0.0) ->
 def test_a_killed_rank_restarts_in_the_users_own_job(
     cluster: Cluster, shell: Shell, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
+    """From ranks on standby."""
     with Hold(tmp_path, 12) as hold:
-        words = ("submit", write_experiment(tmp_path, EXPERIMENT), "checkpoint.every_steps=5", hold.override)
-        process = here(shell, tmp_path, *words)
+        overrides = ("checkpoint.every_steps=5", "recovery.standby=true", hold.override)
+        process = here(shell, tmp_path, "submit", write_experiment(tmp_path, EXPERIMENT), *overrides)
         wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "a run", LIMIT_S)
         paths = only_run(tmp_path)
         wait_for_step(paths, 12)
         run = standing_of(paths)
         assert (run["state"], run["job"]) == ("running", shell.job)
-        (victim,) = ranks_of(paths, rank=2)
+        (victim,) = ranks_of(paths, rank=2, attempt=1)
+        wait_for(lambda: len(standby_files(paths)) == 4, f"ranks on standby\n{account(paths)}", LIMIT_S)
         os.kill(victim, signal.SIGKILL)
         wait_for_attempt_end(paths, 1)
     _, err = process.communicate(timeout=LIMIT_S)
@@ -106,6 +109,8 @@ def test_a_killed_rank_restarts_in_the_users_own_job(
         assert (record.launcher, record.job, record.hosts) == ("allocation", shell.job, ["n1", "n2"])
         assert record.ranks == 4
     assert "crash 1 of 3: rank 2 on n2" in err
+    assert "which was on standby" in paths.attempt(2).log(2).read_text()
+    wait_for(lambda: not ranks_of(paths) and not standby_files(paths), "the end of all ranks", LIMIT_S)
     assert runs.state(cluster, shell.job) == "RUNNING"
     assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
