@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,13 +91,12 @@ def tensors(name: str, args: dict[str, Any]) -> tuple[dict[str, list[int]], froz
 @contextmanager
 def only_cached() -> Iterator[None]:
     """Within this context no child is started: facts that the cache lacks are unknown."""
-    global _may_start_child
     forget_answers()
-    _may_start_child = False
+    before = _may_start_child.set(False)
     try:
         yield
     finally:
-        _may_start_child = True
+        _may_start_child.reset(before)
         forget_answers()
 
 
@@ -107,7 +107,7 @@ def forget_answers() -> None:
 
 
 #: False within `only_cached`.
-_may_start_child = True
+_may_start_child = ContextVar("may_start_child", default=True)
 #: A model and the names of its arguments → ``args_refusal``.
 _refusals: dict[tuple[str, frozenset[str]], str | None] = {}
 #: The names of a kind that the last answer had.
@@ -123,7 +123,7 @@ def _answer(question: str | None) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps([_ANSWERS, versions, question]).encode()).hexdigest()
     file = cache_folder() / f"names-{digest[:20]}.json"
     answer = _read(file)
-    if answer is None and not _may_start_child:
+    if answer is None and not _may_start_child.get():
         return {}
     if answer is None:
         answer = _ask(question)
