@@ -181,7 +181,7 @@ class _TrackedRun:
         self._metrics.update()
         facts, jobs = run_facts(self.paths), job_ids(run_facts(self.paths))
         swept = in_words({key: _short(value) for key, value in recorded_values(self.paths).items()})
-        extends = (" ".join(words) for words in extension_words(facts))
+        extends = (" ".join(line) for line in extension_words(facts))
         return LiveRun(
             paths=self.paths,
             name=name,
