@@ -1,7 +1,7 @@
 """Fine-tuning against training from random weights: cats and dogs of CIFAR-10 after 50 images of each.
 
     python -m benchmarks.fine_tuning [--model convnet|vit] [--data data/cifar10-images] [--quick]
-                                     [--folders FOLDER]
+                                     [--folders FOLDER] [--kept FOLDER]
 
 Trains the first example of ``MODELS`` on the eight other classes, then the second one on the few images: from
 those weights, and from random ones with all layers trained, at three learning rates, of which the best
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.measuring import ROOT, cannot_run, conditions, parser, report, table
@@ -41,6 +42,9 @@ def main() -> None:
         "--folders", type=Path, help="make the folders cifar8 and cats-and-dogs here, and end"
     )
     options.add_argument("--model", choices=MODELS, default="convnet")
+    options.add_argument(
+        "--kept", type=Path, help="keep the runs in this folder; those of an earlier call count"
+    )
     arguments = options.parse_args()
     data = arguments.data.absolute()
     if not data.is_dir():
@@ -49,7 +53,8 @@ def main() -> None:
         make_folders(data, arguments.folders)
         return
     measured_with = conditions(["torchvision"])
-    with tempfile.TemporaryDirectory() as folder:
+    kept = None if arguments.kept is None else nullcontext(arguments.kept.absolute())
+    with kept or tempfile.TemporaryDirectory() as folder:
         make_folders(data, Path(folder))
         rows = measure(arguments.model, Path(folder), is_quick=arguments.quick)
     title = TITLE if arguments.model == "convnet" else f"{TITLE}, {arguments.model}"

@@ -54,9 +54,6 @@ class Workload:
     turn_s: float = TURN_S
     #: ``compile.scope``; None: eager.
     compiled: str | None = None
-    #: Whether the loops use deterministic algorithms, as hpc-train does on a CPU by default. torch compiles
-    #: other code for them.
-    is_deterministic: bool = False
 
     def steps(self) -> int:
         return self.window * (self.warm_up + self.counted)
@@ -159,17 +156,7 @@ WORKLOADS = {
     "gpt_ddp": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=2, window=5, warm_up=2, counted=25),
 }
 _HOST = Workload(
-    deep_gpt,
-    sequences,
-    _same,
-    "fused_adamw",
-    0.001,
-    1,
-    ranks=1,
-    window=20,
-    warm_up=5,
-    counted=40,
-    is_deterministic=True,
+    deep_gpt, sequences, _same, "fused_adamw", 0.001, 1, ranks=1, window=20, warm_up=5, counted=40
 )
 #: The overhead of the host, which is what a GPU waits for: eager, and by each scope of ``compile``.
 WORKLOADS |= {
@@ -240,10 +227,6 @@ def main() -> None:
     workload = WORKLOADS[arguments.workload]
     if arguments.quick:
         workload = workload.quick()
-    if workload.is_deterministic:
-        from hpc_train.training.distributed.device import set_determinism
-
-        set_determinism(None, torch.device("cpu"), has_one_shape=True)
     model = workload.model()
     for module in _compiled(model, workload.compiled):
         module.compile()

@@ -183,7 +183,7 @@ class _TrackedRun:
             key: float(f"{value:.4g}") if isinstance(value, float) else value
             for key, value in recorded_values(self.paths).items()
         }
-        extends = (" ".join(words) for words in extension_words(facts))
+        extends = (" ".join(line) for line in extension_words(facts))
         return LiveRun(
             paths=self.paths,
             name=name,
