@@ -94,7 +94,7 @@ def test_an_epoch_of_a_long_text_has_several_evaluations() -> None:
     survey = Survey("causal_lm", "text", {"sequence_length": 128}, 8_000)
     chosen = FirstFile(name="exp", start=start_of("causal_lm"), root="book.txt", survey=survey)
     file = yaml.safe_load(first_file(chosen, Path("exp.yaml")))
-    assert (file["optimization"]["epochs"], file["evaluation"]) == (1, {"every_steps": 63})
+    assert (file["optimization"]["epochs"], file["evaluation"]) == (1, {"every_steps": 125})
     assert "image_size" not in file["data"] and file["model"]["name"] == "gpt"
 
 

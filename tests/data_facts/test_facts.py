@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import torchvision
 from PIL import Image
 
@@ -99,7 +100,7 @@ def test_size_and_channels_are_those_of_the_data(name: str, args: dict[str, int]
     root = str(tmp_path) if data_facts(name).needs_root else None
     data = DataConfig(name=name, root=root, args=args)
     source = build_source(data)
-    images, _ = source.train[0] if root is None else (None, 0)
+    images = source.train.batch(torch.tensor([0]))[0][0] if root is None else None
     assert data_facts(name).channels(data) == source.info.channels
     size = data_facts(name).image_size(data)
     assert size is None if images is None else images.shape[1:] == (size, size)

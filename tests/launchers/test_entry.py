@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpc_train.errors import ExitCode, UsageError
@@ -164,6 +165,7 @@ def test_a_rank_on_standby_begins_with_the_token_of_its_attempt(
         assert process.stdin is not None
         assert came_true((tmp_path / "rank-1").exists, HANG_LIMIT_S)
         process.send_signal(signal.SIGSTOP)  # so that both are there at once
+        assert came_true(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, HANG_LIMIT_S)
         if is_stopped:
             process.send_signal(signal.SIGTERM)
         if token is not None:

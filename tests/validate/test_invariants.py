@@ -123,7 +123,7 @@ def compute(num_samples: int, ranks: int = 1) -> Callable[[Experiment], object]:
 def refuse_compiled(experiment: Experiment) -> None:
     model = nn.Linear(1, 1)
     model.compile()
-    PipelineStrategy(context(experiment))._refuse_compiled(model)
+    PipelineStrategy(context(experiment)).place(model, [])
 
 
 def schedule_slots(slots: int) -> Callable[[Experiment], object]:
@@ -221,9 +221,7 @@ SHARED = {
     "training.models.torchvision._arguments: not_an_argument": Shared(
         {"model": {"name": "torchvision/resnet18", "args": {"weights": "DEFAULT"}}}, build
     ),
-    "training.models.torchvision._refuse_unknown: unlisted": Shared(
-        {"model.name": "torchvision/resnet19"}, build
-    ),
+    "training.models.torchvision.build: unlisted": Shared({"model.name": "torchvision/resnet19"}, build),
     "training.models.torchvision.build: model_problem": Shared(
         {
             "model.name": "torchvision/resnet18",
@@ -244,7 +242,7 @@ SHARED = {
         {"parallel": {"strategy": "pipeline", "stages_per_rank": 2}},
         lambda experiment: PipelineStrategy(context(experiment)),
     ),
-    "training.strategies.pipeline._refuse_compiled: compiled_whole": Shared(
+    "training.strategies.pipeline.place: compiled_whole": Shared(
         {"parallel": {"strategy": "pipeline"}, "compile": {"scope": "model"}}, refuse_compiled
     ),
     "training.strategies.pipeline._run_for: problem": Shared(

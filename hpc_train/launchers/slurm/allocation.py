@@ -25,8 +25,8 @@ from hpc_train.launchers.slurm import ALLOCATION, commands, queue_status, scance
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.batch_job import IN_ALLOCATION, MARK, BatchJob, gone_nodes
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
-from hpc_train.launchers.slurm.launcher import SlurmBase
 from hpc_train.launchers.slurm.queue import ask
+from hpc_train.launchers.slurm.queue_status import SlurmBase
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.recovery.diagnosis import LAUNCHER_DIED, Diagnosis, one_line, silent_for
 from hpc_train.recovery.history import ended_unseen, nodes_to_exclude, saved_step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
@@ -20,40 +19,18 @@ from hpc_train.launchers.base import (
 )
 from hpc_train.launchers.slurm import queue_status, scancel, submission
 from hpc_train.launchers.slurm.commands import MAX_AGE_S
+from hpc_train.launchers.slurm.queue_status import SlurmBase
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 
 if TYPE_CHECKING:
     from hpc_train.experiment.config.schema import Job
-    from hpc_train.experiment.plan.devices import Device
 
 _NO_SECTION = KeyProblem(
     "slurm",
     "is missing, so there are no resources to request from Slurm",
     "write `slurm: {}` for one node with the site's defaults, or add --local to train on this machine",
 )
-
-
-class SlurmBase:
-    """The methods that are equal for jobs of ``submit`` and of ``--here``."""
-
-    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
-        """Return None: the section ``slurm``, or the allocation, gives the number of ranks."""
-        return None
-
-    def device(self, experiment: Job, size: Ranks) -> Device | None:
-        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
-        from hpc_train.launchers.slurm import options
-        from hpc_train.launchers.slurm.profiles import slurm_of
-
-        slurm = slurm_of(experiment)
-        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
-
-    def output(self, paths: RunPaths) -> Path | None:
-        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
-        log.
-        """
-        return queue_status.output_without_logs(paths)
 
 
 class SlurmLauncher(SlurmBase):

@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
+from hpc_train.launchers.base import Ranks
 from hpc_train.launchers.slurm.batch_job import limit_words, output_of
 from hpc_train.launchers.slurm.commands import MAX_AGE_S, cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, noted_stop
@@ -48,6 +50,10 @@ from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, run_facts, write_status
 from hpc_train.run.stage_order import waiting_words as stage_words
+
+if TYPE_CHECKING:
+    from hpc_train.experiment.config.schema import Job
+    from hpc_train.experiment.plan.devices import Device
 
 #: From a job's end to its diagnosis here: the batch script's own may still be delayed by a network disk, and
 #: Slurm may be about to requeue the ended job. Assumed.
@@ -402,3 +408,25 @@ def _correct(folder: Folder, status: RunStatus) -> RunStatus:
     with suppress(OSError):  # another user's run, or a full disk: return it nevertheless
         write_status(folder.paths, status)
     return status
+
+
+class SlurmBase:
+    """The methods that are equal for jobs of ``submit`` and of ``--here``."""
+
+    def choose_devices(self, experiment: Job, devices: int | None) -> int | None:
+        """Return None: the section ``slurm``, or the allocation, gives the number of ranks."""
+        return None
+
+    def device(self, experiment: Job, size: Ranks) -> Device | None:
+        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
+        from hpc_train.launchers.slurm import options
+        from hpc_train.launchers.slurm.profiles import slurm_of
+
+        slurm = slurm_of(experiment)
+        return None if slurm is None else options.device_of_job(slurm, experiment.device, size)
+
+    def output(self, paths: RunPaths) -> Path | None:
+        """Return the output file of the newest job's batch script, and print a note, if no rank has written a
+        log.
+        """
+        return output_without_logs(paths)
