@@ -39,10 +39,9 @@ from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NUM_NODES, Settings
-from tests.slurm.experiments import job_of, submit_one
+from tests.slurm.experiments import job_of, ranks_of, submit_one
 from tests.slurm.host import why_not
 from tests.slurm.runs import sbatch, squeue
-from tests.slurm.test_nodes import ranks_of
 from tests.slurm.test_standby import standby_files
 
 TRAINER, SCRIPT = "Trainer: kill of a rank to the next step", "Script: kill of a rank to the next step"

@@ -125,6 +125,7 @@ def train(workload: Workload, file: Path, *, uses_session: bool) -> None:
     if rank == 0:
         file.write_text(json.dumps(times), encoding="utf-8")
     if dist.is_initialized():
+        dist.barrier()  # torch 2.15 sometimes aborts a rank whose peer has left
         dist.destroy_process_group()
 
 
