@@ -339,6 +339,9 @@ class _Supervisor:
                 self._write_status("running")
 
     def _note_signal(self) -> None:
+        """Record the request to stop; srun sends the same signal to all ranks after one has failed."""
+        if self._attempt.files_of_ranks(".error"):
+            return
         if self._events is not None and self._flag.first is not None and self._flag.first_at is not None:
             self._events.signalled(self._flag.first.name, self._flag.first_at)
             self._events.note("agreed")

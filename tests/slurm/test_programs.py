@@ -1,4 +1,7 @@
-"""Sweeps, torchrun and a program that ignores SIGTERM on a real Slurm; faults: test_program_examples.py."""
+"""Programs on a real Slurm: sweeps, torchrun, a restart in place, one that ignores SIGTERM.
+
+Faults of whole examples: test_program_examples.py.
+"""
 
 from __future__ import annotations
 
@@ -129,3 +132,24 @@ def test_a_program_that_ignores_sigterm_is_ended_before_slurm_does(cluster: Clus
     log = paths.attempt(1).log(0).read_text()
     assert "the program has not ended" in log, log
     start("cancel", paths.folder).communicate(timeout=LIMIT_S)
+
+
+#: In the first attempt rank 1 is killed; rank 0 then gets SIGTERM from srun.
+DYING_SCRIPT = """
+import os, signal, time
+
+if os.environ["HPC_TRAIN_ATTEMPT"] == "1":
+    time.sleep(1 if os.environ["RANK"] == "1" else 600)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.fault(16)
+def test_a_killed_rank_of_a_program_restarts_in_the_same_job(cluster: Cluster, tmp_path: Path) -> None:
+    (script := tmp_path / "dying.py").write_text(DYING_SCRIPT)
+    text = "name: prog\nprogram: {command: [python, train.py]}\n"
+    (paths,) = submit(tmp_path, text=text, script=script)
+    wait_for_completion(paths)
+    first, second = records(paths)
+    assert first.cause == "crash" and "signal" not in first.events, account(paths)
+    assert second.in_place and second.restart == 0, account(paths)
