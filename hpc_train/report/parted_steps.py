@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, counted, listed
@@ -79,7 +79,7 @@ class Reproduction(TypedDict):
 
 def place(step: int, where: str, **facts: Any) -> Place:
     """Return the place with the given facts; the others are unknown."""
-    answer = Place(
+    unknown = Place(
         step=step,
         where=where,
         run=None,
@@ -93,8 +93,7 @@ def place(step: int, where: str, **facts: Any) -> Place:
         nodes=[],
         values=[],
     )
-    answer.update(facts)  # type: ignore[typeddict-item]
-    return answer
+    return cast("Place", {**unknown, **facts})
 
 
 def step_digest(line: Mapping[str, Any], key: str = "digest") -> StepDigest | None:

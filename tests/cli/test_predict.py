@@ -1,4 +1,4 @@
-"""What ``predict`` and ``evaluate`` refuse before any rank starts, and what ``predict`` writes."""
+"""Requests that ``predict`` and ``evaluate`` refuse before any rank starts, and the files of ``predict``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_page_runs_as_a_notebook(page: Path, tmp_path: Path) -> None:
 
 
 def run_by_jupyter(cells: list[Block], folder: Path) -> list[str]:
-    """Return what each cell printed."""
+    """Return the printed output of each cell."""
     file = folder / "page.ipynb"
     code: dict[str, Any] = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
     sources = [code | {"id": f"cell-{number}", "source": cell.text} for number, cell in enumerate(cells)]

@@ -51,7 +51,7 @@ def used_server(server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> WandbSe
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A loopback port that refuses: bound, so that nobody else takes it, and not listening."""
+    """A loopback port that refuses connections: bound, so that it stays reserved, and not listening."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]

@@ -216,12 +216,8 @@ class _FakeRun:
         self.rows.append(values)
 
 
-@pytest.mark.parametrize(("accepted", "told"), [(0, "has 0 of 2"), (None, "at least 0 of 2"), (8, None)])
-def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch, accepted: int | None, told: str | None
-) -> None:
-    monkeypatch.setattr(wandb, "_start", lambda *_: _FakeRun(run.folder))
-    monkeypatch.setattr(wandb, "num_accepted", lambda _: accepted)
+def _begun_mirror(run: RunPaths) -> tuple[WandbMirror, list[str]]:
+    """Return a mirror of eight rows, which has begun, and its warnings."""
     warnings: list[str] = []
     file = MetricsFile(run.metrics, 0)
     for step in range(1, 9):
@@ -229,6 +225,16 @@ def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
     file.close()
     mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
     mirror.begin()
+    return mirror, warnings
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(0, "has 0 of 2"), (None, "at least 0 of 2"), (8, None)])
+def test_a_checkpoint_reports_rows_of_earlier_ones_that_were_refused(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, accepted: int | None, told: str | None
+) -> None:
+    monkeypatch.setattr(wandb, "_start", lambda *_: _FakeRun(run.folder))
+    monkeypatch.setattr(wandb, "num_accepted", lambda _: accepted)
+    mirror, warnings = _begun_mirror(run)
     mirror.send(2)
     assert warnings == []
     (run.folder / "logs").mkdir()
@@ -250,13 +256,7 @@ def test_an_absent_server_is_retried_at_checkpoints(run: RunPaths, monkeypatch: 
 
     monkeypatch.setattr(wandb, "_start", start)
     monkeypatch.setattr(wandb, "num_accepted", lambda _: None)
-    warnings: list[str] = []
-    file = MetricsFile(run.metrics, 0)
-    for step in range(1, 9):
-        file.append(row("train", step))
-    file.close()
-    mirror = WandbMirror(wandb_settings(context(run.folder, mode="online"), _config(run)), warnings.append)
-    mirror.begin()
+    mirror, warnings = _begun_mirror(run)
     assert mirror._lock is None, "sync may send meanwhile"
     mirror.show(row("train", 1))
     mirror.send(2)

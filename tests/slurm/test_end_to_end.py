@@ -125,7 +125,7 @@ class Disturbed:
         wait_for(lambda: self.number > number, f"another attempt\n{account(self.paths)}", LIMIT_S)
 
     def is_preempted(self) -> None:
-        """It goes on on the other two nodes, while the job that took the first two is there."""
+        """The run resumes on the other two nodes while the preempting job uses the first two."""
         number = self.number
         with preempting(self.cluster, self.paths):
             self.see_the_end("preemption")
@@ -437,7 +437,7 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
 def test_wandb_keeps_one_run_over_attempts_without_a_network(
     cluster: Cluster, quiet: Quiet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a task of the user's own, of which the preemption changes no bit."""
+    """The task is a user's own; the preempted run is bitwise identical to an uninterrupted one."""
     own = (*OWN_TASK, "optimization.steps=30")
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)

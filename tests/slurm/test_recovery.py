@@ -52,7 +52,7 @@ def test_a_node_that_fails_its_check_is_left_out_at_once(cluster: Cluster, tmp_p
     how = "failed its check: its memory is held by another"
     assert (first.reason, first.bad_nodes) == (f"crash 1 of 3: n1 {how}", {"n1": how})
     assert (second.hosts, second.cause) == (["n2", "n3"], "completed"), account(paths)
-    assert field(cluster, job_of(paths), "ExcNodeList") == "n4,n1", "what the file leaves out stays left out"
+    assert field(cluster, job_of(paths), "ExcNodeList") == "n4,n1", "the file's nodes stay excluded"
     run = standing_of(paths)
     assert run["excluded_nodes"] == {"n1": how}
     assert run["budget"] == {"crashes_left": 2, "preemptions_left": None, "without_progress_left": 2}

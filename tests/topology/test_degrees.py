@@ -1,4 +1,4 @@
-"""What ``parallel:`` makes of a number of ranks, and pipeline schedules."""
+"""The degrees that ``parallel`` gives for a number of ranks, and pipeline schedules."""
 
 from __future__ import annotations
 

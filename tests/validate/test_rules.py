@@ -140,7 +140,7 @@ LACKING = Problem(("data", "root"), "has no stripes", "paint some")
 
 
 class StripesArgs(Section):
-    """What a data set of a plug-in takes."""
+    """The arguments of a plug-in's data set."""
 
     width: PositiveInt = 3
 
