@@ -98,18 +98,32 @@ def _result(cases: Sequence[Case], date: str) -> str:
     return f"{', '.join(told)}, {date}" if told else "no test"
 
 
+#: Titles of the ways in which a soak loses a node.
+_NODE_LOSSES = ("StopSlurmd", "KillDaemons", "PowerCut")
+
+
 def _soak() -> list[str]:
     """Return what the newest soak has shown."""
     if not RESULTS.exists():
         return []
-    told = json.loads(RESULTS.read_text(encoding="utf-8"))
-    strikes = sum(len(run["faults"]) for run in told["runs"])
-    said = (
-        f"`make soak` ({told['date']}): {told['equal']} of {told['seeds']} runs under DDP and FSDP, on one "
-        f"and two nodes of a real Slurm, were bitwise identical to uninterrupted ones after {strikes} random "
-        "faults: SIGKILL of a rank or of a node's ranks, SIGTERM, USR2, preemption, `scontrol requeue`."
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    runs = results["runs"]
+    faults = Counter(fault.partition(" at ")[0] for run in runs for fault in run["faults"])
+    shapes = Counter(name for run in runs for name, value in run["shape"].items() if value)
+    programs = sum(run["shape"]["strategy"] == "program" for run in runs)
+    text = (
+        f"`make soak` ({results['date']}): {results['equal']} of {results['seeds']} runs on one and two nodes of a "
+        f"real Slurm ended bitwise identical to uninterrupted ones after {faults.total()} random faults: "
+        f"{faults['Kill']} times SIGKILL of a rank or of all ranks of a node, {faults['Preemption']} preemptions, "
+        f"{faults['TimeLimit']} time limits, {faults['Requeue']} times `scontrol requeue`, {faults['Signals']} times "
+        f"SIGTERM or USR2 to ranks, and {sum(faults[how] for how in _NODE_LOSSES)} lost nodes (slurmd stopped, "
+        f"all daemons killed, or a power cut). {sum(sum(run['in_place']) for run in runs)} attempts began in place. "
+        f"The runs train with DDP and FSDP, {programs} are programs; {shapes['spare_nodes']} have a spare node, "
+        f"{shapes['standby']} ranks on standby, {shapes['workers']} loader processes. In each run every attempt "
+        "ended for the reason that was caused, the budgets count these ends, the next attempt began in the same "
+        "allocation exactly when it should, and no process and no file in /dev/shm is left."
     )
-    return [" ".join(filter(None, [said, told.get("note")])), ""]
+    return [text, ""]
 
 
 def is_sound(report: Report) -> bool:
