@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hpc_train.paths import RunPaths
@@ -36,13 +37,13 @@ class SlurmRun:
         *overrides: str,
         pace_s: float = 0.0,
         runs: Path | None = None,
-        **environment: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.cluster = cluster
         self.hold = Hold(folder, 1)
         self.hold.at(1, since_row=HELD_ROW)
         own = {"HPC_TRAIN_RUNS": str(runs or folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
-        self._environment = ENVIRONMENT | own | cluster.environment | environment
+        self._environment = ENVIRONMENT | own | cluster.environment | dict(environment)
         held = self.hold.program_override if "\nprogram:" in text else self.hold.override
         words = (*overrides, held, "--json")
         done = self._command("submit", write_experiment(folder, text), *words)

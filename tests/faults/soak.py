@@ -217,7 +217,7 @@ class Soak:
                     *shape.overrides(f"soak-{seed}"),
                     pace_s=_PACE_S,
                     runs=self.folder / "runs",  # one for all, so that they share one snapshot of the code
-                    **({} if shape.fresh else warm.for_jobs()),
+                    environment={} if shape.fresh else warm.for_jobs(),
                 )
                 self._survive(run, shape, faults, quiet)
             except Exception as failure:
