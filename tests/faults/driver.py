@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
@@ -104,7 +106,21 @@ def complete(run: Run) -> None:
     assert status.state == "completed", run.account()
     assert status.step == status.total_steps, run.account()
     # The batch script has a few more words to say.
-    wait(lambda: not living_processes(run.paths), "the end of the run's processes", _LEAVE_S)
+    wait(
+        lambda: not living_processes(run.paths),
+        lambda: f"the end of the run's processes: {_commands(living_processes(run.paths))}",
+        _LEAVE_S,
+    )
+
+
+def _commands(pids: Sequence[int]) -> list[str]:
+    """Return the command lines of processes that live."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            found.append(f"{pid}: {b' '.join(words).decode(errors='replace')}")
+    return found
 
 
 def assert_whole(

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from hpc_train.run.run_status import read_status
@@ -62,7 +64,10 @@ class SlurmRun:
         return record
 
     def ranks(self) -> dict[int, int]:
-        return {int(words["SLURM_PROCID"]): pid for pid, words in self._rank_environments().items()}
+        environments = self._rank_environments()
+        # A loader process is a fork of its rank, with the same environment.
+        own = {pid for pid in environments if psutil.Process(pid).ppid() not in environments}
+        return {int(words["SLURM_PROCID"]): pid for pid, words in environments.items() if pid in own}
 
     def ranks_of_node(self, number: int) -> list[int]:
         """Return the ranks on one of the run's nodes, the first one being 0."""
