@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.run.file_shapes import decoded, encoded
 from tests.launchers.slurm.programs import Programs
 from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, came_true
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -112,6 +113,36 @@ def test_the_rank_is_started_as_a_file_and_starts_submitit(job: Job, tmp_path: P
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
     assert f" -I -S {rank} " in line
     assert line.endswith(f" -u -m submitit.core._submit {job.batch.submission}")
+
+
+def processes_with(text: str) -> list[str]:
+    """Return the command lines of the processes with this text in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if text.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_watch_over_the_first_node_ends_with_the_script(
+    programs: Programs, tmp_path: Path, code: int
+) -> None:
+    """Slurm may not find it. It is a loop in the background, in a step or between two."""
+    programs.put("srun", f"case $* in *name=watch*) touch {tmp_path}/watch; exit 1 ;; esac\n{SRUN}")
+    programs.put("sleep", f"touch {tmp_path}/asleep; exec /bin/sleep 600")
+    job = Job(fake_batch(tmp_path, slurm={"nodes": 2, "spare_nodes": 1}), programs)
+    job.write("begin", f"1\tabc\t{job.batch.submission}/the run\tn1,n2|0")
+    job.write("rank", str(code))
+    rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
+    wait = f"while not pathlib.Path('{tmp_path}/asleep').exists(): time.sleep(0.01)\n"
+    rank.write_text(f"import pathlib, time\n{wait}{rank.read_text()}")
+    done = job.run(MARK=f"watched-{tmp_path}", SLURMD_NODENAME="n1")
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "watch").exists()
+    came_true(lambda: not processes_with(f"MARK=watched-{tmp_path}"), HANG_LIMIT_S / 10)
+    assert processes_with(f"MARK=watched-{tmp_path}") == []
 
 
 GREETING = "import atexit; print('Welcome'); print('stop 1'); atexit.register(print, 'Goodbye')\n"
