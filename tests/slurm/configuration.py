@@ -40,6 +40,8 @@ class Settings:
     max_array_size: int = 1001
     #: Jobs that slurmctld keeps, each task of an array counted. Slurm's own: 10000.
     max_job_count: int = 10_000
+    #: A SPANK plug-in that srun and slurmd load; none if empty.
+    plug_in: str = ""
 
 
 # Without DefMemPerCPU a job takes all memory of its nodes, and no two share one.
@@ -84,6 +86,7 @@ MaxArraySize={settings.max_array_size}
 MaxJobCount={settings.max_job_count}
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
 {accounting}
+PlugStackConfig={folder}/plugstack.conf
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[2]}-{ports[5]}] CPUs={cpus} \
 RealMemory=20000 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
@@ -137,6 +140,7 @@ def write(folder: Path, settings: Settings, ports: list[int]) -> None:
     host = socket.gethostname().partition(".")[0]
     text = _SLURM_CONF.format(folder=folder, settings=settings, host=host, ports=ports, **values)
     _write(folder / "slurm.conf", text)
+    _write(folder / "plugstack.conf", f"required {settings.plug_in}\n" if settings.plug_in else "")
     gpus = f"{folder}/gpus/gpu[0-{GPUS_PER_NODE - 1}]"
     _write(folder / "gres.conf", f"NodeName=n[1-{NUM_NODES}] Name=gpu File={gpus}\n")
 
