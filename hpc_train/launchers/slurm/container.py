@@ -15,16 +15,16 @@ from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.slurm.profiles import Profile
 
-#: Called by srun for each rank, with podman's options, the image and the command. Words of one line, since the
+#: Called by srun for each rank, with podman's options, the image and the command. Used as one line, since the
 #: script finds the ranks' command by its line.
 #:
 #: - Variables are passed by name, so that no value is in the process list, without those that describe the
 #:   node's file system.
 #: - podman's own limits are above those of many jobs and can't be raised; it lowers its own to pid_max.
 #: - podman refuses two mounts on one folder.
-#: - A process outside of the step removes the container once this shell has ended, by SIGKILL too: conmon, the
-#:   container's parent, is not a child of the step. It waits for the end of a pipe that only this shell has
-#:   open for writing.
+#: - A process outside of the step removes the container once this shell has ended, by SIGKILL too: conmon,
+#:   the container's parent, is not a child of the step. It waits for the end of a pipe that only this shell
+#:   has open for writing.
 #: - The shell outlives the signals, which podman passes on, and ends as the rank did.
 _PODMAN = """
 options=();
