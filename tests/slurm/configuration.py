@@ -42,6 +42,8 @@ class Settings:
     max_array_size: int = 1001
     #: Jobs that slurmctld keeps, each task of an array counted. Slurm's own: 10000.
     max_job_count: int = 10_000
+    #: A SPANK plug-in that srun and slurmd load; none if empty.
+    plug_in: str = ""
 
     @property
     def nodes(self) -> list[str]:
@@ -92,6 +94,7 @@ MaxArraySize={settings.max_array_size}
 MaxJobCount={settings.max_job_count}
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
 {accounting}
+PlugStackConfig={folder}/plugstack.conf
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[2]}-{last_port}] CPUs={cpus} \
 RealMemory=20000 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
@@ -148,6 +151,7 @@ def write(folder: Path, settings: Settings, ports: list[int]) -> None:
         last_port=ports[1 + settings.num_nodes], **values,
     )  # fmt: skip
     _write(folder / "slurm.conf", text)
+    _write(folder / "plugstack.conf", f"required {settings.plug_in}\n" if settings.plug_in else "")
     gpus = f"{folder}/gpus/gpu[0-{GPUS_PER_NODE - 1}]"
     _write(folder / "gres.conf", f"NodeName=n[1-{settings.num_nodes}] Name=gpu File={gpus}\n")
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.container_section import ContainerConfig
 from hpc_train.experiment.config.fields import (
     GPU_TYPE_PATTERN,
     MAIL_PATTERN,
@@ -216,8 +217,10 @@ class EnvironmentConfig(Section):
     ``python3``."""
     modules: list[Annotated[str, pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
     """Modules to load with ``module load``, in this order. Default: none."""
-    container: ScriptPath | None = None
-    """Apptainer image to run in. Default: no container."""
+    container: Annotated[
+        ContainerConfig | None, BeforeValidator(lambda v: {"image": v} if isinstance(v, str) else v)
+    ] = None
+    """Container for the ranks: an Apptainer image, or a section of settings. Default: no container."""
     strict: bool = False
     """Refuse to resume with other versions of Python, torch or this package than the checkpoint was saved
     with. ``false``: warn only."""

@@ -16,8 +16,7 @@ from hpc_train.errors import UsageError
 from hpc_train.experiment.config.problems import is_clean, shown
 from hpc_train.experiment.config.schema import Job, SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
-from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers.slurm import options, profiles
+from hpc_train.launchers.slurm import container, options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import ALONE, Batch, Sharing
 from hpc_train.package_path import LATE_VARIABLE, path_variables
@@ -95,7 +94,8 @@ def batch(
     _refuse_paths(
         submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
     )
-    python = python_command(experiment, profile, (submission.parents[2], folder))
+    folders = (submission.parents[2], folder)
+    python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
     parameters = options.sbatch_parameters(
         options.of_slots(experiment, sharing.slots),
@@ -106,6 +106,7 @@ def batch(
         exclude=exclude,
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
+    parameters["srun_args"] += container.srun_args(experiment, profile, folders)
     if dependency is not None:
         parameters["dependency"] = ",".join(filter(None, (dependency, slurm.dependency)))
     rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
@@ -123,7 +124,7 @@ def batch(
     parameters["setup"] = rendered("setup.sh.j2", setup)
     parameters["teardown"] = rendered(
         "teardown.sh.j2",
-        {key: setup[key] for key in ("submission", "python", "slots", "standby")},
+        {key: setup[key] for key in ("submission", "slots", "standby")},
     )
     return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task)
 
@@ -150,14 +151,7 @@ def python_command(experiment: Job, profile: Profile, folders: Sequence[Path]) -
     environment = experiment.environment
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
-    image = environment.container
-    seen = [
-        *folders,
-        *(Path(path).expanduser().absolute() for path in workload_of(experiment).data_paths(experiment)),
-    ]
-    bound = [word for folder in dict.fromkeys(seen) for word in ("--bind", str(folder))]
-    command = [*profile.container_command.split(), *bound, "--pwd", str(folders[-1])]
-    return [*command, image if "://" in image else _expanded(image), environment.python or "python3"]
+    return container.python_in(experiment, profile, folders)
 
 
 def _setup(
@@ -177,7 +171,8 @@ def _setup(
         "search_path": variables["PYTHONPATH"],
         "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,
-        "container": experiment.environment.container,
+        "container": container.needs(experiment, profile),
+        "outside": sys.executable,
         "variables": profile.variables(),
         "is_program": experiment.workload == "program",
         "site": site(slurm, profile),
