@@ -120,14 +120,14 @@ def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
     """
     slurm = profile.applied(experiment).slurm
     assert slurm is not None
-    own = ["--exact"]
+    flags = ["--exact"]
     if slurm.runs_per_gpu > 1:
         of_job = of_slots(experiment, slots).slurm
         assert of_job is not None
         slurm = slurm.model_copy(update={"gpus_per_node": of_job.gpus_per_node, "ranks_per_node": 1})
-        own = ["--overlap", "--cpu-bind=none"]
+        flags = ["--overlap", "--cpu-bind=none"]
     gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
-    return [*own, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
+    return [*flags, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
 
 
 def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
