@@ -1,5 +1,5 @@
 """Concurrent runs of a sweep, each with its own launcher process: ``submit --local --jobs N``, and
-``submit --here`` with ``slurm.runs_per_job``.
+``submit --here`` with several runs per job.
 
 That process runs ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
 """
