@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Checkpoints": ("checkpoint",),
     "Start and submission": (
         "submission",
+        "shared_jobs",
         "cli_start",
         "run_pages",
         "watch_cpu",

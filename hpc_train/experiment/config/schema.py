@@ -182,6 +182,10 @@ class SlurmConfig(Section):
     """Number of runs of a sweep that train in one job at the same time, each in a slot of its own. The other
     keys are the request of one run: the job requests as many times the ranks, cores, memory and GPUs, on one
     node. 1: a job for each run."""
+    runs_per_gpu: PositiveInt = 1
+    """Number of runs of a job with ``runs_per_job`` that share each GPU, by NVIDIA's MPS if the node has it.
+    Each run may use its part of the GPU's memory, and its ``cpus_per_gpu`` are its own. Needs
+    ``gpus_per_node: 1``, and ``runs_per_job`` as a multiple of it. 1: each run has its own GPUs."""
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     """Budget of GPU-hours for all runs of the file, divided evenly among them. ``plan`` and ``submit`` refuse
     a file that is predicted to need more, or a run of it more than its share; where nothing predicts it, one

@@ -54,6 +54,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_GRACE_S",
     "HPC_TRAIN_SLOT",
     "HPC_TRAIN_NUM_NODES",
+    "HPC_TRAIN_GPUS",
     "HPC_TRAIN_STANDBY",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
@@ -115,8 +116,12 @@ def batch(
     if sharing.runs_per_task > 1:
         setup |= {
             "slots": sharing.slots,
+            "runs_per_gpu": slurm.runs_per_gpu,
             "ranks_per_node": ranks_on_each_node(experiment.slurm or slurm),
-            "srun_args": [*options.slot_args(experiment, profile), *parameters.pop("srun_args")],
+            "srun_args": [
+                *options.slot_args(experiment, profile, sharing.slots),
+                *parameters.pop("srun_args"),
+            ],
             "rank_command": command,
         }
         # The slots call srun themselves; submitit's arguments are ignored by this function.
