@@ -259,12 +259,8 @@ def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
     if named:
         message = f"logging.{named[0]} receives rows while a run trains, and not those of such jobs"
         yield Problem(key, message, remedy)
-    for name in ("images", "sample_tokens"):
-        if name in evaluation.model_fields_set and getattr(evaluation, name):
-            message = "has no effect with evaluation.as_job, which keeps rows only"
-            yield Problem(("evaluation", name), message, f"write {name}: 0, or take as_job out")
     if isinstance(degrees := find_degrees(experiment.parallel, 1, 1), Problem):
-        message = f"evaluates on one rank, and parallel does not fit: {degrees.message}"
+        message = f"such a job has one rank: {degrees.message}"
         yield Problem(key, message, remedy)
     if slurm is not None and slurm.runs_per_job > 1:
         yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
