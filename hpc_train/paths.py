@@ -187,6 +187,10 @@ class SubmissionPaths:
 
     #: ``submission.json``: its runs, its job and its progress.
     record = _Entry("submission.json")
+    #: The batch script of a job that evaluates a checkpoint.
+    evaluation_script = _Entry("evaluation.sh")
+    #: Locked by the process that submits such jobs.
+    evaluation_lock = _Entry("evaluation.lock")
 
     @property
     def token(self) -> str:
@@ -322,6 +326,12 @@ class RunPaths:
     checkpoints = _Entry("checkpoints")
     #: Files of evaluations besides their rows: tables, pictures.
     evaluations = _Entry("evaluations")
+    #: Requests, jobs and rows of evaluations that jobs of their own carry out.
+    evaluation_jobs = _Entry("evaluation_jobs")
+
+    def evaluation_job(self, step: int, ending: str) -> Path:
+        """A file of the job that evaluates the checkpoint of ``step``: due, jobs, json (its row), failed."""
+        return self.evaluation_jobs / f"step-{step:08d}.{ending}"
 
     @classmethod
     def entry_names(cls) -> set[str]:

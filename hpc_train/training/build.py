@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import committed, newest_attempt
 from hpc_train.run.metric_rows import evaluation_rows
@@ -199,7 +202,13 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(config.evaluation, config.checkpoint, run.last_step, run.batches.steps_per_epoch),
+        cadence=Cadence.of(
+            config.evaluation,
+            config.checkpoint,
+            run.last_step,
+            run.batches.steps_per_epoch,
+            by_job=_evaluates_by_job(run),
+        ),
         guard=guard,
         max_norm=config.optimization.clip_grad_norm,
         evaluator=None if run.stretch else _evaluator(run, train_state, forward, agreement),
@@ -216,9 +225,16 @@ def _trainer(
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
+        request_evaluation=partial(evaluation_jobs.request, run.paths) if rank.is_first else None,
         observer=observer,
         interval=run.interval,
     )
+
+
+def _evaluates_by_job(run: TrainingRun) -> bool:
+    """Return True if the launcher submits a job for the evaluation of each checkpoint that is due."""
+    is_wanted = run.rank.experiment.evaluation.as_job and evaluation_jobs.VARIABLE in os.environ
+    return is_wanted and run.stretch is None and run.source.val is not None
 
 
 def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
@@ -375,6 +391,8 @@ def _saves(
             rank.events.saved(save.duration_s, save.stall_s)
         if run.metrics_writer is not None:
             run.metrics_writer.committed(save.step)
+            if rank.experiment.evaluation.as_job:
+                run.metrics_writer.join(evaluation_jobs.rows(run.paths), save.step)
 
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
 

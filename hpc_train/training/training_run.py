@@ -13,6 +13,7 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, Step
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
 from hpc_train.paths import RunPaths
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.digests import DigestsFile
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
@@ -86,7 +87,7 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.go_back(step)
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
-            MetricsFile(run.rank.paths.metrics, step),
+            MetricsFile(run.rank.paths.metrics, step, evaluation_jobs.rows(run.rank.paths)),
             start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
             sys.stdout,
             run.rank.paths.evaluation_images,

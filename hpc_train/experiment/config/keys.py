@@ -38,6 +38,8 @@ NOT_IDENTITY = (
     "data.cache_pixels",
     "data.stage",
     "data.workers",
+    "evaluation.as_job",
+    "evaluation.job_time_limit",
     "program.metrics",
     "program.kill_after_s",
     "program.check",

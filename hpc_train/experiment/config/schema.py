@@ -147,6 +147,13 @@ class EvaluationConfig(Section):
     images: Annotated[int, Field(ge=0, le=64)] = 8
     """``classification``, ``segmentation``, ``detection``: validation images that each evaluation keeps in
     the run folder with the predictions drawn on them, evenly spaced over the validation data. 0: none."""
+    as_job: bool = False
+    """Save a checkpoint at the step of each evaluation and evaluate it in a Slurm job of its own, with one
+    rank, while training continues. Such an evaluation keeps no text and no images. Needs a job of its own:
+    with ``--local`` and ``--here`` the run's ranks evaluate."""
+    job_time_limit: DurationMin | None = None
+    """``as_job``: time limit of such a job, such as ``20min``. Default: 1 hour, or ``slurm.time_limit`` if
+    that is shorter."""
 
 
 class SlurmConfig(Section):

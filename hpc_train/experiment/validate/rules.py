@@ -48,6 +48,10 @@ def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
     if job.slurm is not None and job.slurm.spare_nodes:
         message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
         remarks.append(Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes"))
+    if isinstance(job, Experiment) and job.evaluation.as_job:
+        message = "has no effect without a job of its own: the run's ranks evaluate"
+        remedy = "omit --local and --here to use it"
+        remarks.append(Problem(("evaluation", "as_job"), message, remedy, code="evaluation.as-job"))
     if is_local and job.recovery.standby:
         message, remedy = "has no effect on this machine", "omit --local to use it"
         remarks.append(Problem(("recovery", "standby"), message, remedy, code="recovery.standby"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job, SlurmConfig
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
 from hpc_train.launchers.slurm import container, options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
@@ -56,6 +56,9 @@ _NEVER_KEPT = (
     "HPC_TRAIN_NUM_NODES",
     "HPC_TRAIN_GPUS",
     "HPC_TRAIN_STANDBY",
+    "HPC_TRAIN_EVALUATION_JOBS",
+    # Processes of a run are found by it.
+    "HPC_TRAIN_RUN_FOLDER",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -131,7 +134,21 @@ def batch(
         "teardown.sh.j2",
         {key: setup[key] for key in ("submission", "slots", "standby")},
     )
-    return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task)
+    evaluation = _evaluation_script(submission, experiment, profile, setup) if setup["evaluations"] else None
+    return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task, evaluation)
+
+
+def _evaluation_script(submission: Path, experiment: Job, profile: Profile, setup: Mapping[str, Any]) -> str:
+    """Return the batch script whose arguments are the run's folder and the step of the checkpoint."""
+    assert isinstance(experiment, Experiment) and experiment.slurm is not None
+    job = options.of_evaluation(experiment)
+    assert job.slurm is not None
+    parameters = options.sbatch_parameters(
+        job, profile, lead_s=options.lead_of(job.slurm), max_parallel=None, held=False
+    )
+    parameters["additional_parameters"]["chdir"] = str(Path.cwd())
+    parameters |= {"setup": rendered("evaluation.sh.j2", setup), "use_srun": False}
+    return script_text(Batch(submission, "hpc_train_evaluate", parameters))
 
 
 def script_text(batch: Batch, runs: int = 1) -> str:
@@ -173,6 +190,7 @@ def _setup(
         "has_node_range": isinstance(slurm.nodes, str),
         "num_nodes": min_nodes(slurm) if slurm.spare_nodes else None,
         "standby": experiment.recovery.standby,
+        "evaluations": isinstance(experiment, Experiment) and experiment.evaluation.as_job,
         "search_path": variables["PYTHONPATH"],
         "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,

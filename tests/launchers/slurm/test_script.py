@@ -108,6 +108,34 @@ def test_the_ranks_run_between_begin_and_after(job: Job) -> None:
     assert job.orders() == []
 
 
+def test_the_job_of_an_evaluation_requests_what_one_rank_has(tmp_path: Path) -> None:
+    extra = {"exclusive": True, "hold": True, "nice": 5}
+    slurm = {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "cpus_per_gpu": 3,
+        "mem_gb": 10,
+        "time_limit": "2h",
+        "extra": extra,
+    }
+    text = fake_batch(tmp_path, slurm=slurm, evaluation={"as_job": True}).evaluation
+    assert text is not None
+    options = set(re.findall("^#SBATCH --(.*)$", text, re.M))
+    wanted = {
+        "nodes=1",
+        "ntasks-per-node=1",
+        "gpus-per-node=1",
+        "cpus-per-task=3",
+        "mem=3G",
+        "time=60",
+        "nice=5",
+    }
+    assert wanted | {"requeue"} <= options
+    assert not {"exclusive", "hold"} & options
+    assert "srun" not in text.split("hpc_train_evaluate()")[1]
+    assert fake_batch(tmp_path / "other").evaluation is None
+
+
 def test_the_rank_is_started_as_a_file_and_starts_submitit(job: Job, tmp_path: Path) -> None:
     (line,) = [line for line in script_text(job.batch).split("\n") if line.startswith("srun ")]
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
