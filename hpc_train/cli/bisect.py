@@ -6,9 +6,7 @@ that they have in common, by ranks that compute digests of all tensors: twice tw
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -99,7 +97,7 @@ def bisect(options: BisectOptions) -> ExitCode:
     for paths in folders:
         check_run(paths)
     names = run_names(folders)
-    runs = [_Run(paths, names[paths], is_new(options.code)) for paths in folders]
+    runs = [ReplayedRun(paths, names[paths], is_new(options.code)) for paths in folders]
     search = _Search(runs, options)
     search.begin()
     if not options.as_json:
@@ -117,7 +115,7 @@ def bisect(options: BisectOptions) -> ExitCode:
 
 
 @dataclass
-class _Run:
+class ReplayedRun:
     """One of the runs, as its files are."""
 
     paths: RunPaths
@@ -126,10 +124,12 @@ class _Run:
 
     @cached_property
     def files(self) -> RunFiles:
+        """The run's records."""
         return RunFiles.read(self.paths)
 
     @cached_property
     def experiment(self) -> Experiment:
+        """The newest experiment, without the parts that do not act on steps."""
         return prepared(newest_experiment(self.paths, []))
 
     @cached_property
@@ -178,7 +178,7 @@ class _Run:
 class _Search:
     """The search for the first difference; ``answer`` has its results."""
 
-    runs: Sequence[_Run]
+    runs: Sequence[ReplayedRun]
     options: BisectOptions
     answer: Bisection = field(init=False)
 
@@ -348,7 +348,7 @@ class _Search:
         num_ranks = {len(next(iter(lines.values()))) for lines in (first, second)}
         return len(num_ranks) == 1 and one.experiment.parallel == other.experiment.parallel
 
-    def _replay(self, run: _Run, begin: int, last: int) -> Lines:
+    def _replay(self, run: ReplayedRun, begin: int, last: int) -> Lines:
         """Repeat the steps after ``begin`` and return their lines, those of ``begin`` itself first.
 
         Raises HpcTrainError if the ranks fail, UsageError if the run's hpc-train computes no digests.
@@ -362,8 +362,9 @@ class _Search:
         states = [begin, *(step for step in run.checkpoints if begin < step <= last)]
         digests = {"trace": [traced.start, last], "states": states}
         snapshot = None if run.uses_new_code else linked(run.paths)
-        with _threads(facts):
-            lines = run_stretch(stretch, run.experiment, snapshot, num_ranks, digests=digests)
+        lines = run_stretch(
+            stretch, run.experiment, snapshot, num_ranks, digests=digests, variables=thread_variables(facts)
+        )
         self.answer["replays"] += 1
         if lines is None:
             raise HpcTrainError(f"{run.name}: the replay failed, so the first difference is not known")
@@ -388,17 +389,7 @@ def _traced(begin: int, last: int) -> range:
     return range(max(begin + 1, last - 1), last + 1)
 
 
-@contextmanager
-def _threads(facts: Mapping[str, Any]) -> Iterator[None]:
-    """Let ranks that start in this context compute with as many CPU threads as the run's."""
-    before = os.environ.get("OMP_NUM_THREADS")
+def thread_variables(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables with which ranks compute with as many CPU threads as the run's."""
     counts = set(facts["threads"] or ())
-    if facts["device"] == "cpu" and len(counts) == 1:
-        os.environ["OMP_NUM_THREADS"] = str(*counts)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+    return {"OMP_NUM_THREADS": str(*counts)} if facts["device"] == "cpu" and len(counts) == 1 else {}

@@ -381,9 +381,30 @@ class BisectOptions(_OnRuns, _Code):
     )
 
 
-@command("verify", module="checkpoint_commands")
-class VerifyOptions(_OnRuns):
-    """Check by hashes which checkpoints would load."""
+@command("verify")
+class VerifyOptions(_OnRuns, _Code):
+    """Check by hashes which checkpoints would load; with --replay, repeat the steps between them.
+
+    The runs are not changed.
+    """
+
+    replays: bool = flag("Repeat the steps between checkpoints on this machine, and compare.", "--replay")
+    slots: int | None = option(
+        None,
+        "Stretches to repeat at the same time. Default: as many as this machine has cores or GPUs for.",
+        min=1,
+    )
+    part: str | None = option(
+        None, "Repeat only part K of N, such as 3/20: for job arrays. Default: all.", metavar="K/N"
+    )
+    tolerance: float | None = option(
+        None,
+        "Relative difference that passes. Default: bitwise or, if it can't be, 0.05.",
+        min=0,
+    )
+    devices: int | None = option(
+        None, "Ranks of each replay. Default: as many as the run had, if there are enough devices.", min=1
+    )
 
 
 @command("compare")

@@ -264,17 +264,7 @@ def reproduction(
     ``checkpoints``: of the run, by step. The replay has digests of the tensors at these steps.
     """
     places: list[Place] = []
-    answer = Reproduction(
-        run=run,
-        checkpoint=begin,
-        ranks=len(next(iter(lines.values()))),
-        is_reproducible=None,
-        compared=0,
-        first_difference=None,
-        differs=[],
-        equal_checkpoints=[],
-        other_checkpoint=None,
-    )
+    answer = _begun(run, lines, begin)
     for step, of_ranks in lines.items():
         computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
         if computed is not None and recorded is not None:
@@ -291,13 +281,86 @@ def reproduction(
             break
         if compared is not None:
             answer["equal_checkpoints"].append(step)
+    return answer, _first_of(places, answer)
+
+
+def near(
+    run: str, checkpoints: Mapping[int, CheckpointPaths], lines: Lines, begin: int, tolerance: float
+) -> tuple[Reproduction, Place | None, float]:
+    """Return the same comparison with a tolerance, and the largest relative difference.
+
+    Of the loss, the gradients' norm, and the norm of all weights at a checkpoint; samples must be the same.
+    """
+    places: list[Place] = []
+    answer = _begun(run, lines, begin)
+    largest = 0.0
+    for step, of_ranks in lines.items():
+        computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
+        if computed is None or recorded is None:
+            continue
+        names = recorded.differences(computed)
+        relative = {name: _relative(getattr(computed, name), getattr(recorded, name)) for name in names}
+        largest = max([largest, *(value for name, value in relative.items() if name != "samples")])
+        if differs := [name for name, value in relative.items() if name == "samples" or value > tolerance]:
+            answer["first_difference"], answer["differs"] = step, differs
+            places.append(place(step, "record"))
+            break
+        answer["compared"] += 1
+    for step in (step for step in checkpoints if begin < step in lines and "distances" in lines[step][0]):
+        distance, tensor = _distance([line["distances"] for line in lines[step]])
+        largest = max(largest, distance)
+        if distance > tolerance:
+            answer["other_checkpoint"] = step
+            module = _module_of(tensor, "checkpoint")
+            places.append(place(step, "checkpoint", module=module, tensor=tensor, num_compared=1))
+            break
+        answer["equal_checkpoints"].append(step)
+    return answer, _first_of(places, answer), largest
+
+
+def _begun(run: str, lines: Lines, begin: int) -> Reproduction:
+    return Reproduction(
+        run=run,
+        checkpoint=begin,
+        ranks=len(next(iter(lines.values()))),
+        is_reproducible=None,
+        compared=0,
+        first_difference=None,
+        differs=[],
+        equal_checkpoints=[],
+        other_checkpoint=None,
+    )
+
+
+def _first_of(places: Sequence[Place], answer: Reproduction) -> Place | None:
+    """Return the first place, of the same step the checkpoint's, which names tensors; complete ``answer``."""
     if answer["compared"] or answer["equal_checkpoints"] or places:
         answer["is_reproducible"] = not places
-    # Of the same step the checkpoint, which names tensors.
     first = min(places, key=lambda one: (one["step"], one["where"] == "record"), default=None)
     if first is not None:
-        first["run"] = run
-    return answer, first
+        first["run"] = answer["run"]
+    return first
+
+
+def _relative(number: float | None, reference: float | None) -> float:
+    """Return the relative difference; infinite if one of the numbers is not finite."""
+    if number is None or reference is None or not (math.isfinite(number) and math.isfinite(reference)):
+        return math.inf
+    return abs(number - reference) / max(abs(reference), abs(number))
+
+
+def _distance(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> tuple[float, str]:
+    """Return the relative difference of all weights, and the weight with the largest part in it."""
+    squares: dict[str, list[float]] = {}
+    for line in of_ranks:
+        for name, sums in line.items():
+            total = squares.setdefault(name, [0.0, 0.0])
+            total[0], total[1] = total[0] + sums[0], total[1] + sums[1]
+    difference, norm = (sum(sums[index] for sums in squares.values()) for index in (0, 1))
+    worst = max(squares, key=lambda name: squares[name][0], default="")
+    if not difference:  # NaN counts as a difference
+        return 0.0, worst
+    return (math.sqrt(difference / norm) if norm and math.isfinite(difference) else math.inf), worst
 
 
 def _against_checkpoint(of_ranks: Sequence[Mapping[str, Any]], checkpoint: CheckpointPaths) -> Place | None:

@@ -229,14 +229,23 @@ class TensorDigests(ModuleWatch):
 
     ``traced``: the steps of which the gradients, and each module's inputs, outputs and their gradients, get a
     digest; ``watches``: False for compiled modules, which hooks would change. In a pipeline modules have
-    none. ``states``: the steps after which each tensor of the state gets one, besides the traced ones.
+    none. ``states``: the steps after which each tensor of the state gets one, besides the traced ones; other
+    steps have one of the whole state if ``every_state``.
     """
 
     def __init__(
-        self, state: TrainState, begin: int, traced: range, states: Collection[int], *, watches: bool
+        self,
+        state: TrainState,
+        begin: int,
+        traced: range,
+        states: Collection[int],
+        *,
+        watches: bool,
+        every_state: bool = True,
     ) -> None:
         super().__init__(state.model)
         self._state = state
+        self._every_state = every_state
         self._traced = traced
         self._states = {*states, *traced, *range(traced.start - 1, traced.stop - 1)}
         self._watches = watches
@@ -301,6 +310,8 @@ class TensorDigests(ModuleWatch):
 
     def of_state(self, step: int) -> dict[str, Any]:
         """Return the digest of the state after ``step``; with those of its tensors if they are requested."""
+        if not (self._every_state or step in self._states):
+            return {}
         pieces = Contents.of(self._state.state, self._state.strategy, {}).pieces
         tensors = {name: tensor_digest(piece.local for piece in parts) for name, parts in pieces.items()}
         state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True).encode())}
