@@ -42,7 +42,7 @@ from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.run import checkpoints
 from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.digests import MAX_STEP, read_digests
+from hpc_train.run.digests import read_digests
 from hpc_train.run.find import run_name
 from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.trust import check_run
@@ -107,7 +107,7 @@ class VerifiedRun(TypedDict):
 
 
 class Verification(TypedDict):
-    """Which checkpoints would load and, with ``--replay``, whether the steps between them are reproducible."""
+    """Which checkpoints would load and, with ``--replay``, whether replays of the steps equal the runs."""
 
     version: int
     runs: list[VerifiedRun]
@@ -131,9 +131,8 @@ def verify(options: VerifyOptions) -> ExitCode:
             seconds=None,
         )
         if options.replays:
-            _Replays(ReplayedRun(paths, run_name(paths), is_new(options.code)), options, part).verify(
-                verified
-            )
+            run = ReplayedRun(paths, run_name(paths), is_new(options.code))
+            _Replays(run, options, part).verify(verified)
             if not options.as_json:
                 put(*_replays_text(verified, run_name(paths)))
         runs.append(verified)
@@ -278,9 +277,8 @@ class _Replays:
             kinds.setdefault((part.ranks, part.variables), []).append(part)
         groups = []
         for (ranks, variables), parts in kinds.items():
-            slots = [
-                _Slot(number + 1) for number in range(min(self._num_slots(ranks, variables), len(parts)))
-            ]
+            num_slots = min(self._num_slots(ranks, variables), len(parts))
+            slots = [_Slot(number + 1) for number in range(num_slots)]
             for part in sorted(parts, key=lambda part: -part.steps):
                 min(slots, key=lambda slot: slot.steps).parts.append(part)
             for slot in slots:
@@ -332,17 +330,15 @@ class _Replays:
     def _replay(self, slot: _Slot, poll: Any) -> list[VerifiedStretch]:
         """Replay the stretches of a slot, and compare them. Called in a thread of its own."""
         run, parts = self._run, slot.parts
-        checkpoint_steps = [
-            step for part in parts for step in run.checkpoints if part.begin < step <= part.last
-        ]
+        saved = [step for part in parts for step in run.checkpoints if part.begin < step <= part.last]
         is_close = any(part.tolerance for part in parts)
         request = {
             "begin": parts[0].begin,
             "first": parts[0].last + 1,
             "last": parts[0].last,
             "stretches": [(part.begin, part.last) for part in parts],
-            "states": checkpoint_steps,
-            "distances": [step for step in checkpoint_steps if is_close and step not in run.damage],
+            "states": saved,
+            "distances": [step for step in saved if is_close and step not in run.damage],
         }
         variables = dict(parts[0].variables)
         ranks = parts[0].ranks

@@ -3,7 +3,7 @@
 The ranks belong to a separate run folder, which contains ``replay.json``; the replayed run is only read. The
 steps are those of training (``build.train_again``), watched by an observer. Rank r writes a line per step to
 ``replay-<r>.jsonl``: its micro-batches and its part of the gradients; rank 0 also the digests. For
-``hpc-train bisect`` (``states`` in ``replay.json``) lines also have digests of tensors. For ``hpc-train verify
+``hpc-train bisect`` (``states`` in ``replay.json``) lines also have digests of tensors. For ``verify
 --replay`` the same ranks repeat several ``stretches``, one after the other, and only compute digests.
 
 At the first step with NaN or infinity the replay repeats the forward and backward of that step, with hooks on
