@@ -22,23 +22,24 @@ from hpc_train.cli.code import is_new
 from hpc_train.cli.command_options import VerifyOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import replay_folder, replay_on_ranks, replayed_lines
-from hpc_train.console import JSON_VERSION, columns, put, put_json, say
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted, listed
+from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.launchers.gpus import count_gpus, gpu_names
 from hpc_train.launchers.local import noted_signals
 from hpc_train.paths import RunPaths
 from hpc_train.report.parted_steps import (
     Lines,
-    Place,
-    Reproduction,
-    near,
     place,
-    place_text,
-    reproduction,
     step_digest,
     step_numbers,
 )
-from hpc_train.report.replayed_steps import StepNumbers
+from hpc_train.report.reproduction import (
+    FAILURES,
+    VerifiedStretch,
+    near,
+    reproduction,
+    stretches_text,
+)
 from hpc_train.run import checkpoints
 from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.code.snapshot import linked
@@ -49,8 +50,6 @@ from hpc_train.run.trust import check_run
 
 #: Relative difference that passes if a replay can't be bitwise identical. Assumed.
 DEFAULT_TOLERANCE = 0.05
-#: Stretches that the summary names.
-_NAMED = 5
 
 
 class CheckpointJson(TypedDict):
@@ -64,32 +63,6 @@ class CheckpointJson(TypedDict):
     counts: bool
     #: Whether it is the one that would be loaded.
     loads: bool
-
-
-class VerifiedStretch(TypedDict):
-    """The steps from one checkpoint to the next, repeated and compared with the run."""
-
-    first: int
-    last: int
-    #: ``identical``; ``close``: within ``tolerance``; ``differs``; ``failed``: no replay; ``unknown``: the
-    #: run has neither digests nor a checkpoint to compare these steps with.
-    result: str
-    #: 0: bitwise.
-    tolerance: float
-    #: The largest relative difference of losses, gradient norms and weights; null: compared bitwise.
-    distance: float | None
-    #: Null if the replay failed.
-    reproduction: Reproduction | None
-    #: Null: none.
-    first_difference: Place | None
-    #: The digests of the first step that differs, in the run and in its replay; empty without any.
-    numbers: list[StepNumbers]
-    #: The node that trained the last step; null if there are several.
-    node: str | None
-    #: The node that repeated them, and their slot there, from 1 on.
-    host: str
-    slot: int
-    seconds: float | None
 
 
 class VerifiedRun(TypedDict):
@@ -134,12 +107,12 @@ def verify(options: VerifyOptions) -> ExitCode:
             run = ReplayedRun(paths, run_name(paths), is_new(options.code))
             _Replays(run, options, part).verify(verified)
             if not options.as_json:
-                put(*_replays_text(verified, run_name(paths)))
+                put(*stretches_text(verified["stretches"], verified["seconds"] or 0.0, run_name(paths)))
         runs.append(verified)
     if options.as_json:
         put_json(Verification(version=JSON_VERSION, runs=runs))
     is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
-    differs = any(stretch["result"] in ("differs", "failed") for run in runs for stretch in run["stretches"])
+    differs = any(stretch["result"] in FAILURES for run in runs for stretch in run["stretches"])
     return ExitCode.FAILED if is_damaged or differs else ExitCode.DONE
 
 
@@ -330,14 +303,18 @@ class _Replays:
     def _replay(self, slot: _Slot, poll: Any) -> list[VerifiedStretch]:
         """Replay the stretches of a slot, and compare them. Called in a thread of its own."""
         run, parts = self._run, slot.parts
-        saved = [step for part in parts for step in run.checkpoints if part.begin < step <= part.last]
+        inside = [range(part.begin + 1, part.last + 1) for part in parts]
+        saved, recorded = (
+            [step for step in steps if any(step in of_part for of_part in inside)]
+            for steps in (run.checkpoints, run.parts)
+        )
         is_close = any(part.tolerance for part in parts)
         request = {
             "begin": parts[0].begin,
             "first": parts[0].last + 1,
             "last": parts[0].last,
             "stretches": [(part.begin, part.last) for part in parts],
-            "states": saved,
+            "states": [*saved, *recorded],
             "distances": [step for step in saved if is_close and step not in run.damage],
         }
         variables = dict(parts[0].variables)
@@ -365,7 +342,7 @@ class _Replays:
         if lines and part.tolerance:
             answer, difference, distance = near(run.name, run.checkpoints, lines, part.begin, part.tolerance)
         elif lines:
-            answer, difference = reproduction(run.name, run.checkpoints, lines, part.begin)
+            answer, difference = reproduction(run.name, run.checkpoints, lines, part.begin, run.parts)
         if answer is not None and difference is None and (newest := max(lines)) < part.last:
             difference = place(newest + 1, "record", run=run.name)  # NaN ended the replay, but not the run
         result = "close" if part.tolerance and distance else "identical"
@@ -418,44 +395,3 @@ def _split(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[st
             stretch = []
         else:
             stretch.append(line)
-
-
-_RESULTS = {
-    "identical": "bitwise identical",
-    "failed": "the replay failed",
-    "unknown": "nothing to compare with",
-}
-
-
-def _replays_text(verified: VerifiedRun, name: str) -> list[str]:
-    """Return the lines about the replays: a row per stretch, then the first difference."""
-    rows = [["steps", "result", "node", "time"]]
-    for stretch in verified["stretches"]:
-        seconds = "" if stretch["seconds"] is None else f"{stretch['seconds']:.1f} s"
-        rows.append([_steps(stretch), _result(stretch), stretch["node"] or "several", seconds])
-    bad = [stretch for stretch in verified["stretches"] if stretch["result"] in ("differs", "failed")]
-    total = f"{len(verified['stretches'])} stretches in {verified['seconds']:.1f} s on {socket.gethostname()}"
-    lines = columns(rows)
-    if not bad:
-        return [*lines, f"{name}: none of {total} differs"]
-    lines.append(f"{name}: of {total} {len(bad)} differ: steps {listed(list(map(_steps, bad)), _NAMED)}")
-    first = bad[0]
-    if first["first_difference"] is not None:
-        lines += place_text(first["first_difference"], [name])
-        lines.append(f"to look closer: hpc-train bisect {name} --from {first['first']} --to {first['last']}")
-    return lines
-
-
-def _steps(stretch: VerifiedStretch) -> str:
-    return f"{stretch['first']} to {stretch['last']}"
-
-
-def _result(stretch: VerifiedStretch) -> str:
-    if stretch["result"] == "close":
-        return f"within {stretch['tolerance']:g}: differs by {stretch['distance']:.1e}"
-    difference = stretch["first_difference"]
-    if difference is None:
-        return _RESULTS[stretch["result"]]
-    distance = stretch["distance"]
-    by = f" by {distance:.1e}" if distance is not None else ""
-    return f"differs{by} at step {difference['step']}"

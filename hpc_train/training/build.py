@@ -51,6 +51,7 @@ from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.step import StepObserver
+from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
@@ -236,7 +237,13 @@ def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
         return StepObserver()
-    return StepDigests(run.digests, rank.attempt, owns_loss=train_state.strategy.owns_loss)
+    files, every = run.digests, rank.experiment.checkpoint.parts_every
+    parts = None
+    if mode == "parts":
+        writer = files.parts if files else None
+        parts = PartDigests(train_state, writer, rank.attempt, every, run.batches.total_steps)
+    owns_loss = train_state.strategy.owns_loss
+    return StepDigests(files.steps if files else None, rank.attempt, owns_loss=owns_loss, parts=parts)
 
 
 def _forward(

@@ -38,14 +38,9 @@ from hpc_train.training.checkpoint.state import OPTIMIZER
 from hpc_train.training.datasets.images import sample_path
 from hpc_train.training.datasets.types import Batch, Tensors
 from hpc_train.training.rank import Rank
+from hpc_train.training.state_digests import tensor_digest
 from hpc_train.training.step import StepObserver, StepResult
-from hpc_train.training.step_digests import (
-    ModuleWatch,
-    StepDigests,
-    TensorDigests,
-    floating_tensors,
-    tensor_digest,
-)
+from hpc_train.training.step_digests import ModuleWatch, StepDigests, TensorDigests, floating_tensors
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
