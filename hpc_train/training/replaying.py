@@ -249,7 +249,8 @@ class _Observer(StepObserver):
                 "digest": _as_json(self._computed.digest),
                 "recorded": _as_json(self._recorded.get(number)),
             }
-        if number >= self._request.first or self._has_ended:
+        is_reported = number >= self._request.first and not self._request.only_compares
+        if is_reported or self._has_ended:
             line |= {
                 "learning_rate": result.learning_rate,
                 "micro_batches": [self._micro_batch(batch) for batch in batches if batch.weight > 0],
