@@ -264,7 +264,10 @@ class _Search:
             return
         for step in sorted(one.keys() & other.keys()):
             pairs = [
-                {part: (digest.weights, digest.optimizer, digest.ranks) for part, digest in parts[step].items()}
+                {
+                    part: (digest.weights, digest.optimizer, digest.ranks)
+                    for part, digest in parts[step].items()
+                }
                 for parts in (one, other)
             ]
             if step > (self.options.last or MAX_STEP):

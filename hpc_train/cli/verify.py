@@ -281,9 +281,8 @@ class _Replays:
         verified["slots"] = max(map(len, groups), default=0)
         steps = sum(part.steps for part in self._parts)
         say(
-            f"verify: {counted(steps, 'step')} of {self._run.name} in "
-            f"{counted(len(self._parts), 'stretch')}, "
-            f"{counted(verified['slots'], 'slot')} at the same time"
+            f"verify: replaying {counted(steps, 'step')} of {self._run.name}: "
+            f"{counted(len(self._parts), 'stretch')} in {counted(verified['slots'], 'slot')}"
         )
         for slots in groups:
             with noted_signals() as signals, ThreadPoolExecutor(len(slots)) as pool:

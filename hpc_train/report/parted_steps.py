@@ -31,8 +31,8 @@ class Place(TypedDict):
     #: the inputs of ``module``, computed by the module that calls it; ``forward``: the output of ``module``;
     #: ``loss``; ``backward``: the gradient of the output of ``module``; ``gradients`` of parameters;
     #: ``learning_rate``; ``grad_norm``; ``update``: tensors after the step. Of a run against its own replay,
-    #: ``checkpoint``: tensors that it saved after the step; ``part``: a digest of ``parts.bin``, and ``tensors``
-    #: are the weights or the optimizer state of modules; ``record``: the numbers of the step's digest.
+    #: ``checkpoint``: tensors that it saved after the step; ``part``: digests in ``parts.bin``, and
+    #: ``tensors`` are weights or optimizer state of modules; ``record``: the numbers of the step's digest.
     where: str
     #: The run that differs from its own replay; null: the runs differ from each other.
     run: str | None

@@ -280,11 +280,11 @@ def stretches_text(stretches: Sequence[VerifiedStretch], seconds: float, name: s
         took = "" if stretch["seconds"] is None else f"{stretch['seconds']:.1f} s"
         rows.append([_steps(stretch), _result(stretch), stretch["node"] or "several", took])
     bad = [stretch for stretch in stretches if stretch["result"] in FAILURES]
-    total = f"{counted(len(stretches), 'stretch')} in {seconds:.1f} s"
+    total = f"{counted(len(stretches), 'stretch')}, {seconds:.1f} s"
     lines = columns(rows)
     if not bad:
-        return [*lines, f"{name}: none of {total} differs"]
-    lines.append(f"{name}: of {total} {len(bad)} differ: steps {listed(list(map(_steps, bad)), _SHOWN)}")
+        return [*lines, f"{name}: no difference in {total}"]
+    lines.append(f"{name}: differences in {len(bad)} of {total}: steps {listed(list(map(_steps, bad)), _SHOWN)}")
     first = bad[0]
     if first["first_difference"] is not None:
         lines += place_text(first["first_difference"], [name])

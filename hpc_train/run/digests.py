@@ -1,8 +1,8 @@
 """The digests of a run, by which it is compared with another run, or with its replay.
 
-``digests.bin`` has a record per training step, ``parts.bin`` one per part of the model every few steps. A file
-is a header of 16 bytes (magic, version, record size), then records of 40 bytes, little-endian, in the order of their
-steps (and parts):
+``digests.bin`` has a record per training step, ``parts.bin`` one per part of the model every few steps. A
+file is a header of 16 bytes (magic, version, record size), then records of 40 bytes, little-endian, in the
+order of their steps (and parts):
 
     step        uint64   as in the ``train`` rows: the number of completed steps
     samples     uint64   digest of the indices that the step read, by micro-batch; for any number of ranks
@@ -185,8 +185,10 @@ def read_digests(path: Path, first: int = 0, last: int = MAX_STEP) -> Iterator[S
     return _read(path, first, last, StepDigest)
 
 
-def read_parts(path: Path, first: int = 0, last: int = MAX_STEP) -> Iterator[tuple[int, dict[int, PartDigest]]]:
-    """Yield step and digests by part of the steps ``first`` to ``last`` in order, as ``read_digests`` does."""
+def read_parts(
+    path: Path, first: int = 0, last: int = MAX_STEP
+) -> Iterator[tuple[int, dict[int, PartDigest]]]:
+    """Yield step and digests by part of the steps ``first`` to ``last``, as ``read_digests`` does."""
     for step, digests in groupby(_read(path, first, last, PartDigest), key=lambda digest: digest.step):
         yield step, {digest.part: digest for digest in digests}
 
@@ -285,7 +287,7 @@ def module_of(tensor: str) -> str:
 
 
 def parts_of(tensors: Iterable[str]) -> dict[str, str]:
-    """Return tensor → its part: its module or, of a model with more than ``MAX_PARTS``, one that contains it."""
+    """Return tensor → its part: its module or, of a model with over ``MAX_PARTS``, one that contains it."""
     paths = {tensor: module_of(tensor).split(".") for tensor in tensors}
     depth = max(map(len, paths.values()), default=0)
     while depth > 0 and len({tuple(path[:depth]) for path in paths.values()}) > MAX_PARTS:

@@ -50,8 +50,8 @@ from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
-from hpc_train.training.step import StepObserver
 from hpc_train.training.state_digests import PartDigests
+from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec

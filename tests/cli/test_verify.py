@@ -63,7 +63,9 @@ def test_stretches_end_at_intact_checkpoints_and_the_newest_digest(run: RunPaths
     assert [(part.begin, part.last) for part in replays(run, (2, 3))._parts] == [(5, 20)]
 
 
-@pytest.mark.parametrize(("slots", "expected"), [(1, [[5, 15, 16]]), (2, [[15], [5, 16]]), (7, [[15], [5], [16]])])
+@pytest.mark.parametrize(
+    ("slots", "expected"), [(1, [[5, 15, 16]]), (2, [[15], [5, 16]]), (7, [[15], [5], [16]])]
+)
 def test_slots_have_about_as_many_steps(run: RunPaths, slots: int, expected: list[list[int]]) -> None:
     for step in (5, 15, 16):
         save(run, step)

@@ -15,11 +15,11 @@ from torch import Tensor
 from hpc_train.experiment.config.schema import CheckpointConfig
 from hpc_train.paths import RunPaths
 from hpc_train.run.digests import PartDigest, StepDigest, part_digests, part_id, read_digests, read_parts
+from hpc_train.training import state_digests
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
-from hpc_train.training.step import StepResult
-from hpc_train.training import state_digests
 from hpc_train.training.state_digests import PartDigests
+from hpc_train.training.step import StepResult
 from hpc_train.training.step_digests import EVERY_STEPS, StepDigests, digest_files, samples_digest
 from tests.ranks import run_ranks
 from tests.training.test_step import Training, micro_batches
