@@ -99,7 +99,7 @@ def test_recorded_parts_save_replays(
 
 
 def test_recorded_parts_show_the_module_of_a_fault_of_the_machine(quiet_runs: QuietRuns) -> None:
-    words = ("checkpoint.digests=parts", "checkpoint.parts_every=1")
+    words = ("checkpoint.digests=parts", "checkpoint.parts_every=1", "optimization.clip_grad_norm=null")
     run = quiet_runs.of(*words, text=TEXT, environment={FLIP: f"gradient:{STEP}:1"})
     answer = bisected(run.folder, code=1)
     expected = {"step": STEP, "where": "part", "module": "4", "tensor": "weights of 4", "num_tensors": 2}
