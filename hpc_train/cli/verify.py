@@ -278,11 +278,11 @@ class _Replays:
         """Replay and compare the stretches. Raises KeyboardInterrupt after a stop signal."""
         began = time.monotonic()
         groups = self._slots()
-        verified["slots"] = max(map(len, groups), default=0)
+        num_slots = verified["slots"] = max(map(len, groups), default=0)
         steps = sum(part.steps for part in self._parts)
         say(
             f"verify: replaying {counted(steps, 'step')} of {self._run.name}: "
-            f"{counted(len(self._parts), 'stretch')} in {counted(verified['slots'], 'slot')}"
+            f"{counted(len(self._parts), 'stretch')} in {counted(num_slots, 'slot')}"
         )
         for slots in groups:
             with noted_signals() as signals, ThreadPoolExecutor(len(slots)) as pool:
@@ -390,7 +390,7 @@ def _replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, f
             of_ranks.append(list(_split(replayed_lines(folder.replay(rank)))))
         except HpcTrainError:  # the rank has failed before, which is reported
             return []
-    stretches = []
+    stretches: list[tuple[Lines, float]] = []
     for parts in zip(*of_ranks, strict=False):
         lines = {of_step[0]["step"]: of_step for of_step in zip(*(lines for lines, _ in parts), strict=False)}
         stretches.append((lines, parts[0][1]))

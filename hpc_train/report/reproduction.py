@@ -284,7 +284,9 @@ def stretches_text(stretches: Sequence[VerifiedStretch], seconds: float, name: s
     lines = columns(rows)
     if not bad:
         return [*lines, f"{name}: no difference in {total}"]
-    lines.append(f"{name}: differences in {len(bad)} of {total}: steps {listed(list(map(_steps, bad)), _SHOWN)}")
+    lines.append(
+        f"{name}: differences in {len(bad)} of {total}: steps {listed(list(map(_steps, bad)), _SHOWN)}"
+    )
     first = bad[0]
     if first["first_difference"] is not None:
         lines += place_text(first["first_difference"], [name])

@@ -59,7 +59,9 @@ _RECORDS_AT_A_TIME, _BYTES_AT_A_TIME = 4096, 1 << 20
 
 class _Record(Protocol):
     MAGIC: ClassVar[bytes]
-    step: int
+
+    @property
+    def step(self) -> int: ...
 
     @property
     def place(self) -> tuple[int, int]: ...
@@ -111,7 +113,7 @@ class StepDigest:
         return self._BODY.pack(self.step, self.samples, *numbers)
 
     @classmethod
-    def decoded(cls, body: bytes) -> StepDigest:
+    def decoded(cls, body: bytes) -> Self:
         """Return the digest of a record without its check."""
         step, samples, loss, norm, attempt, flags = cls._BODY.unpack(body)
         return cls(step, samples, loss, norm if flags & _HAS_NORM else None, attempt)
@@ -148,7 +150,7 @@ class PartDigest:
         return self._BODY.pack(self.step, *numbers)
 
     @classmethod
-    def decoded(cls, body: bytes) -> PartDigest:
+    def decoded(cls, body: bytes) -> Self:
         """Return the digest of a record without its check."""
         return cls(*cls._BODY.unpack(body))
 

@@ -145,7 +145,7 @@ class _Newest:
 
     digest: StepDigest | None = None
 
-    def append(self, digests: list[StepDigest]) -> None:
+    def append(self, digests: Sequence[StepDigest]) -> None:
         """Keep the last one."""
         self.digest = digests[-1]
 

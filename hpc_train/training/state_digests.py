@@ -87,18 +87,18 @@ class PartDigests:
     def _exchange(self, step: int, device: torch.device) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         tensors = tensor_digests(self._state)
-        own = torch.zeros(MAX_PARTS + 1, 3, dtype=torch.int64)
-        own[0, 0] = self._doublings
+        table = torch.zeros(MAX_PARTS + 1, 3, dtype=torch.int64)
+        table[0, 0] = self._doublings
         for row, (part, digests) in enumerate(part_digests(tensors, rank).items(), start=1):
-            own[row] = torch.tensor([_signed(number) for number in (part_id(part), *digests)])
-        tables = [own]
+            table[row] = torch.tensor([_signed(number) for number in (part_id(part), *digests)])
+        tables = [table]
         if world_size > 1:
-            tables = [torch.empty_like(own, device=device) for _ in range(world_size)]
-            dist.all_gather(tables, own.to(device))
+            tables = [torch.empty_like(table, device=device) for _ in range(world_size)]
+            dist.all_gather(tables, table.to(device))
         sums: dict[int, tuple[int, int]] = {}
         doublings = 0
-        for (of_rank, _, _), *rows in (table.tolist() for table in tables):
-            doublings = max(doublings, of_rank)
+        for (doubling, _, _), *rows in (of_rank.tolist() for of_rank in tables):
+            doublings = max(doublings, doubling)
             for part, weights, optimizer in (row for row in rows if row[0]):
                 before = sums.get(part & _ALL, (0, 0))
                 sums[part & _ALL] = (before[0] + weights) & _ALL, (before[1] + optimizer) & _ALL
