@@ -255,6 +255,8 @@ class RunPaths:
     metrics = _Entry("metrics.jsonl")
     #: A record per step, by which runs and replays are compared.
     digests = _Entry("digests.bin")
+    #: Records of the state by module every few steps (``checkpoint.digests: parts``).
+    part_digests = _Entry("parts.bin")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.

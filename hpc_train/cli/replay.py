@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,30 +178,51 @@ def run_stretch(
     num_ranks: int,
     output: Path | None = None,
     digests: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[list[dict[str, Any]]] | None:
     """Start the ranks and return the lines of each; None if they failed, which leaves their folder.
 
-    ``digests``: ``trace`` and ``states`` of ``replay.json``.
+    ``digests``: ``trace`` and ``states`` of ``replay.json``. ``variables``: of the ranks' environment.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
-    run = ranks_folder(folder / stretch.run.folder.name, experiment, snapshot)
-    request = {"version": 1, "run": str(stretch.run.folder.absolute()), "save_batch": output is not None}
-    write_json(
-        run.replayed_steps,
-        {**request, "begin": stretch.begin, "first": stretch.first, "last": stretch.last, **(digests or {})},
-    )
-    ended = LocalLauncher().launch(LaunchRequest(run, experiment, 1, num_ranks), lambda: None)
-    if ended != ExitCode.DONE:
-        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last, **(digests or {})}
+    run = replay_folder(stretch.run, experiment, snapshot, {**request, "save_batch": output is not None})
+    if not replay_on_ranks(run, experiment, num_ranks, variables):
         return None
     if output is not None and run.replayed_batch(0).exists():
         shutil.move(run.replayed_batch(0), output.absolute())
-    lines = [_lines(run.replay(rank)) for rank in range(num_ranks)]
-    shutil.rmtree(folder)
+    lines = [replayed_lines(run.replay(rank)) for rank in range(num_ranks)]
+    shutil.rmtree(run.folder.parent)
     return lines
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def replay_folder(
+    replayed: RunPaths, experiment: Experiment, snapshot: Path | None, request: Mapping[str, Any]
+) -> RunPaths:
+    """Create a temporary folder whose ranks repeat steps of ``replayed``. ``request``: of ``replay.json``."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
+    run = ranks_folder(folder / replayed.folder.name, experiment, snapshot)
+    write_json(run.replayed_steps, {"version": 1, "run": str(replayed.folder.absolute()), **request})
+    return run
+
+
+def replay_on_ranks(
+    run: RunPaths,
+    experiment: Experiment,
+    num_ranks: int,
+    variables: Mapping[str, str] | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> bool:
+    """Start the ranks of such a folder and wait for their end; return False, and print it, if they failed."""
+    ended = LocalLauncher(variables=variables or {}).launch(
+        LaunchRequest(run, experiment, 1, num_ranks), poll
+    )
+    if ended != ExitCode.DONE:
+        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+    return ended == ExitCode.DONE
+
+
+def replayed_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
     try:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:

@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from hpc_train.console import say, say_text
@@ -39,9 +39,10 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class LocalLauncher:
-    """``command`` is executed by each rank; None: the worker."""
+    """``command`` is executed by each rank; None: the worker. ``variables``: added to its environment."""
 
     command: Sequence[str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one kills them.
@@ -54,6 +55,7 @@ class LocalLauncher:
         command = self.command or default_command(request.paths)
         with noted_signals() as interrupts:
             variables = mig_variables(os.environ) if num_ranks > 1 and device != "cpu" else {}
+            variables |= self.variables
             ranks = RankProcesses(request.paths, request.attempt, num_ranks, command, variables)
             try:
                 record = replace(record, rank_processes=ranks.identities())

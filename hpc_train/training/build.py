@@ -53,6 +53,7 @@ from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
+from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
@@ -65,16 +66,13 @@ _log = logging.getLogger(__name__)
 
 def train(rank: Rank) -> ExitCode:
     """Train to the end or until a stop request; roll back if the file allows it."""
-    run = _prepared(rank)
+    run = prepared_run(rank)
     try:
         is_done = None
         while is_done is None:
             is_done = _train_once(run)
             if is_done is None:
-                rank.rebuilds()
-                gc.collect()  # modules under FSDP are in reference cycles
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                free_memory(rank)
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"
     finally:
@@ -86,14 +84,24 @@ def train(rank: Rank) -> ExitCode:
     return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
 
 
-def train_again(rank: Rank, stretch: Stretch) -> bool | None:
-    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged."""
-    run = _prepared(rank)
+def train_again(run: TrainingRun, stretch: Stretch) -> bool | None:
+    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged.
+
+    Between two stretches call ``free_memory``.
+    """
     run.stretch, run.skipped = stretch, stretch.skipped
     return _train_once(run)
 
 
-def _prepared(rank: Rank) -> TrainingRun:
+def free_memory(rank: Rank) -> None:
+    """Free what the last training on this rank occupied, before everything is built again."""
+    rank.rebuilds()
+    gc.collect()  # modules under FSDP are in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def prepared_run(rank: Rank) -> TrainingRun:
     """Find the micro-batch size, then build the data."""
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
@@ -245,7 +253,13 @@ def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
         return StepObserver()
-    return StepDigests(run.digests, rank.attempt, owns_loss=train_state.strategy.owns_loss)
+    files, every = run.digests, rank.experiment.checkpoint.parts_every
+    parts = None
+    if mode == "parts":
+        writer = files.parts if files else None
+        parts = PartDigests(train_state, writer, rank.attempt, every, run.batches.total_steps)
+    owns_loss = train_state.strategy.owns_loss
+    return StepDigests(files.steps if files else None, rank.attempt, owns_loss=owns_loss, parts=parts)
 
 
 def _forward(

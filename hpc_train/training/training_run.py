@@ -14,7 +14,6 @@ from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
-from hpc_train.run.digests import DigestsFile
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.training.datasets.base import DataSource
@@ -25,7 +24,7 @@ from hpc_train.training.flops import FlopRates
 from hpc_train.training.loop import AutoInterval
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
-from hpc_train.training.step_digests import digests_file
+from hpc_train.training.step_digests import DigestFiles, digest_files
 from hpc_train.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class TrainingRun:
     stretch: Stretch | None = None
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
-    digests: DigestsFile | None = None
+    digests: DigestFiles | None = None
     #: On rank 0 only, of ``checkpoint.every: auto``.
     interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
@@ -94,7 +93,7 @@ def begin_record(run: TrainingRun, step: int) -> None:
         )
         run.metrics_writer.begin(step)
     if run.rank.is_first:
-        run.digests = digests_file(run.rank.experiment, run.rank.device, run.rank.paths, step)
+        run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
 
 
 def _layout(run: TrainingRun) -> StepLayout:

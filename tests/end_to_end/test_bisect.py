@@ -81,7 +81,30 @@ def test_without_digests_the_step_is_found_between_checkpoints(quiet_runs: Quiet
     answer = bisected(run.folder, other.folder, code=1)
     assert (answer["compared"], answer["equal_checkpoint"], answer["other_checkpoint"]) == (0, 8, 12)
     assert answer["place"] == answer["place"] | FAULTS[flip("gradient", 0)]
-    assert answer["replays"] == 4, "two to find the step, and two to compare it"
+    assert answer["replays"] == 2, "all four steps are traced"
+
+
+@pytest.mark.parametrize(("digests", "equal", "last", "replays"), [("off", None, 16, 4), ("parts", 8, 10, 2)])
+def test_recorded_parts_save_replays(
+    digests: str, equal: int | None, last: int, replays: int, quiet_runs: QuietRuns
+) -> None:
+    """Checkpoints 8 and 16; between them are too many steps to trace."""
+    words = ("checkpoint.keep_every=null", f"checkpoint.digests={digests}")
+    words += ("checkpoint.parts_every=2",) * (digests == "parts")
+    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip("gradient", 0),)))
+    answer = bisected(run.folder, other.folder, code=1)
+    assert answer["place"] == answer["place"] | FAULTS[flip("gradient", 0)]
+    assert (answer["equal_parts"], answer["other_parts"]) == (equal, last if equal else None)
+    assert answer["replays"] == replays, answer["reproduction"]
+
+
+def test_recorded_parts_show_the_module_of_a_fault_of_the_machine(quiet_runs: QuietRuns) -> None:
+    words = ("checkpoint.digests=parts", "checkpoint.parts_every=1", "optimization.clip_grad_norm=null")
+    run = quiet_runs.of(*words, text=TEXT, environment={FLIP: f"gradient:{STEP}:1"})
+    answer = bisected(run.folder, code=1)
+    expected = {"step": STEP, "where": "part", "module": "4", "tensor": "weights of 4", "num_tensors": 2}
+    assert answer["place"] == answer["place"] | expected
+    assert answer["reproduction"][0]["equal_parts"] == STEP - 1 - 4, "from checkpoint 4 on"
 
 
 def test_a_fault_of_the_machine_is_told_from_a_changed_run(quiet_runs: QuietRuns) -> None:

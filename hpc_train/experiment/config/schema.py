@@ -69,10 +69,14 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
     """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
     evaluated. Default: off."""
-    digests: Literal["off", "steps"] | None = None
+    digests: Literal["off", "steps", "parts"] | None = None
     """``steps``: record the samples, the loss and the gradients' norm of each step in ``digests.bin``, 40
-    bytes per step, with which ``hpc-train replay`` compares. Default: ``steps`` if ``deterministic``, else
-    ``off``."""
+    bytes per step, with which ``hpc-train replay`` compares. ``parts``: also record digests of weights and
+    optimizer state by module in ``parts.bin``, every ``parts_every`` steps. Default: ``steps`` if
+    ``deterministic``, else ``off``."""
+    parts_every: PositiveInt | None = None
+    """Steps between digests of ``parts``, at most 4,096 times in a run. Default: 32, doubled until they take
+    at most 0.5 % of the time."""
 
 
 class BestConfig(Section):

@@ -116,6 +116,14 @@ for _code, _keys in _EXCLUSIVE.items():
     rule(_code, *_keys)(_beside(*_keys))
 
 
+@rule("checkpoint.unused-parts", "checkpoint.digests", "checkpoint.parts_every")
+def parts_have_digests(experiment: Experiment) -> Iterator[Problem]:
+    """``checkpoint.parts_every`` needs ``digests: parts``."""
+    if experiment.checkpoint.parts_every is not None and experiment.checkpoint.digests != "parts":
+        message = "has no effect without checkpoint.digests: parts"
+        yield Problem(("checkpoint", "parts_every"), message, "write digests: parts, or take it out")
+
+
 @rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
 def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
     """``micro_batch_size`` must divide ``global_batch_size``."""
