@@ -359,9 +359,17 @@ class ReplayOptions(_OnOneRun):
     changes: list[str] = option(
         list, "Replay again with this key changed, and compare.", "--set", metavar="KEY=VALUE"
     )
+    activations: bool = flag("Also show the range of each module's outputs.")
     save_batch: Path | None = option(
         None, "Write the micro-batches of the first step to FILE.safetensors.", metavar="FILE"
     )
+    save_samples: Path | None = option(
+        None, "Write the samples of the first step to a new FOLDER, as PNG or text.", metavar="FOLDER"
+    )
+    profile: Path | None = option(
+        None, "Write torch.profiler's trace of the shown steps to FILE.json.gz.", metavar="FILE"
+    )
+    debugger: bool = flag("Stop in pdb at the beginning of each shown step, on one rank.")
     devices: int | None = option(
         None, "Ranks on this machine. Default: as many as the run had, if there are enough devices.", min=1
     )
@@ -378,6 +386,12 @@ class BisectOptions(_OnRuns, _Code):
     last: int | None = option(None, "The last step to compare. Default: all.", "--to", min=1)
     devices: int | None = option(
         None, "Ranks on this machine. Default: as many as the runs had, if there are enough devices.", min=1
+    )
+    pythons: list[Path] = option(
+        list,
+        "Interpreter of the environment in which to replay a run; once per run, in their order.",
+        "--python",
+        metavar="PATH",
     )
 
 

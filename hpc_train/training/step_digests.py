@@ -16,16 +16,15 @@ Legend: R ranks, K steps.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from hpc_train.experiment.config.schema import Experiment
@@ -34,6 +33,7 @@ from hpc_train.run.digests import DigestsFile, StepDigest
 from hpc_train.training.checkpoint.staging import Contents
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import HostCopy
+from hpc_train.training.module_watch import ModuleWatch, floating_tensors
 from hpc_train.training.step import StepObserver, StepResult
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
@@ -186,44 +186,6 @@ class StepDigests(StepObserver):
             self._writer.sync()
 
 
-class ModuleWatch(ABC):
-    """Receives each module's inputs and outputs, in their order, while its hooks are registered."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._handles: list[Any] = []
-
-    def register(self) -> None:
-        """Register the hooks."""
-        for name, module in self._modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name)),
-            ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    @abstractmethod
-    def _note(self, name: str, value: Any, *, is_output: bool) -> None:
-        """Receive the inputs, or the outputs, of module ``name``."""
-
-    def _before(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(name, (args, kwargs), is_output=False)
-
-        return note
-
-    def _after(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(name, output, is_output=True)
-
-        return note
-
-
 class TensorDigests(ModuleWatch):
     """The digests of one rank's tensors in a replay, for ``hpc-train bisect``; waits for the device.
 
@@ -317,16 +279,3 @@ def tensor_digest(tensors: Iterable[Tensor]) -> str:
             # A single element may have any stride.
             digest.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a structure, in its order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from floating_tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from floating_tensors(part)
