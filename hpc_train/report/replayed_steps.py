@@ -159,8 +159,8 @@ def _step_text(step: ReplayedStep) -> list[str]:
     if step["activations"]:
         rows = [["outputs of modules", "minimum", "maximum", "mean absolute value"]]
         for module, values in step["activations"].items():
-            numbers = values["minimum"], values["maximum"], values["mean_abs"]
-            rows.append([module or "(model)", *map(_shown, numbers)])
+            shown = [_shown(values[key]) for key in ("minimum", "maximum", "mean_abs")]
+            rows.append([module or "(model)", *shown])
         lines += [f"  {line}" for line in columns(rows)]
     if step["non_finite"] is not None:
         lines.append(f"  {_non_finite_text(step['non_finite'])}")

@@ -71,13 +71,13 @@ class _Request:
     begin: int
     first: int
     last: int
+    traced: range
+    states: frozenset[int] | None
     save_batch: bool
     save_samples: bool
     profile: bool
     activations: bool
     debugger: bool
-    traced: range
-    states: frozenset[int] | None
 
     @classmethod
     def read(cls, paths: RunPaths) -> _Request:
@@ -90,9 +90,9 @@ class _Request:
             begin,
             first,
             last,
-            *(bool(data.get(name)) for name in _EXTRAS),
             range(trace_first, trace_last + 1),
             None if states is None else frozenset(states),
+            **{name: bool(data.get(name)) for name in _EXTRAS},
         )
 
 

@@ -260,11 +260,12 @@ class Sweep:
     def _machine(self, fault: Fault, random: Random) -> Fault:
         """Flip a bit that no replay repeats; with a checkpoint of each step, which shows the tensor.
 
-        With clipping all tensors would differ after the step. Under ddp the checkpoint is rank 0's state.
+        With clipping all tensors would differ after the step. Under ddp another rank may save its own copy of
+        the state, so the bit is one of a gradient, which all ranks receive.
         """
         kind = random.choice(("gradient", "moment", "stored weight"))
-        number = fault.flip.number - fault.rank if fault.strategy == "ddp" else fault.flip.number
-        flip = Flip(kind, fault.flip.step, number, fault.flip.module, random.randint(8, 28))
+        kind = "gradient" if fault.strategy == "ddp" else kind
+        flip = replace(fault.flip, kind=kind, bit=random.randint(8, 28))
         return replace(
             fault,
             flip=flip,
