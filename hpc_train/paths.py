@@ -278,6 +278,8 @@ class RunPaths:
         """A rank's micro-batches for ``replay --save-batch``."""
         return self.folder / f"batch-{rank}.safetensors"
 
+    #: The samples for ``replay --save-samples``.
+    replayed_samples = _Entry("samples")
     #: The folder in which a program works.
     work = _Entry("work")
     #: Link to the snapshot of the code.

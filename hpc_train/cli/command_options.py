@@ -364,9 +364,17 @@ class ReplayOptions(_OnOneRun):
     changes: list[str] = option(
         list, "Replay again with this key changed, and compare.", "--set", metavar="KEY=VALUE"
     )
+    activations: bool = flag("Also show the range of each module's outputs.")
     save_batch: Path | None = option(
         None, "Write the micro-batches of the first step to FILE.safetensors.", metavar="FILE"
     )
+    save_samples: Path | None = option(
+        None, "Write the samples of the first step to a new FOLDER, as PNG or text.", metavar="FOLDER"
+    )
+    profile: Path | None = option(
+        None, "Write torch.profiler's trace of the shown steps to FILE.json.gz.", metavar="FILE"
+    )
+    debugger: bool = flag("Stop in pdb at the beginning of each shown step, on one rank.")
     devices: int | None = _replay_ranks()
 
 
@@ -379,6 +387,12 @@ class BisectOptions(_OnRuns, _Code):
 
     first: int = option(1, "The first step to compare.", "--from", min=1)
     last: int | None = option(None, "The last step to compare. Default: all.", "--to", min=1)
+    pythons: list[Path] = option(
+        list,
+        "Interpreter of the environment in which to replay a run; once per run, in their order.",
+        "--python",
+        metavar="PATH",
+    )
     devices: int | None = _replay_ranks()
 
 

@@ -357,8 +357,9 @@ def _count_flops(
 
 
 def _profiler(run: TrainingRun, meters: Meters, stack: ExitStack) -> StepProfiler | None:
-    """Return the profiler on rank 0 if the file has ``profile``; closing ``stack`` writes the profile."""
-    rank, config = run.rank, run.rank.experiment.profile
+    """Return the profiler on rank 0 if it is requested; closing ``stack`` writes the profile."""
+    rank, stretch = run.rank, run.stretch
+    config = rank.experiment.profile if stretch is None else stretch.profile
     if config is None or not rank.is_first:
         return None
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)

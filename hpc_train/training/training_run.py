@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_train.errors import printable
+from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
@@ -35,6 +36,7 @@ class Stretch:
     """The steps of another run that ranks replay, from its checkpoint ``begin`` (0: the start) to ``end``.
 
     ``skipped``: the data windows that the run skipped. ``observe`` returns the observer of the steps.
+    ``profile``: the steps to profile; its ``after_steps`` may be 0.
     """
 
     run: RunPaths
@@ -42,6 +44,7 @@ class Stretch:
     end: int
     skipped: frozenset[int]
     observe: Callable[[TrainingRun, TrainState], StepObserver]
+    profile: ProfileConfig | None = None
 
 
 @dataclass

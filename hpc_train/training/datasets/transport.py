@@ -101,7 +101,7 @@ def _shared_copy(storage: Any) -> Any:
         return None
     try:
         os.posix_fallocate(file, 0, storage.nbytes())
-        shared = torch.UntypedStorage._new_shared_fd_cpu(file, storage.nbytes())
+        shared = torch.UntypedStorage._new_shared_fd_cpu(file, storage.nbytes())  # type: ignore[attr-defined]
     finally:
         os.close(file)
     return shared.copy_(storage)
