@@ -6,6 +6,7 @@ that they have in common, by ranks that compute digests of all tensors: twice tw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
