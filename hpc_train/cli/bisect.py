@@ -362,7 +362,7 @@ class _Search:
         states = [begin, *(step for step in run.checkpoints if begin < step <= last)]
         digests = {"trace": [traced.start, last], "states": states}
         snapshot = None if run.uses_new_code else linked(run.paths)
-        with _threads(facts):
+        with threads_of_run(facts):
             lines = run_stretch(stretch, run.experiment, snapshot, num_ranks, digests=digests)
         self.answer["replays"] += 1
         if lines is None:
@@ -389,7 +389,7 @@ def _traced(begin: int, last: int) -> range:
 
 
 @contextmanager
-def _threads(facts: Mapping[str, Any]) -> Iterator[None]:
+def threads_of_run(facts: Mapping[str, Any]) -> Iterator[None]:
     """Let ranks that start in this context compute with as many CPU threads as the run's."""
     before = os.environ.get("OMP_NUM_THREADS")
     counts = set(facts["threads"] or ())

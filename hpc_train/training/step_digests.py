@@ -300,7 +300,12 @@ class TensorDigests(ModuleWatch):
         return traced if step in self._traced else {}
 
     def of_state(self, step: int) -> dict[str, Any]:
-        """Return the digest of the state after ``step``; with those of its tensors if they are requested."""
+        """Return the digest of the state after ``step``, with those of its tensors if they are requested.
+
+        Without traced steps only the requested states have digests.
+        """
+        if not self._traced and step not in self._states:
+            return {}
         pieces = Contents.of(self._state.state, self._state.strategy, {}).pieces
         tensors = {name: tensor_digest(piece.local for piece in parts) for name, parts in pieces.items()}
         state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True).encode())}
