@@ -38,7 +38,7 @@ from hpc_train.report.parted_steps import (
 from hpc_train.run import frozen_experiment, weight_source
 from hpc_train.run.bundle_archive import Bundle, BundleFacts, extract
 from hpc_train.run.bundle_inputs import file_problems, with_place
-from hpc_train.run.checkpoints import committed
+from hpc_train.run.checkpoints import committed, verify
 from hpc_train.run.code.code_files import package_files
 from hpc_train.run.code.snapshot import TREE, Code, folder_in_tree, link, linked, load, place
 from hpc_train.run.create import inputs_differ
@@ -194,6 +194,10 @@ def _unpacked(root: Path, facts: BundleFacts, code: Code, places: Mapping[str, P
     if weight_source.KEY in places:
         write_json(run.run, record | {"init_from": str(places[weight_source.KEY])})
     check_run(run)
+    saved = committed(run)
+    problems = [problem for checkpoint in saved for problem in verify(checkpoint)]
+    if problems or sorted(checkpoint.step for checkpoint in saved) != sorted(facts.checkpoints):
+        raise BadFileError(problems or f"{run.checkpoints}: are not the checkpoints {facts.checkpoints}")
     return run
 
 
