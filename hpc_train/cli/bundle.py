@@ -146,16 +146,15 @@ def _packed(paths: RunPaths, options: BundleOptions, new: RunPaths) -> _Packed:
         )
     named = NamedFiles(options.max_data * _MB)
     public = _public(experiment, run, named)
-    code, code_left_out = _code(
-        paths, [*_private_paths(paths, run), *named.origins], keeps=options.keep_paths
-    )
+    private = [] if options.keep_paths else _private_paths(paths, run, named.origins)
+    code, code_left_out = _code(paths, private)
     state = read_json(checkpoints[-1].state) or {}
     facts = _facts(paths, run, experiment, state.get("extra") or {}, checkpoints, named.inputs)
     new.folder.mkdir(mode=0o700)
     frozen_experiment.write(new, public)
     _write_records(paths, run, new, code.content, named.inputs)
     files: dict[str, Path | bytes] = {
-        f"run/{own.name}": own for own in (paths.metrics, paths.digests) if own.is_file()
+        f"run/{path.name}": path for path in (paths.metrics, paths.digests) if path.is_file()
     }
     for checkpoint in checkpoints:
         files |= _checkpoint_files(checkpoint, new.checkpoint(checkpoint.step))
@@ -163,11 +162,11 @@ def _packed(paths: RunPaths, options: BundleOptions, new: RunPaths) -> _Packed:
     files |= {f"code/{path}": content for path, content in code.files.items()}
     files["code/snapshot.json"] = json_text(code.manifest()).encode()
     files |= _packages(run)
-    if not options.keep_paths:
-        _refuse_private(files, [*_private_paths(paths, run), *named.origins])
+    files |= named.files
+    _refuse_private(files, private)
     _refuse_secrets(files)
     executables = {f"code/{path}" for path in code.executables}
-    return _Packed(facts, files | named.files, executables, code_left_out | named.left_out)
+    return _Packed(facts, files, executables, code_left_out | named.left_out)
 
 
 def _chosen(paths: RunPaths, run: Mapping[str, Any], *, wants_all: bool) -> list[CheckpointPaths]:
@@ -220,19 +219,18 @@ def _is_path(text: str) -> bool:
     return text.startswith(("/", "~/")) and len(text) > 2
 
 
-def _private_paths(paths: RunPaths, run: Mapping[str, Any]) -> list[str]:
-    """Return the paths of this machine that are the author's: home, runs, code and experiment file."""
+def _private_paths(paths: RunPaths, run: Mapping[str, Any], inputs: Iterable[str]) -> list[str]:
+    """Return the paths of this machine that are the author's: home, runs, code, experiment file, inputs."""
     source, code = run.get("source") or {}, run.get("code") or {}
-    folders = [str(expanded("~")), str(runs_root()), str(paths.siblings.folder.parent.absolute())]
+    home, runs = str(expanded("~")), paths.siblings.folder.parent
+    folders = [home, str(runs_root()), str(runs.absolute()), *inputs]
     folders += [str(Path(source["file"]).parent)] if isinstance(source.get("file"), str) else []
     folders += [code["folder"]] if isinstance(code.get("folder"), str) else []
     # One name, such as /data, is not a person's.
-    return sorted(
-        {folder for folder in folders if folder == folders[0] or folder.count("/") > 1} - {"/", "~"}
-    )
+    return sorted({folder for folder in folders if folder == home or folder.count("/") > 1} - {"/", "~"})
 
 
-def _code(paths: RunPaths, private: Sequence[str], *, keeps: bool) -> tuple[Code, dict[str, str]]:
+def _code(paths: RunPaths, private: Sequence[str]) -> tuple[Code, dict[str, str]]:
     """Return the run's code without files other than Python that contain a path of this machine."""
     snapshot = linked(paths)
     if snapshot is None:
@@ -241,10 +239,7 @@ def _code(paths: RunPaths, private: Sequence[str], *, keeps: bool) -> tuple[Code
     left_out = {
         path: "contains a path of this machine"
         for path, content in code.files.items()
-        if not keeps
-        and path.startswith(f"{TREE}/")
-        and not path.endswith(".py")
-        and _path_in(content, private)
+        if path.startswith(f"{TREE}/") and not path.endswith(".py") and _path_in(content, private)
     }
     files = {path: content for path, content in code.files.items() if path not in left_out}
     folders = {str(parent) for path in files for parent in Path(path).parents}
@@ -255,8 +250,8 @@ def _code(paths: RunPaths, private: Sequence[str], *, keeps: bool) -> tuple[Code
     }
     inside = {path.removeprefix(f"{TREE}/"): why for path, why in left_out.items()}
     executables = code.executables & files.keys()
-    kept = replace(code, files=files, executables=executables, links=links, left_out=code.left_out | inside)
-    return kept, inside
+    left_out = code.left_out | inside
+    return replace(code, files=files, executables=executables, links=links, left_out=left_out), inside
 
 
 def _path_in(content: bytes, private: Iterable[str]) -> str | None:

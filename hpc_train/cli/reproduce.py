@@ -115,8 +115,9 @@ def reproduce(options: ReproduceOptions) -> ExitCode:
         code = load(content / "code")
         say(f"{options.file}: all {len(bundle.members):,} files have their hashes; content {bundle.content}")
         run = _unpacked(root, bundle.facts, code, _places(options, bundle, content))
-        missing_root = options.data is not None and DATA not in bundle.facts.inputs
-        overrides = [as_override(DATA, str(_absolute(options.data)))] if missing_root and options.data else []
+        overrides = []
+        if options.data is not None and DATA not in bundle.facts.inputs:  # a relative path, or the hub's name
+            overrides.append(as_override(DATA, str(_absolute(options.data))))
         answer = _verified(options, bundle, run, code, newest_experiment(run, overrides))
         answer["path"] = str(run.folder) if options.output is not None else None
     if options.as_json:
@@ -148,31 +149,31 @@ def _absolute(path: Path) -> Path:
 
 def _places(options: ReproduceOptions, bundle: Bundle, content: Path) -> dict[str, Path]:
     """Return key → path on this machine of each input. Raises UsageError for a missing or unknown one."""
-    inputs, given = bundle.facts.inputs, _given(options)
-    if unknown := given.keys() - inputs.keys() - {DATA}:
+    inputs, mapped = bundle.facts.inputs, _mapped(options)
+    if unknown := mapped.keys() - inputs.keys() - {DATA}:
         keys = ", ".join(inputs) or "none"
         raise UsageError(
             f"--set: {listed(sorted(unknown), _NAMED)} names no file of the bundle; its keys: {keys}"
         )
     places = {}
     for key, named in inputs.items():
-        if key not in given and not named.is_included:
+        if key not in mapped and not named.is_included:
             option = "--data PATH" if key == DATA else f"--set {key}=PATH"
             raise UsageError(f"{options.file}: does not contain the files of {key}; add {option}")
-        places[key] = given.get(key, content / named.path)
+        places[key] = mapped.get(key, content / named.path)
         if not places[key].exists():
             raise UsageError(f"{key}: there is no {places[key]}; give the place of its files")
     return places
 
 
-def _given(options: ReproduceOptions) -> dict[str, Path]:
-    given = {} if options.data is None else {DATA: _absolute(options.data)}
+def _mapped(options: ReproduceOptions) -> dict[str, Path]:
+    mapped = {} if options.data is None else {DATA: _absolute(options.data)}
     for word in options.places:
         key, equals, path = word.partition("=")
         if not (equals and path):
             raise UsageError(f"--set: {word} has no path; write KEY=PATH")
-        given[key] = _absolute(Path(path))
-    return given
+        mapped[key] = _absolute(Path(path))
+    return mapped
 
 
 def _unpacked(root: Path, facts: BundleFacts, code: Code, places: Mapping[str, Path]) -> RunPaths:
@@ -196,8 +197,8 @@ def _unpacked(root: Path, facts: BundleFacts, code: Code, places: Mapping[str, P
     check_run(run)
     saved = committed(run)
     problems = [problem for checkpoint in saved for problem in verify(checkpoint)]
-    if problems or sorted(checkpoint.step for checkpoint in saved) != sorted(facts.checkpoints):
-        raise BadFileError(problems or f"{run.checkpoints}: are not the checkpoints {facts.checkpoints}")
+    if problems or not saved or sorted(one.step for one in saved) != sorted(facts.checkpoints):
+        raise BadFileError(problems or f"{run.checkpoints}: does not have the checkpoints of the bundle")
     return run
 
 
@@ -224,7 +225,8 @@ def _verified(
     _report(mismatches, code, experiment, shows=not options.as_json)
     if any(mismatch["kind"] == "data" for mismatch in mismatches):
         say("not reproduced: the data are not those of the run, so nothing was run")
-        return {**answer, "verdict": "differs"}
+        answer["verdict"] = "differs"
+        return answer
     if not options.trust:
         say(
             f"nothing was run: --trust executes this code, of whoever wrote {options.file}, with your "
@@ -260,9 +262,9 @@ def _data(
     options: ReproduceOptions, bundle: Bundle, run: RunPaths, experiment: Experiment
 ) -> Iterator[Mismatch]:
     """Yield the inputs whose files are not the run's; those from the archive are verified already."""
-    given = _given(options)
-    named = {key: bundle.facts.inputs[key] for key in given if key in bundle.facts.inputs}
-    problems = {key: file_problems(named[key], given[key], bundle.members) for key in named}
+    mapped = _mapped(options)
+    named = {key: bundle.facts.inputs[key] for key in mapped if key in bundle.facts.inputs}
+    problems = {key: file_problems(named[key], mapped[key], bundle.members) for key in named}
     for key in inputs_differ(run, experiment):
         if not problems.get(key):
             problems[key] = ["its fingerprint is another"]
@@ -335,10 +337,12 @@ def _packages(facts: BundleFacts, run: RunPaths) -> Iterator[Mismatch]:
 
 def _report(mismatches: Sequence[Mismatch], code: Code, experiment: Experiment, *, shows: bool) -> None:
     """Print the code that will run, and the differences."""
-    own = package_files()
+    installed = package_files()
     packed = {path.removeprefix("package/"): path for path in code.files if path.startswith("package/")}
     changed = [
-        path for path in packed if path not in own or own[path].read_bytes() != code.files[packed[path]]
+        path
+        for path in packed
+        if path not in installed or installed[path].read_bytes() != code.files[packed[path]]
     ]
     same = (
         "as installed here" if not changed else f"{counted(len(changed), 'file')} of it not as installed here"

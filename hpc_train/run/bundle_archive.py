@@ -249,7 +249,8 @@ def _read_manifest(stream: BinaryIO) -> Bundle:
     if data.get("version") != VERSION:
         raise _ChangedError(f"version is {data.get('version')!r} and this hpc-train reads {VERSION}")
     facts, members = decoded(BundleFacts, data.get("run")), data.get("files")
-    if content != _content(data) or facts is None or not isinstance(members, dict):
+    is_plain = facts is not None and all(is_plain_path(named.path) for named in facts.inputs.values())
+    if content != _content(data) or facts is None or not (is_plain and isinstance(members, dict)):
         raise _ChangedError(f"{MANIFEST} was changed")
     return Bundle(facts, content, dict(_members(members)))
 

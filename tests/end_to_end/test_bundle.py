@@ -177,21 +177,14 @@ def test_another_user_elsewhere_gets_the_same_weights(
     )
     assert done.returncode == 0, done.stderr + done.stdout
     answer = checked("reproduce", done.stdout)
-    assert answer["verdict"] == "bitwise" and {one["kind"] for one in answer["differences"]} <= {
-        "python",
-        "threads",
+    # The logger of tests is installed for the author alone.
+    assert answer["verdict"] == "bitwise" and {key for key, one in named(answer).items() if one[3]} <= {
+        "python"
     }
-    own = answer["reproduction"]
-    assert (own["checkpoint"], own["ranks"], own["compared"], own["equal_checkpoints"]) == (
-        0,
-        2,
-        12,
-        [4, 8, 12],
-    )
-    assert (
-        sorted(path.name for path in home.iterdir() if "reproduce" in path.name or "replay" in path.name)
-        == []
-    )
+    repeated = answer["reproduction"]
+    assert (repeated["checkpoint"], repeated["ranks"], repeated["compared"]) == (0, 2, 12)
+    assert repeated["equal_checkpoints"] == [4, 8, 12]
+    assert not [path for path in home.iterdir() if path.name.startswith("hpc-train-")]
 
 
 def test_without_trust_nothing_runs_and_the_files_can_be_looked_at(archive: Path, tmp_path: Path) -> None:
