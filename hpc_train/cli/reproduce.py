@@ -207,9 +207,14 @@ def _verified(
 ) -> Reproduced:
     """Compare this machine with the run's; with ``--trust``, repeat the run."""
     facts = bundle.facts
+    has_gpu = facts.device == "cuda" and device_here("auto", 1).is_gpu
+    experiment = experiment.model_copy(update={"device": "cuda" if has_gpu else "cpu"})
     stretch = _stretch(options, facts, run)
     num_ranks = options.devices or number_of_ranks(experiment, stretch)
-    mismatches = [*_data(options, bundle, run, experiment), *_environment(run, bundle, num_ranks)]
+    mismatches = [
+        *_data(options, bundle, run, experiment),
+        *_environment(run, bundle, num_ranks, has_gpu=has_gpu),
+    ]
     answer = Reproduced(
         version=JSON_VERSION,
         file=str(options.file),
@@ -281,14 +286,14 @@ def _mismatch(
     return Mismatch(kind=kind, name=name, bundle=texts[0], here=texts[1], remedy=remedy, matters=matters)
 
 
-def _environment(run: RunPaths, bundle: Bundle, num_ranks: int) -> Iterator[Mismatch]:
+def _environment(run: RunPaths, bundle: Bundle, num_ranks: int, *, has_gpu: bool) -> Iterator[Mismatch]:
     facts = bundle.facts
     yield from _packages(facts, run)
-    if facts.device == "cuda" and not device_here("auto", 1).is_gpu:
+    if facts.device == "cuda" and not has_gpu:
         yield _mismatch("device", "device", "GPU", "CPU", "run it on a machine with a GPU")
     elif facts.processor is not None:
         then = facts.processor if facts.device == "cuda" else facts.processor.rpartition(" (")[0]
-        here = device_here("cuda", 1).name if facts.device == "cuda" else cpu_model()
+        here = device_here("cuda", 1).name if has_gpu else cpu_model()
         if then != here:
             remedy = "use a machine with that processor; others round sums differently"
             yield _mismatch("processor", "processor", then, here, remedy)
