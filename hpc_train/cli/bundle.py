@@ -193,7 +193,7 @@ def _begin(run: Mapping[str, Any]) -> int:
 
 def _public(experiment: Experiment, run: Mapping[str, Any], named: NamedFiles) -> Experiment:
     """Return the experiment without what describes the author's cluster, and with paths of the archive."""
-    update = {
+    update: dict[str, Any] = {
         JOB: None,
         "environment": EnvironmentConfig(),
         "logging": LoggingConfig(every_steps=experiment.logging.every_steps),

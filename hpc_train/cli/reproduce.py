@@ -329,14 +329,14 @@ def _packages(facts: BundleFacts, run: RunPaths) -> Iterator[Mismatch]:
     here = installed_packages()
     for name, entry in recorded.items() if isinstance(recorded, dict) else ():
         then, digest = (entry.get(key) for key in ("version", "sha256"))
-        now = here.get(name) or {"version": None, "sha256": None}
+        installed = here.get(name) or {"version": None, "sha256": None}
         computes = name in facts.versions
-        if now["version"] != then and not computes:
+        if installed["version"] != then and not computes:
             yield _mismatch(
-                "package", name, then, now["version"], f"pip install {name}=={then}", matters=False
+                "package", name, then, installed["version"], f"pip install {name}=={then}", matters=False
             )
-        elif now["version"] == then and None not in (digest, now["sha256"]) and digest != now["sha256"]:
-            builds = (f"{then} of {str(digest)[:12]}", f"{then} of {str(now['sha256'])[:12]}")
+        elif installed["version"] == then and digest and installed["sha256"] not in (None, digest):
+            builds = (f"{then} of {str(digest)[:12]}", f"{then} of {str(installed['sha256'])[:12]}")
             yield _mismatch("package", name, *builds, "install the same build of it", matters=computes)
 
 
