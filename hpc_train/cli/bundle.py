@@ -119,7 +119,7 @@ def _text(answer: Bundled, name: str) -> list[str]:
         lines.append(f"  not in it    the files of {keys}: `hpc-train reproduce` needs them")
     if answer["left_out"]:
         reasons = [f"{path} ({why})" for path, why in answer["left_out"].items()]
-        lines.append(f"  left out     {listed(reasons, _NAMED)}")
+        lines.append(f"  excluded     {listed(reasons, _NAMED)}")
     return lines
 
 

@@ -19,7 +19,7 @@ class BundleOptions(Options):
         ..., "File to write: .tar.zst, .tar.xz, .tar.gz or .tar.", "-o", "--output", metavar="FILE"
     )
     max_data: int = option(
-        64, "Include data and weights of up to so many MB in all; 0: none.", min=0, metavar="MB"
+        64, "Include data and weights up to this size in all; 0: none.", min=0, metavar="MB"
     )
     all_checkpoints: bool = flag("Include all checkpoints. Default: the newest and the best.")
     keep_paths: bool = flag("Also pack code that contains paths of this machine.")

@@ -261,7 +261,7 @@ def _members(entries: Mapping[str, Any]) -> Iterator[tuple[str, Member]]:
     for path, entry in entries.items():
         member = decoded(Member, entry)
         if member is None or not is_plain_path(path):
-            raise _ChangedError(f"{MANIFEST} has {path!r}, which is no path below a folder, or no hash of it")
+            raise _ChangedError(f"{MANIFEST} has {path!r}, not a path below a folder with a hash")
         yield path, member
 
 

@@ -132,7 +132,7 @@ def test_further_members_are_refused(tmp_path: Path) -> None:
 
 
 HOSTILE: dict[str, dict[str, bytes]] = {
-    "no path below a folder": {"../x": b"", "run/run.json": b"{}"},
+    "not a path below a folder": {"../x": b"", "run/run.json": b"{}"},
     "'/tmp/x'": {"/tmp/x": b""},
     "'a//b'": {"a//b": b""},
     "'.'": {".": b""},
