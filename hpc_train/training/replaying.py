@@ -233,7 +233,7 @@ class _Observer(StepObserver):
                 request.traced,
                 request.states,
                 watches=watches,
-                every_state=not request.only_compares,
+                every_state=bool(request.traced),
             )
             print(json.dumps({"step": request.begin} | self._tensors.of_state(request.begin)), file=file)
 
