@@ -251,6 +251,8 @@ class RunPaths:
     metrics = _Entry("metrics.jsonl")
     #: A record per step, by which runs and replays are compared.
     digests = _Entry("digests.bin")
+    #: One JSON object per step whose loss or gradient norm was a spike.
+    spikes = _Entry("spikes.jsonl")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from hpc_train.run.digests import DigestsFile, StepDigest
 from hpc_train.training.checkpoint.staging import Contents
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import HostCopy
+from hpc_train.training.non_finite import DigestWriter
 from hpc_train.training.step import StepObserver, StepResult
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
@@ -98,6 +99,8 @@ def digests_mode(config: Experiment, device: torch.device) -> str:
     """Return ``checkpoint.digests``, or its default on this device; the same on all ranks."""
     if config.checkpoint.digests is not None:
         return config.checkpoint.digests
+    if config.optimization.on_spike is not None:
+        return "steps"
     is_exact = device.type == "cpu" if config.deterministic is None else config.deterministic
     return "steps" if is_exact else "off"
 
@@ -109,16 +112,6 @@ def samples_digest(batches: Sequence[Batch]) -> int:
         if batch.weight > 0:
             total += xxhash.xxh3_64_intdigest(batch.samples, seed=batch.number)
     return total & ((1 << 64) - 1)
-
-
-class DigestWriter(Protocol):
-    """Receives the digests of all ranks: ``run.digests.DigestsFile``."""
-
-    def append(self, digests: list[StepDigest]) -> None:
-        """Write the digests of consecutive steps."""
-
-    def sync(self) -> None:
-        """Sync the written digests to the disk. Any thread."""
 
 
 class StepDigests(StepObserver):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.training.distributed.seeds import stream_seed
 from tests.end_to_end.parts import Net
 
-#: In the environment: a flip that no replay repeats, such as ``gradient:10:1``.
+#: In the environment: a flip that no replay repeats, ``gradient:10:1`` or ``gradient:10-60:0-3``.
 FLIP = "FLIPPED_BIT"
+#: The node, or the rank, on which alone bits flip, and a file that the first and only flip creates.
+FLIPS_ON, FLIPS_ONCE = "FLIPPED_BIT_ON", "FLIPPED_BIT_ONCE"
 SEED = 3
 
 
@@ -29,12 +33,15 @@ class Flip(nn.Module):
 
     def __init__(self, flip: str) -> None:
         super().__init__()
-        self.kind, step, number = (os.environ.get(FLIP) or flip or ":0:0").split(":")
-        self.seed = stream_seed(SEED, int(step) - 1, int(number))
+        self.kind, steps, numbers = (os.environ.get(FLIP) or flip or ":0:0").split(":")
+        self.seeds = {
+            stream_seed(SEED, step - 1, number) for step in _span(steps) for number in _span(numbers)
+        }
 
     def is_due(self, kind: str) -> bool:
         """Return True in the micro-batch, whose random stream identifies it."""
-        return self.training and self.kind == kind and torch.initial_seed() == self.seed
+        is_its = self.training and self.kind == kind and torch.initial_seed() in self.seeds
+        return is_its and _is_here() and _is_first()
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.is_due("output"):
@@ -44,6 +51,25 @@ class Flip(nn.Module):
         if self.is_due("rng"):
             torch.rand(1)
         return hidden
+
+
+def _span(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _is_here() -> bool:
+    where = os.environ.get(FLIPS_ON)
+    return where is None or where in (os.environ.get("SLURMD_NODENAME"), str(dist.get_rank()))
+
+
+def _is_first() -> bool:
+    if file := os.environ.get(FLIPS_ONCE):
+        try:
+            Path(file).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True
 
 
 class Flipping(Net):
