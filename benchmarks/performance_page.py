@@ -40,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "compile_start",
     ),
     "Preemption": ("preemption", "restart"),
+    "Verified steps and spikes": ("verification", "spikes"),
     "Scripts of the user's own": ("session_overhead",),
     "Memory": ("memory", "memory_prediction", "open_files"),
     "Gradients of a node's CPU ranks": ("node_sum",),

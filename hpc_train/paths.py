@@ -257,6 +257,8 @@ class RunPaths:
     digests = _Entry("digests.bin")
     #: Records of the state by module every few steps (``checkpoint.digests: parts``).
     part_digests = _Entry("parts.bin")
+    #: One JSON object per step whose loss or gradient norm was a spike.
+    spikes = _Entry("spikes.jsonl")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.

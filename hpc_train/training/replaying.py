@@ -238,7 +238,7 @@ class _Observer(StepObserver):
             print(json.dumps({"step": request.begin} | self._tensors.of_state(request.begin)), file=file)
 
     @override
-    def step_begins(self, step: int) -> None:
+    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
         if step + 1 < self._request.first:
             return
         if self._request.activations:

@@ -22,6 +22,7 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees, in_words
 from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run import versions
+from hpc_train.run.checkpoints import VERIFIED
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.datasets.base import DataSource
@@ -44,11 +45,15 @@ class OtherVersionsError(EnvironmentRefusesError):
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``."""
+    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``.
+
+    ``verified``: the newest step up to which the weights are trusted (``recovery.verify_every_steps``).
+    """
 
     position: Position
     hardware: Hardware
     skips: int = 0
+    verified: int = 0
 
 
 def resumed(
@@ -80,7 +85,9 @@ def resumed(
     if saved["step"] > 0:
         # The rate of the step that produced these weights: a save before the next step records it.
         train_state.optimization.set_learning_rate(saved["step"] - 1)
-    return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
+    position = Position(saved["step"], tuple(saved["skipped"]))
+    # A run that was not verified before is trusted up to here.
+    return Resumed(position, now, loaded.extra.get("skips", 0), loaded.extra.get(VERIFIED, loaded.step))
 
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:

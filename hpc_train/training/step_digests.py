@@ -30,11 +30,11 @@ from typing_extensions import override
 
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import DigestsFile, PartDigest, RecordsFile, StepDigest
+from hpc_train.run.digests import DigestsFile, DigestWriter, PartDigest, RecordsFile, StepDigest
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import HostCopy
 from hpc_train.training.module_watch import ModuleWatch, floating_tensors
-from hpc_train.training.state_digests import DigestWriter, PartDigests, tensor_digest, tensor_digests
+from hpc_train.training.state_digests import PartDigests, tensor_digest, tensor_digests
 from hpc_train.training.step import StepObserver, StepResult
 from hpc_train.training.train_state import TrainState
 
@@ -112,6 +112,8 @@ def digests_mode(config: Experiment, device: torch.device) -> str:
     """Return ``checkpoint.digests``, or its default on this device; the same on all ranks."""
     if config.checkpoint.digests is not None:
         return config.checkpoint.digests
+    if config.optimization.on_spike is not None:
+        return "steps"
     is_exact = device.type == "cpu" if config.deterministic is None else config.deterministic
     return "steps" if is_exact else "off"
 

@@ -17,6 +17,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
@@ -61,6 +62,7 @@ class TrainingRun:
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
     digests: DigestFiles | None = None
+    spikes: SpikesFile | None = None
     #: On rank 0 only, of ``checkpoint.every: auto``.
     interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
@@ -97,6 +99,8 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.begin(step)
     if run.rank.is_first:
         run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
+        if run.rank.experiment.optimization.on_spike is not None:
+            run.spikes = SpikesFile(run.rank.paths.spikes, step)
 
 
 def _layout(run: TrainingRun) -> StepLayout:

@@ -133,6 +133,10 @@ class RecoveryConfig(Section):
     check_nodes: bool = True
     """Check device, memory, arithmetic, network and disk of every rank before the first step. ``false``: skip
     the check."""
+    verify_every_steps: PositiveInt | None = None
+    """Steps after which a step's gradients are computed twice, the second time on another rank, and compared
+    bitwise. A node that computes otherwise is excluded, and the run continues from the newest checkpoint
+    before the last comparison. For ``ddp`` and ``zero1``, if the run is deterministic. Default: off."""
     exclude_nodes_for_h: Hours = 24.0
     """Hours for which a node that failed its check, or ended two attempts, is excluded. 0: never exclude
     nodes."""
