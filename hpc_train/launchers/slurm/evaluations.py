@@ -1,6 +1,6 @@
 """Submits the jobs of ``evaluation.as_job``, and cancels them.
 
-``python -m hpc_train.launchers.slurm.evaluation_jobs SUBMISSION`` is called by the batch script, on the first
+``python -m hpc_train.launchers.slurm.evaluations SUBMISSION`` is called by the batch script, on the first
 node, when a checkpoint is due and has no job; ``after`` calls it for the last ones. A job is found by its
 name, which is unique to run and step, so none is submitted twice.
 """
