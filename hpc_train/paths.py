@@ -255,6 +255,10 @@ class RunPaths:
     metrics = _Entry("metrics.jsonl")
     #: A record per step, by which runs and replays are compared.
     digests = _Entry("digests.bin")
+    #: Records of the state by module every few steps (``checkpoint.digests: parts``).
+    part_digests = _Entry("parts.bin")
+    #: One JSON object per step whose loss or gradient norm was a spike.
+    spikes = _Entry("spikes.jsonl")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.
@@ -276,6 +280,8 @@ class RunPaths:
         """A rank's micro-batches for ``replay --save-batch``."""
         return self.folder / f"batch-{rank}.safetensors"
 
+    #: The samples for ``replay --save-samples``.
+    replayed_samples = _Entry("samples")
     #: The folder in which a program works.
     work = _Entry("work")
     #: Link to the snapshot of the code.

@@ -34,6 +34,7 @@ from hpc_train.training.step import StepObserver, train_step
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.tasks.base import optional_metrics
 from hpc_train.training.train_state import TrainState
+from hpc_train.training.verification import WrongResultError
 
 
 class Saves:
@@ -325,8 +326,13 @@ class Trainer:
         sums.begin(is_due=has_row)
         # Wait for a save that is still copying the weights before they change.
         hooks = self.saves.wait_staged, self.observer
-        done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
-        if not done.is_allowed and self.guard.policy == "skip":
+        try:
+            done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
+        except WrongResultError as wrong:
+            self.saves.close()
+            wrong.set_aside()
+            raise wrong.error from wrong
+        if not done.is_allowed and self.guard.reaction == "skip":
             with self._saves_finished():
                 self.guard.after_skip(step + 1)
         self.step = step + 1
@@ -375,10 +381,10 @@ class Trainer:
             self.saves.finish()
             raise AssertionError("a save that failed raises")
         self.bad_samples.check(agreed.bad_samples)
-        if not is_allowed and self.guard.policy == "rollback":
+        if not is_allowed and self.guard.reaction == "rollback":
             if agreed.stop:
                 raise TryAgainError(f"stopped while going back from step {self.step}; nothing of it is saved")
-            raise RollbackError(step)
+            raise RollbackError(step, self.guard.spike)
 
     def _evaluate(self) -> bool:
         """Write the ``val`` row of this step. Returns False if a stop request cut the evaluation short."""

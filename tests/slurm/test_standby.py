@@ -20,6 +20,7 @@ from tests.slurm.experiments import (
     account,
     ranks_of,
     records,
+    standby_files,
     submit_one,
     wait_for_attempt_end,
     wait_for_state,
@@ -30,12 +31,6 @@ from tests.slurm.test_spare_nodes import wait_until_held
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
 
 STANDBY = ("recovery.standby=true", "recovery.restart=in_place", "checkpoint.every_steps=5")
-
-
-def standby_files(paths: RunPaths) -> list[Path]:
-    """Return the files in which ranks report that they are on standby."""
-    folders = [submission.folder for submission in paths.siblings.submission_folders()]
-    return [file for folder in folders for file in folder.glob("standby-*/rank-*")]
 
 
 def wait_for_standby(paths: RunPaths, attempt: int) -> set[int]:

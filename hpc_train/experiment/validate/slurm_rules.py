@@ -204,6 +204,36 @@ def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
+@rule("slurm.runs-per-gpu", "slurm.runs_per_gpu", "slurm.runs_per_job", "slurm.gpus_per_node")
+def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
+    """Runs that share a GPU share a job, and use one GPU each."""
+    slurm = job.slurm
+    if slurm is None or slurm.runs_per_gpu == 1:
+        return
+    path, count = ("slurm", "runs_per_gpu"), slurm.runs_per_gpu
+    if slurm.runs_per_job % count:
+        message = f"{count} runs share each GPU of a job, but slurm.runs_per_job: {slurm.runs_per_job} is not"
+        multiple = count * -(-slurm.runs_per_job // count)
+        remedy = f"write slurm.runs_per_job: {multiple}, or take runs_per_gpu out"
+        yield Problem(path, f"{message} a multiple of {count}", remedy)
+    if slurm.gpus_per_node != 1:
+        message = f"a run shares one GPU, but slurm.gpus_per_node is {slurm.gpus_per_node}"
+        yield Problem(path, message, "write slurm.gpus_per_node: 1, or take runs_per_gpu out")
+
+
+@rule("slurm.shared-gpu-use", "slurm.runs_per_gpu", "device", "optimization.micro_batch_size")
+def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
+    """Runs that share a GPU use it, and do not search for the micro-batch size that fills it."""
+    if experiment.slurm is None or experiment.slurm.runs_per_gpu == 1:
+        return
+    if experiment.device == "cpu":
+        yield Problem(("slurm", "runs_per_gpu"), "device: cpu uses no GPU", "take one of the two out")
+    if experiment.optimization.micro_batch_size == "auto":
+        message = "auto fills the free memory of a GPU, which the other runs on it change meanwhile"
+        remedy = "write a number, or take slurm.runs_per_gpu out"
+        yield Problem(("optimization", "micro_batch_size"), message, remedy)
+
+
 @rule(
     "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
 )

@@ -108,7 +108,7 @@ def of_slots(experiment: Job, slots: int) -> Job:
         return experiment
     more = {
         "ranks_per_node": slots * ranks_on_each_node(slurm),
-        "gpus_per_node": slots * slurm.gpus_per_node,
+        "gpus_per_node": -(-slots * slurm.gpus_per_node // slurm.runs_per_gpu),
         "mem_gb": slurm.mem_gb and slots * slurm.mem_gb,
     }
     return experiment.model_copy(update={"slurm": slurm.model_copy(update=more)})
@@ -136,15 +136,22 @@ def of_evaluation(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"slurm": slurm.model_copy(update=own)})
 
 
-def slot_args(experiment: Job, profile: Profile) -> list[str]:
+def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
     """Return srun's options for one run of a job that several share: its ranks, and only its cores and GPUs.
 
-    The batch script divides the memory that the job has received.
+    The batch script divides the memory that the job has received. Steps can't share GPUs and have their own
+    cores: for runs that share GPUs each step gets all of the job, and the script chooses from it.
     """
     slurm = profile.applied(experiment).slurm
     assert slurm is not None
+    flags = ["--exact"]
+    if slurm.runs_per_gpu > 1:
+        of_job = of_slots(experiment, slots).slurm
+        assert of_job is not None
+        slurm = slurm.model_copy(update={"gpus_per_node": of_job.gpus_per_node, "ranks_per_node": 1})
+        flags = ["--overlap", "--cpu-bind=none"]
     gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
-    return ["--exact", "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
+    return [*flags, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
 
 
 def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
@@ -156,7 +163,7 @@ def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
 
 def cpus_per_rank(slurm: SlurmConfig) -> int | None:
     """Return the cores per rank, None for the site's default."""
-    if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
+    if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0 or slurm.runs_per_gpu > 1:
         return slurm.cpus_per_gpu
     cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_on_each_node(slurm)
     if cores % ranks:  # a profile's default, which was not validated with the file
@@ -280,7 +287,7 @@ def ranks(slurm: SlurmConfig) -> Ranks:
     per_node, nodes = ranks_on_each_node(slurm), max_nodes(slurm)
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     occupied = nodes + slurm.spare_nodes
-    gpus = occupied * slurm.gpus_per_node
+    gpus = occupied * slurm.gpus_per_node / slurm.runs_per_gpu
     gpu_hours = None if limit_s is None else gpus * limit_s / 3600
     return Ranks(
         most=nodes * per_node,
@@ -296,6 +303,8 @@ def ranks(slurm: SlurmConfig) -> Ranks:
 def cpus_per_node(slurm: SlurmConfig) -> int:
     """Return the minimum number of cores that the job needs on each node."""
     per_node = ranks_on_each_node(slurm)
+    if slurm.runs_per_gpu > 1:
+        return per_node * (slurm.cpus_per_gpu or 1)
     return max(per_node, (slurm.gpus_per_node or per_node) * (slurm.cpus_per_gpu or 1))
 
 
@@ -310,7 +319,9 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
     names = (slurm.gpu_type, gres, slurm.constraint)
     for name in (text for text in names if isinstance(text, str)):
         if (gib := gpu_memory_gib(name)) is not None:
-            return Device(name, is_gpu=True, memory_bytes=int(gib * _GIB))
+            count = slurm.runs_per_gpu
+            shown = name if count == 1 else f"1/{count} of {name}"
+            return Device(shown, is_gpu=True, memory_bytes=int(gib * _GIB) // count)
     why = (
         "the file names no type of GPU"
         if slurm.gpu_type is None

@@ -28,6 +28,7 @@ from hpc_train.run import evaluation_jobs
 from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import (
     FORMAT_VERSION,
+    VERIFIED,
     FileEntry,
     Manifest,
     file_entry,
@@ -170,8 +171,9 @@ class CheckpointWriter:
         state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
         files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
-        best = decoded(Best, staged.rest.get("extra", {}).get(BEST))
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best).write(temporary)
+        extra = staged.rest.get("extra", {})
+        best, verified = decoded(Best, extra.get(BEST)), extra.get(VERIFIED)
+        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(temporary)
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
         if folder.exists():
