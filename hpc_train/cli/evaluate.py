@@ -174,7 +174,7 @@ def evaluate_in_job(run: str, step: str) -> ExitCode:
             evaluation_jobs.note_row(paths, row)
             shutil.rmtree(run_of_ranks.folder.parent)
             put(f"step {row['step']}  {in_words(row)}")
-        if code in {ExitCode.DONE, ExitCode.TRY_AGAIN, ExitCode.INTERRUPTED}:  # Slurm starts it again
+        if code in {ExitCode.DONE, ExitCode.TRY_AGAIN, ExitCode.INTERRUPTED}:  # its job starts again
             return code
         if is_last:
             evaluation_jobs.note_failure(paths, number, read_status(run_of_ranks).reason or "failed")

@@ -61,7 +61,10 @@ def assert_evaluated(paths: RunPaths, expected: RunPaths) -> None:
     wait_for(lambda: len(rows(paths, "val")) == len(STEPS), f"the rows\n{account(paths)}", LIMIT_S)
     assert rows(paths) == rows(expected)
     ours, theirs = final_tensors(paths), final_tensors(expected)
-    assert ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        is_equal = value == theirs[name]
+        assert is_equal if isinstance(is_equal, bool) else is_equal.all(), name
 
 
 @pytest.mark.fault(66)

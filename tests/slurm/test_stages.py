@@ -110,6 +110,8 @@ def test_randomly_preempted_stages_export_the_same_file(
         with preemption(cluster, paths):
             time.sleep(random.uniform(0, 4))
     wait_for_completion(*stages)
+    for paths in stages:
+        wait_for_attempt_end(paths, records(paths)[-1].attempt)
     assert exported(tmp_path) == expected
     assert len(found_runs(tmp_path)) == 4
     causes = [[record.cause for record in records(paths)] for paths in stages]

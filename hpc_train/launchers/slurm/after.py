@@ -26,8 +26,7 @@ from hpc_train.errors import ExitCode, HpcTrainError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
-from hpc_train.launchers.slurm import begin
-from hpc_train.launchers.slurm import evaluation_jobs as submitting
+from hpc_train.launchers.slurm import begin, evaluations
 from hpc_train.launchers.slurm.batch_job import (
     IN_PLACE,
     NUM_NODES,
@@ -128,7 +127,7 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     if evaluation_jobs.VARIABLE in environ:
-        submitting.end_attempt(job, environ)
+        evaluations.end_attempt(job, environ)
     if job.is_shared and diagnosis.state == "requeued" and (_stops or diagnosis.cause in _OF_THE_JOB):
         with _reporting_errors(job.paths):
             job.stopping.touch()

@@ -1,6 +1,6 @@
 """Submits the jobs of ``evaluation.as_job``, and cancels them.
 
-``python -m hpc_train.launchers.slurm.evaluation_jobs SUBMISSION`` is called by the batch script, on the first
+``python -m hpc_train.launchers.slurm.evaluations SUBMISSION`` is called by the batch script, on the first
 node, when a checkpoint is due and has no job; ``after`` calls it for the last ones. A job is found by its
 name, which is unique to run and step, so none is submitted twice.
 """
@@ -33,7 +33,7 @@ def submit(job: BatchJob, environ: Mapping[str, str]) -> None:
 
     if not evaluation_jobs.unfinished(job.paths):
         return
-    with FileLock(job.submission.evaluation_lock):
+    with FileLock(job.submission.evaluation_lock, timeout=commands.LIMIT_S):
         # First: a job that ends meanwhile has left its row when the steps are listed.
         waiting = _jobs_by_name()
         for step in evaluation_jobs.unfinished(job.paths):
@@ -64,7 +64,7 @@ def job_name(paths: RunPaths, step: int) -> str:
 
 def _jobs_by_name() -> dict[str, str]:
     """Return name → id of this user's jobs that wait or run."""
-    output = commands.run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A|%j"], retry=True)
+    output = commands.run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%A|%j"])
     pairs = (line.strip().partition("|") for line in output.splitlines())
     return {name: job for job, _, name in pairs if job.isdigit()}
 
