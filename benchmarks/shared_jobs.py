@@ -1,6 +1,6 @@
 """32 runs of a sweep as 32 jobs and as 4 jobs of 8 slots, on exclusive nodes of a real Slurm.
 
-    python -m benchmarks.shared_jobs [--rounds 7] [--quick]
+    python -m benchmarks.shared_jobs [--rounds 7] [--quick] [--part makespan|disturbed]
 
 Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm): four nodes, each given to one job as a
 whole. A run trains a small network on one CPU rank for about ten seconds, of which it sleeps nearly all: the
@@ -9,9 +9,10 @@ a process that has imported torch (tests/warm.py), for the same reason. Measured
 to the end of the last run, and the number of jobs; every run must have completed, and equal the run of the
 same seed of the first round, which has a job of its own, bit by bit.
 
-Then the 4 jobs of 8 slots are disturbed, each time at once in another way: SIGKILL of one run's rank,
-preemption of one job, and a full disk of one run's folder, which ends that run. ``--quick`` runs two rounds
-of 8 runs in 2 jobs of 4 slots, and writes no results. Writes benchmarks/results/shared_jobs.json.
+Then one of the 4 jobs of 8 slots is disturbed, each time in another way: SIGKILL of a run's rank, preemption
+of the job, and a full disk of a run's folder, which ends that run. ``--part`` measures one of the two parts.
+``--quick`` runs two rounds of 8 runs in 2 jobs of 4 slots, and writes no results. Writes
+benchmarks/results/shared_jobs.json.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ DISTURBANCES = {
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--part", choices=["makespan", "disturbed"], help="measure only this")
+    arguments = options.parse_args()
     if reason := why_not(accounting=False):
         cannot_run(f"there is no test cluster: {reason}")
     num_runs, slots = (8, 4) if arguments.quick else (32, 8)
@@ -193,17 +196,23 @@ def main() -> None:
                 f"{num_runs} jobs": partial(sweep.makespan_s, 1),
                 f"{num_jobs} jobs of {slots} slots": partial(sweep.makespan_s, slots),
             }
-            values = interleaved(arms, rounds_of(arguments))
-            rows = {title: sweep.disturbed(slots, disturb) for title, disturb in DISTURBANCES.items()}
+            values: dict[str, list[float]] = {}
+            rows: dict[str, dict[str, float | None]] = {}
+            if arguments.part != "disturbed":
+                values = interleaved(arms, rounds_of(arguments))
+            else:
+                sweep.makespan_s(1)  # the runs with which others are compared
+            if arguments.part != "makespan":
+                rows = {name: sweep.disturbed(slots, disturb) for name, disturb in DISTURBANCES.items()}
             slurm = cluster.run("sinfo", "--version").strip()
         finally:
             cluster.down()
             warm.close()
     title = f"Sweep of {num_runs} runs on four exclusive nodes: submit to the end of the last run"
-    compared = comparison(title, "seconds", values, f"{num_runs} jobs")
+    compared = [comparison(title, "seconds", values, f"{num_runs} jobs")] if values else []
     title = f"Sweep of {num_runs} runs in {num_jobs} jobs of {slots} slots, one of them disturbed"
-    disturbed = table(title, "runs", rows)
-    report("shared_jobs", arguments, conditions() | {"slurm": slurm}, [compared], [disturbed])
+    disturbed = [table(title, "runs", rows)] if rows else []
+    report("shared_jobs", arguments, conditions() | {"slurm": slurm}, compared, disturbed)
 
 
 if __name__ == "__main__":
