@@ -41,13 +41,13 @@ from tests.slurm.experiments import (
     records,
     standing,
     standing_of,
+    standby_files,
     succeed,
     wait_for_attempt_end,
     wait_for_state,
     wait_for_step,
 )
 from tests.slurm.test_nodes import PACE_S, quiet
-from tests.slurm.test_standby import standby_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
