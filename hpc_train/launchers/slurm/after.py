@@ -165,6 +165,10 @@ def _has_nodes(
     """Return True if the job has enough nodes that respond and that the next attempt may use."""
     last = attempts[-1]
     allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
+    if NUM_NODES in environ and environ.get("SLURMD_NODENAME", allocated[0]) not in allocated:
+        # A job that outlives its first node is requeued from another one: an attempt would soon be ended.
+        say("Slurm has given up the node of the batch script, so there is no restart in place")
+        return False
     hosts, are_fit = nodes_of_ranks(allocated, excluded, environ)
     if not are_fit:
         say("too few of the job's nodes respond and may be used, so there is no restart in place")
