@@ -165,7 +165,7 @@ def _has_nodes(
     """Return True if the job has enough nodes that respond and that the next attempt may use."""
     last = attempts[-1]
     allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
-    if NUM_NODES in environ and environ.get("SLURMD_NODENAME", allocated[0]) not in allocated:
+    if NUM_NODES in environ and environ.get("SLURMD_NODENAME") not in {None, *allocated}:
         # A job that outlives its first node is requeued from another one: an attempt would soon be ended.
         say("Slurm has given up the node of the batch script, so there is no restart in place")
         return False
