@@ -306,13 +306,16 @@ def _ended_record(
     paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
 ) -> AttemptRecord:
     """Return the record of the ended attempt, before its budget was checked."""
+    attempt = paths.attempt(record.attempt)
     return replace(
         record,
         end=now(),
         cause=diagnosis.cause,
         reason=diagnosis.reason,
         events=record.events | {"end": ended},
-        exit_codes=_all_codes(record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code),
+        exit_codes=_all_codes(
+            record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code, diagnosis
+        ),
         bad_nodes=diagnosis.bad_nodes,
         saved_step=step_for_budgets(paths, record.attempt),
     )
@@ -343,9 +346,12 @@ def _reporting_errors(paths: RunPaths) -> Iterator[None]:
         say(f"how the attempt ended can't be written: {storage_error(error, paths.folder)}")
 
 
-def _all_codes(num_ranks: int, reported: dict[int, int], srun_code: int) -> list[int] | None:
-    """Return the ranks' codes if all are known; srun's code is the highest of them."""
-    if srun_code == 0 or (srun_code == 75 and reported.get(0) == 75):
+def _all_codes(
+    num_ranks: int, reported: dict[int, int], srun_code: int, diagnosis: Diagnosis
+) -> list[int] | None:
+    """Return the ranks' codes if all are known; srun's is the highest of them, but 0 after a lost node."""
+    is_completed = srun_code == 0 and diagnosis.cause == "completed"
+    if is_completed or (srun_code == 75 and reported.get(0) == 75):
         return [srun_code] * num_ranks
     return [reported[rank] for rank in range(num_ranks)] if reported.keys() >= set(range(num_ranks)) else None
 

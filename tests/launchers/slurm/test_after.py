@@ -182,6 +182,15 @@ def test_a_spare_node_replaces_a_lost_one(
         assert record_of(batch.attempt).cause == "crash"
 
 
+def test_the_exit_codes_of_a_lost_node_are_unknown(batch: Batch) -> None:
+    """Then srun ends with exit code 0 (22.05)."""
+    with (batch.submission / "12_0_0_log.out").open("a") as file:
+        file.write(f"{MARK} 1 of run abc\nsrun: error: Node failure on n2\n")
+    assert batch.after(0).startswith("requeue 75")
+    record = record_of(batch.attempt)
+    assert (record.cause, record.exit_codes) == ("lost", None)
+
+
 def test_in_place_an_attempt_whose_end_is_not_on_disk_is_not_claimed_again(batch: Batch) -> None:
     """Its disk was full."""
     line = begin(batch.submission, restarted(0) | {"HPC_TRAIN_IN_PLACE": "1"})
