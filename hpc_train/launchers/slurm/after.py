@@ -306,7 +306,6 @@ def _ended_record(
     paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
 ) -> AttemptRecord:
     """Return the record of the ended attempt, before its budget was checked."""
-    attempt = paths.attempt(record.attempt)
     return replace(
         record,
         end=now(),
