@@ -135,6 +135,9 @@ class SlurmRun:
             self.hold.at(1, since_attempt=attempt + 1, since_row=HELD_ROW)
         try:
             self._start_soon(attempt)
+            # Not before the next attempt has begun: Slurm sends the end of this start to the node once it is
+            # back (22.05), and it would end the next one there. Ranks that live are held until then.
+            wait(lambda: self.attempt() > attempt or self._has_failed(), self.account)
         except AssertionError:
             self.cluster.start_node(host)
             raise

@@ -190,6 +190,6 @@ def chosen_seeds(default: str) -> list[int]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Return the seeds of ``a-b`` or ``a``, both ends included. Raises ValueError."""
-    first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
+    """Return the seeds of ``a-b`` or ``a``, both ends included, or several with commas. Raises ValueError."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]

@@ -399,7 +399,9 @@ def versions() -> dict[str, str]:
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Seeded random faults on a real Slurm.")
-    parser.add_argument("--seeds", type=parse_seeds, required=True, help="a-b, both included")
+    parser.add_argument(
+        "--seeds", type=parse_seeds, required=True, help="a-b or a, both included, with commas"
+    )
     parser.add_argument("--parallel", type=int, default=4, help="runs at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)

@@ -40,6 +40,7 @@ from tests.slurm.experiments import (
     job_of,
     ranks_of,
     records,
+    standby_files,
     standing,
     standing_of,
     succeed,
@@ -48,7 +49,6 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.test_nodes import PACE_S, quiet
-from tests.slurm.test_standby import standby_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

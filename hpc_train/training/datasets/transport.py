@@ -99,9 +99,10 @@ def _shared_copy(storage: Any) -> Any:
         file = os.open(shared_flags.SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
+    storage_type: Any = torch.UntypedStorage  # the method is not part of torch's annotations
     try:
         os.posix_fallocate(file, 0, storage.nbytes())
-        shared = torch.UntypedStorage._new_shared_fd_cpu(file, storage.nbytes())  # type: ignore[attr-defined]
+        shared = storage_type._new_shared_fd_cpu(file, storage.nbytes())
     finally:
         os.close(file)
     return shared.copy_(storage)

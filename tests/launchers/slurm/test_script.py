@@ -143,6 +143,15 @@ def test_the_rank_is_started_as_a_file_and_starts_submitit(job: Job, tmp_path: P
     assert line.endswith(f" -u -m submitit.core._submit {job.batch.submission}")
 
 
+def test_a_job_whose_start_slurm_does_not_bring_forward_is_requeued(job: Job) -> None:
+    """Slurm refuses changes of a job that lost a node while it waits for its database."""
+    job.programs.put("scontrol", "case $1 in update) exit 1 ;; esac")
+    job.write("rank", "75")
+    assert job.run().returncode == 75
+    assert "requeue 7" in job.programs.calls("scontrol")
+    assert job.read("code") == "75", "it did not say that Slurm refused"
+
+
 def processes_with(text: str) -> list[str]:
     """Return the command lines of the processes with this text in their environment."""
     found = []
