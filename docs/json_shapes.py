@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_train.cli.bisect import Bisection
 from hpc_train.cli.bundle import Bundled
-from hpc_train.cli.checkpoint_commands import Export, Verification
+from hpc_train.cli.checkpoint_commands import Export
 from hpc_train.cli.clean import Cleaning, Removal
 from hpc_train.cli.compare import Comparison, GroupComparison
 from hpc_train.cli.compare_diff import Difference
@@ -25,6 +25,7 @@ from hpc_train.cli.reproduce import Reproduced
 from hpc_train.cli.run_row import Runs
 from hpc_train.cli.sync import Synchronization
 from hpc_train.cli.validate import Preparation, Validation
+from hpc_train.cli.verify import Verification
 from hpc_train.report.replayed_steps import Replay
 
 #: Command with its options → the type of what it prints.

@@ -16,7 +16,7 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from hpc_train.cli.bisect import threads_of_run
+from hpc_train.cli.bisect import thread_variables
 from hpc_train.cli.bundle_options import ReproduceOptions
 from hpc_train.cli.changes import as_override
 from hpc_train.cli.evaluate import newest_experiment
@@ -27,14 +27,8 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import device_here
 from hpc_train.experiment.plan.input_files import DATA
 from hpc_train.paths import RunPaths
-from hpc_train.report.parted_steps import (
-    Lines,
-    Place,
-    Reproduction,
-    place_text,
-    reproduction,
-    reproduction_text,
-)
+from hpc_train.report.parted_steps import Lines, Place, place_text
+from hpc_train.report.reproduction import Reproduction, reproduction, reproduction_text
 from hpc_train.run import frozen_experiment, weight_source
 from hpc_train.run.bundle_archive import Bundle, BundleFacts, extract
 from hpc_train.run.bundle_inputs import file_problems, with_place
@@ -241,7 +235,7 @@ def _verified(
     lines = _replayed(stretch, facts, experiment, num_ranks)
     name = facts.id
     checkpoints = {saved.step: saved for saved in committed(run)}
-    compared, first = reproduction(name, dict(sorted(checkpoints.items())), lines, stretch.begin)
+    compared, first = reproduction(name, dict(sorted(checkpoints.items())), lines, stretch.begin, {})
     losses = _losses(lines, run, options.tolerance)
     matters = any(mismatch["matters"] for mismatch in mismatches)
     answer |= {"reproduction": compared, "place": first, "losses": losses}
@@ -386,11 +380,15 @@ def _replayed(stretch: Stretch, facts: BundleFacts, experiment: Experiment, num_
     snapshot = linked(stretch.run)
     assert snapshot is not None, "it was placed"
     states = sorted({stretch.begin, *(step for step in facts.checkpoints if step <= stretch.last)})
-    with (
-        threads_of_run({"threads": facts.threads, "device": facts.device}),
-        chdir(snapshot / TREE / folder_in_tree(snapshot)),
-    ):
-        lines = run_stretch(stretch, prepared(experiment), snapshot, num_ranks, digests={"states": states})
+    with chdir(snapshot / TREE / folder_in_tree(snapshot)):
+        lines = run_stretch(
+            stretch,
+            prepared(experiment),
+            snapshot,
+            num_ranks,
+            digests={"states": states},
+            variables=thread_variables({"threads": facts.threads, "device": facts.device}),
+        )
     if lines is None:
         raise HpcTrainError("not reproduced: the replay failed")
     if not lines[0] or "state" not in lines[0][0]:

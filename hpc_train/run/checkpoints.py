@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -355,13 +356,19 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
     return reasons
 
 
-def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None) -> list[str]:
+def prune(
+    paths: RunPaths,
+    keep: int,
+    attempt: int,
+    keep_every: int | None = None,
+    needed: Collection[int] = (),
+) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
     These are its committed checkpoints except the newest ``keep`` (at least two), the best one up to each of
     these and those of multiples of ``keep_every`` steps, unfinished saves of earlier attempts, and unfinished
-    removals. Removes nothing once a later attempt exists, which may have listed checkpoints that this one
-    does not need.
+    removals. ``needed``: steps of more checkpoints to keep. Removes nothing once a later attempt exists,
+    which may have listed checkpoints that this one does not need.
     """
     checkpoints = [
         checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
@@ -372,7 +379,8 @@ def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = Non
     surplus = [
         checkpoint
         for checkpoint in checkpoints[len(newest) :]
-        if checkpoint.step not in best_steps and (keep_every is None or checkpoint.step % keep_every)
+        if checkpoint.step not in {*best_steps, *needed}
+        and (keep_every is None or checkpoint.step % keep_every)
     ]
     removed = []
     folders = [checkpoint.folder for checkpoint in surplus]

@@ -34,6 +34,9 @@ class StepObserver:
     all ranks, so they may be collective.
     """
 
+    def step_begins(self, step: int) -> None:
+        """Called before the first forward of a step, counted from 0."""
+
     def loss_computed(self, batch: Batch, loss: Tensor) -> None:
         """Called with the mean loss of a micro-batch, shape (), on ranks that own the loss."""
 
@@ -63,6 +66,7 @@ def train_step(
     strategy.share_buffers(all_persistent=False)
     guard.before_step()
     batches = forward.with_loss_factors(batches, owns_loss=strategy.owns_loss)
+    observer.step_begins(step)
     loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
     before_update()
     optimization.unscale_gradients()

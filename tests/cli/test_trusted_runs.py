@@ -29,11 +29,12 @@ ACTING = {
     "resume": ["resume", "RUN", "--local"],
     "submit": ["submit", "exp.yaml", "--local"],
     "sync": ["sync", "RUN", "--to", "tensorboard"],
+    "verify": ["verify", "RUN", "--replay"],
 }
 #: Read an experiment file, or nothing of a run.
 OF_NO_RUN = {"doctor", "init", "notify", "plan", "prepare", "reproduce", "schema", "validate"}
 #: Only read a run, remove files of it by their own names, or start one of the commands above (`watch`).
-READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "verify", "watch"}
+READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "watch"}
 
 
 def test_each_command_is_known_to_act_on_runs_or_not() -> None:

@@ -27,6 +27,7 @@ from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MI
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
 from hpc_train.launchers.slurm import begin
+from hpc_train.launchers.slurm import evaluation_jobs as submitting
 from hpc_train.launchers.slurm.batch_job import (
     IN_PLACE,
     NUM_NODES,
@@ -58,7 +59,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
 from hpc_train.recovery.history import effective_recovery, records, step_for_budgets
-from hpc_train.run import resource_limits
+from hpc_train.run import evaluation_jobs, resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
     exit_codes,
@@ -126,6 +127,8 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
+    if evaluation_jobs.VARIABLE in environ:
+        submitting.end_attempt(job, environ)
     if job.is_shared and diagnosis.state == "requeued" and (_stops or diagnosis.cause in _OF_THE_JOB):
         with _reporting_errors(job.paths):
             job.stopping.touch()
