@@ -40,6 +40,7 @@ from tests.slurm.experiments import (
     job_of,
     ranks_of,
     records,
+    standby_files,
     standing,
     standing_of,
     succeed,
@@ -48,7 +49,6 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.test_nodes import PACE_S, quiet
-from tests.slurm.test_standby import standby_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -86,6 +86,7 @@ def here(shell: Shell, folder: Path, *words: str | Path, pace_s: float = 0.0) ->
     return start(*words, "--here", **(ENVIRONMENT | own | shell.environment))
 
 
+@pytest.mark.fault(16, 65)
 def test_a_killed_rank_restarts_in_the_users_own_job(
     cluster: Cluster, shell: Shell, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_killed_rank_restarts_in_the_users_own_job(
     assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
+@pytest.mark.fault(65)
 def test_cancel_and_ctrl_c_end_the_run_and_leave_the_users_job(
     cluster: Cluster, shell: Shell, tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def run_of(cluster: Cluster, job: str, folder: Path) -> RunPaths:
     return only_run(folder)
 
 
+@pytest.mark.fault(65)
 def test_the_end_of_the_users_job_leaves_a_run_that_resumes_in_the_queue(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -244,6 +247,7 @@ def test_the_end_of_the_users_job_leaves_a_run_that_resumes_in_the_queue(
     assert records(paths)[1].launcher == "slurm"
 
 
+@pytest.mark.fault(65)
 def test_the_time_limit_of_the_users_job_reaches_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     """The command signals the ranks before Slurm ends the job, as Slurm does for a job of submit."""
     experiment = write_experiment(tmp_path, EXPERIMENT)

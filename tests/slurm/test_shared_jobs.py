@@ -78,7 +78,7 @@ def reference(quiet_runs: QuietRuns, seed: int) -> RunPaths:
     return quiet_runs.of(f"seed={seed}", text=ALONE, ranks=1, environment=ENVIRONMENT)
 
 
-@pytest.mark.fault(1, 14, 56, 57)
+@pytest.mark.fault(1, 14, 64)
 def test_a_killed_rank_and_a_preemption_change_no_bit_of_the_runs_of_a_job(
     cluster: Cluster, tmp_path: Path, quiet_runs: QuietRuns
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_killed_rank_and_a_preemption_change_no_bit_of_the_runs_of_a_job(
     assert slurm_jobs.field(cluster, job, "Restarts") == "1"
 
 
-@pytest.mark.fault(58)
+@pytest.mark.fault(67)
 def test_a_full_disk_of_one_run_ends_that_run_alone(
     cluster: Cluster, tmp_path: Path, quiet_runs: QuietRuns
 ) -> None:
@@ -168,6 +168,7 @@ def status(run: RunPaths) -> str:
     return f"{shown['state']}: {shown['reason']}"
 
 
+@pytest.mark.fault(46, 64)
 def test_a_cancelled_run_leaves_the_job_to_the_others(
     cluster: Cluster, programs: list[RunPaths], tmp_path: Path
 ) -> None:

@@ -254,6 +254,51 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
         yield Problem(key, message, remedy)
 
 
+@rule(
+    "evaluation.as-job",
+    "evaluation",
+    "parallel",
+    "checkpoint.best",
+    "early_stopping",
+    "sweep.search",
+    "optimization.on_non_finite",
+    "logging",
+    "slurm.runs_per_job",
+    "environment.container",
+)
+def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
+    """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""
+    evaluation, slurm = experiment.evaluation, experiment.slurm
+    key, remedy = ("evaluation", "as_job"), "take one of them out"
+    if not evaluation.as_job:
+        if evaluation.job_time_limit is not None:
+            message = "is the limit of evaluations by jobs, and evaluation.as_job is false"
+            yield Problem(("evaluation", "job_time_limit"), message, "write as_job: true, or take it out")
+        return
+    if experiment.checkpoint.best is not None:
+        message = "the best checkpoint is chosen in training (checkpoint.best), before such a job has ended"
+        yield Problem(key, message, remedy)
+    if experiment.early_stopping is not None:
+        yield Problem(key, "early_stopping decides in training, before such a job has ended", remedy)
+    if experiment.sweep.search is not None:
+        yield Problem(key, "a trial of sweep.search ends before such a job has ended", remedy)
+    if experiment.optimization.on_non_finite == "rollback":
+        message = "on_non_finite: rollback may replace a checkpoint while such a job evaluates it"
+        yield Problem(key, message, "write optimization.on_non_finite: stop or skip, or take it out")
+    named = [name for name in ("wandb", "mlflow", "tensorboard", "csv") if getattr(experiment.logging, name)]
+    if named:
+        message = f"logging.{named[0]} receives rows while a run trains, and not those of such jobs"
+        yield Problem(key, message, remedy)
+    if isinstance(degrees := find_degrees(experiment.parallel, 1, 1), Problem):
+        message = f"such a job has one rank: {degrees.message}"
+        yield Problem(key, message, remedy)
+    if slurm is not None and slurm.runs_per_job > 1:
+        yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
+    if experiment.environment.container is not None:
+        message = "has not been tested with environment.container and is not supported with it"
+        yield Problem(key, message, remedy)
+
+
 @rule("slurm.extra-option", "slurm.extra", "slurm.mem_gb")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
     """``slurm.extra`` must not contain options that hpc-train sets or has keys for."""

@@ -15,7 +15,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job, SlurmConfig
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.slurm_rules import (
@@ -34,6 +34,8 @@ from hpc_train.run.attempts import read_record
 
 #: Seconds before the time limit, until the duration of a save is known.
 FIRST_LEAD_S = 120
+#: The longest time limit of a job that evaluates a checkpoint, unless the file has one. Assumed.
+EVALUATION_LIMIT_MIN = 60
 #: Maximum number of runs whose saves are read for the lead: reading thousands of records is too slow.
 _RUNS_LOOKED_AT = 200
 #: Above any array: submitit's own default would throttle to 256.
@@ -110,6 +112,28 @@ def of_slots(experiment: Job, slots: int) -> Job:
         "mem_gb": slurm.mem_gb and slots * slurm.mem_gb,
     }
     return experiment.model_copy(update={"slurm": slurm.model_copy(update=more)})
+
+
+def of_evaluation(experiment: Experiment) -> Experiment:
+    """Return the experiment with the request of a job that evaluates one checkpoint: that of one rank."""
+    slurm = experiment.slurm
+    assert slurm is not None
+    longest = min(EVALUATION_LIMIT_MIN, slurm.time_limit or EVALUATION_LIMIT_MIN)
+    of_run = {"hold", "exclusive"}
+    own = {
+        "nodes": 1,
+        "spare_nodes": 0,
+        "ranks_per_node": 1,
+        "gpus_per_node": min(1, slurm.gpus_per_node),
+        "cpus_per_gpu": cpus_per_rank(slurm),
+        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb // ranks_on_each_node(slurm)),
+        "time_limit": experiment.evaluation.job_time_limit or longest,
+        "signal_lead_s": None,
+        "dependency": None,
+        "mail": None,
+        "extra": {key: value for key, value in slurm.extra.items() if sbatch_option(key) not in of_run},
+    }
+    return experiment.model_copy(update={"slurm": slurm.model_copy(update=own)})
 
 
 def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
@@ -190,7 +214,9 @@ def shape(experiment: Job, profile: Profile) -> Hashable:
     assert slurm is not None
     bound = workload_of(experiment).data_paths(experiment) if environment.container else []
     parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
-    return json.dumps([*parts, experiment.recovery.standby], sort_keys=True)
+    evaluation = experiment.evaluation if isinstance(experiment, Experiment) else None
+    by_job = [evaluation.as_job, evaluation.job_time_limit] if evaluation else []
+    return json.dumps([*parts, experiment.recovery.standby, *by_job], sort_keys=True)
 
 
 def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
