@@ -36,12 +36,16 @@ MODEL = """\
 # After /srv/people/countess/notes.txt
 from torch import nn
 
-class Net(nn.Sequential):
+class Net(nn.Module):
     def __init__(self, num_classes):
-        super().__init__(
-            nn.Conv2d(1, 4, 4, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-            nn.Linear(256, num_classes),
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 4, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
         )
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, images):
+        return self.head(self.body(images))
 """
 FILE = """\
 name: sealed
