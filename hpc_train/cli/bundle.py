@@ -154,7 +154,9 @@ def _packed(paths: RunPaths, options: BundleOptions, new: RunPaths) -> _Packed:
     frozen_experiment.write(new, public)
     _write_records(paths, run, new, code.content, named.inputs)
     files: dict[str, Path | bytes] = {
-        f"run/{path.name}": path for path in (paths.metrics, paths.digests) if path.is_file()
+        f"run/{path.name}": path
+        for path in (paths.metrics, paths.digests, paths.part_digests)
+        if path.is_file()
     }
     for checkpoint in checkpoints:
         files |= _checkpoint_files(checkpoint, new.checkpoint(checkpoint.step))
