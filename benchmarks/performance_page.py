@@ -28,8 +28,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Training step": ("step",),
     "Input": ("input", "masks_and_boxes", "token_windows", "augmentation", "data_scale"),
     "Checkpoints": ("checkpoint",),
+    "Digests and verification": ("digests",),
     "Start and submission": (
         "submission",
+        "shared_jobs",
         "cli_start",
         "run_pages",
         "watch_cpu",

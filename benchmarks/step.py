@@ -132,7 +132,7 @@ def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> 
 
 
 def experiment_of(workload: Workload, folder: Path) -> str:
-    """Return the file of a workload; its text of a language model is in ``folder``."""
+    """Return the experiment file of a workload; text is written below ``folder``."""
     args = {gpt: GPT_ARGS, deep_gpt: DEEP_GPT_ARGS}.get(workload.model)
     is_text = args is not None
     # Flow style, which JSON is a part of.

@@ -61,6 +61,11 @@ def _devices() -> Any:
     return option(None, "Ranks on this machine; default: one per GPU, or one.", min=1)
 
 
+def _replay_ranks() -> Any:
+    text = "Ranks on this machine. Default: as many as the run had, if there are enough devices."
+    return option(None, text, min=1)
+
+
 def _metric() -> Any:
     text = "Metric to compare. Default: val/accuracy, val/map or loss."
     return option(None, text, metavar="[SPLIT/]NAME")
@@ -359,12 +364,18 @@ class ReplayOptions(_OnOneRun):
     changes: list[str] = option(
         list, "Replay again with this key changed, and compare.", "--set", metavar="KEY=VALUE"
     )
+    activations: bool = flag("Also show the range of each module's outputs.")
     save_batch: Path | None = option(
         None, "Write the micro-batches of the first step to FILE.safetensors.", metavar="FILE"
     )
-    devices: int | None = option(
-        None, "Ranks on this machine. Default: as many as the run had, if there are enough devices.", min=1
+    save_samples: Path | None = option(
+        None, "Write the samples of the first step to a new FOLDER, as PNG or text.", metavar="FOLDER"
     )
+    profile: Path | None = option(
+        None, "Write torch.profiler's trace of the shown steps to FILE.json.gz.", metavar="FILE"
+    )
+    debugger: bool = flag("Stop in pdb at the beginning of each shown step, on one rank.")
+    devices: int | None = _replay_ranks()
 
 
 @command("bisect")
@@ -376,14 +387,29 @@ class BisectOptions(_OnRuns, _Code):
 
     first: int = option(1, "The first step to compare.", "--from", min=1)
     last: int | None = option(None, "The last step to compare. Default: all.", "--to", min=1)
-    devices: int | None = option(
-        None, "Ranks on this machine. Default: as many as the runs had, if there are enough devices.", min=1
+    pythons: list[Path] = option(
+        list,
+        "Interpreter of the environment in which to replay a run; once per run, in their order.",
+        "--python",
+        metavar="PATH",
     )
+    devices: int | None = _replay_ranks()
 
 
-@command("verify", module="checkpoint_commands")
-class VerifyOptions(_OnRuns):
-    """Check by hashes which checkpoints would load."""
+@command("verify")
+class VerifyOptions(_OnRuns, _Code):
+    """Check by hashes which checkpoints would load; with --replay, repeat the steps between them.
+
+    The runs are not changed.
+    """
+
+    replays: bool = flag("Repeat the steps between checkpoints on this machine, and compare.", "--replay")
+    slots: int | None = option(None, "Stretches to repeat at a time. Default: by cores or GPUs.", min=1)
+    part: str | None = option(None, "Repeat part K of N of the stretches: for job arrays.", metavar="K/N")
+    tolerance: float | None = option(
+        None, "Relative difference that passes. Default: 0 (bitwise) or, if it can't be, 0.05.", min=0
+    )
+    devices: int | None = _replay_ranks()
 
 
 @command("compare")

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -365,29 +366,35 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
     return reasons
 
 
-def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None) -> list[str]:
+def prune(
+    paths: RunPaths,
+    keep: int,
+    attempt: int,
+    keep_every: int | None = None,
+    needed: Collection[int] = (),
+) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
     These are its committed checkpoints except the newest ``keep`` (at least two), the best and the newest
     verified one up to each of these and those of multiples of ``keep_every`` steps, unfinished saves of
-    earlier attempts, and unfinished removals. Removes nothing once a later attempt exists, which may have
-    listed checkpoints that this one does not need.
+    earlier attempts, and unfinished removals. ``needed``: steps of more checkpoints to keep. Removes nothing
+    once a later attempt exists, which may have listed checkpoints that this one does not need.
     """
     checkpoints = [
         checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
     ]
     newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
-    needed: set[int] = set()
+    required = set(needed)
     for manifest in filter(None, map(_manifest, newest)):
         if manifest.best is not None:
-            needed.add(manifest.best.step)
+            required.add(manifest.best.step)
         if (step := manifest.verified) is not None:
-            needed.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
+            required.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
     surplus = [
         checkpoint
         for checkpoint in checkpoints[len(newest) :]
-        if checkpoint.step not in needed and (keep_every is None or checkpoint.step % keep_every)
+        if checkpoint.step not in required and (keep_every is None or checkpoint.step % keep_every)
     ]
     removed = []
     folders = [checkpoint.folder for checkpoint in surplus]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
+from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.training import batch_size_search
@@ -47,7 +51,6 @@ from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import (
-    DigestWriter,
     Guard,
     RollbackError,
     SpikeRecorder,
@@ -57,6 +60,7 @@ from hpc_train.training.non_finite import (
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
+from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step import Observers, StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
@@ -70,16 +74,13 @@ _log = logging.getLogger(__name__)
 
 def train(rank: Rank) -> ExitCode:
     """Train to the end or until a stop request; roll back if the file allows it."""
-    run = _prepared(rank)
+    run = prepared_run(rank)
     try:
         is_done = None
         while is_done is None:
             is_done = _train_once(run)
             if is_done is None:
-                rank.rebuilds()
-                gc.collect()  # modules under FSDP are in reference cycles
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                free_memory(rank)
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"
     finally:
@@ -92,14 +93,24 @@ def train(rank: Rank) -> ExitCode:
     return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
 
 
-def train_again(rank: Rank, stretch: Stretch) -> bool | None:
-    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged."""
-    run = _prepared(rank)
+def train_again(run: TrainingRun, stretch: Stretch) -> bool | None:
+    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged.
+
+    Between two stretches call ``free_memory``.
+    """
     run.stretch, run.skipped = stretch, stretch.skipped
     return _train_once(run)
 
 
-def _prepared(rank: Rank) -> TrainingRun:
+def free_memory(rank: Rank) -> None:
+    """Free what the last training on this rank occupied, before everything is built again."""
+    rank.rebuilds()
+    gc.collect()  # modules under FSDP are in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def prepared_run(rank: Rank) -> TrainingRun:
     """Find the micro-batch size, then build the data."""
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
@@ -189,8 +200,10 @@ def _trainer(
     rule, acts = spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
     recorder = None
     if run.spikes is not None and run.digests is not None:
-        recorder = SpikeRecorder(run.spikes, run.digests, training.sampler.samples, None if acts else rule)
-    digests = _observer(run, train_state, recorder or run.digests)
+        recorder = SpikeRecorder(
+            run.spikes, run.digests.steps, training.sampler.samples, None if acts else rule
+        )
+    digests = _observer(run, train_state, recorder)
     meters = _meters(run, digests)
     observer, verification = digests, None
     if config.recovery.verify_every_steps is not None and run.stretch is None:
@@ -222,7 +235,13 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(config.evaluation, config.checkpoint, run.last_step, run.batches.steps_per_epoch),
+        cadence=Cadence.of(
+            config.evaluation,
+            config.checkpoint,
+            run.last_step,
+            run.batches.steps_per_epoch,
+            by_job=_evaluates_by_job(run),
+        ),
         guard=guard,
         max_norm=config.optimization.clip_grad_norm,
         evaluator=None if run.stretch else _evaluator(run, train_state, forward, agreement),
@@ -239,12 +258,21 @@ def _trainer(
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
+        request_evaluation=partial(evaluation_jobs.request, run.paths) if rank.is_first else None,
         observer=observer,
         interval=run.interval,
     )
 
 
-def _observer(run: TrainingRun, train_state: TrainState, writer: DigestWriter | None) -> StepObserver:
+def _evaluates_by_job(run: TrainingRun) -> bool:
+    """Return True if the launcher submits a job for the evaluation of each checkpoint that is due."""
+    is_wanted = run.rank.experiment.evaluation.as_job and evaluation_jobs.VARIABLE in os.environ
+    return is_wanted and run.stretch is None and run.source.val is not None
+
+
+def _observer(
+    run: TrainingRun, train_state: TrainState, recorder: DigestWriter[StepDigest] | None
+) -> StepObserver:
     """Return the observer of a replay, or that of the file's digests. Collective."""
     rank = run.rank
     if run.stretch is not None:
@@ -252,7 +280,13 @@ def _observer(run: TrainingRun, train_state: TrainState, writer: DigestWriter | 
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
         return StepObserver()
-    return StepDigests(writer, rank.attempt, owns_loss=train_state.strategy.owns_loss)
+    files, every = run.digests, rank.experiment.checkpoint.parts_every
+    parts = None
+    if mode == "parts":
+        writer = files.parts if files else None
+        parts = PartDigests(train_state, writer, rank.attempt, every, run.batches.total_steps)
+    steps = recorder or (files.steps if files else None)
+    return StepDigests(steps, rank.attempt, owns_loss=train_state.strategy.owns_loss, parts=parts)
 
 
 def _forward(
@@ -350,8 +384,9 @@ def _count_flops(
 
 
 def _profiler(run: TrainingRun, meters: Meters, stack: ExitStack) -> StepProfiler | None:
-    """Return the profiler on rank 0 if the file has ``profile``; closing ``stack`` writes the profile."""
-    rank, config = run.rank, run.rank.experiment.profile
+    """Return the profiler on rank 0 if it is requested; closing ``stack`` writes the profile."""
+    rank, stretch = run.rank, run.stretch
+    config = rank.experiment.profile if stretch is None else stretch.profile
     if config is None or not rank.is_first:
         return None
     profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
@@ -400,6 +435,8 @@ def _saves(
             rank.events.saved(save.duration_s, save.stall_s)
         if run.metrics_writer is not None:
             run.metrics_writer.committed(save.step)
+            if rank.experiment.evaluation.as_job:
+                run.metrics_writer.join(evaluation_jobs.rows(run.paths), save.step)
 
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
 

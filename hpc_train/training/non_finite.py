@@ -11,10 +11,10 @@ import logging
 import math
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hpc_train.errors import FINITE_REMEDY, NonFiniteError, counted
 from hpc_train.experiment.config.training_sections import OptimizationConfig
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import StepDigest
+from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.spikes import Reaction, Spike, SpikeRule, SpikesFile, rule_at
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.datasets.sampler import Position
@@ -187,16 +187,6 @@ class Guard:
         return clip_gradients(math.inf if max_norm is None else max_norm)
 
 
-class DigestWriter(Protocol):
-    """Receives the digests of all ranks: ``run.digests.DigestsFile``."""
-
-    def append(self, digests: list[StepDigest]) -> None:
-        """Write the digests of consecutive steps."""
-
-    def sync(self) -> None:
-        """Sync the written digests to the disk. Any thread."""
-
-
 @dataclass(frozen=True)
 class SpikeRecorder:
     """Rank 0's record of spikes and their samples; passes digests on to the run's file of them.
@@ -205,11 +195,11 @@ class SpikeRecorder:
     """
 
     file: SpikesFile
-    digests: DigestWriter
+    digests: DigestWriter[StepDigest]
     samples: Callable[[int], list[int]]
     rule: SpikeRule | None
 
-    def append(self, digests: list[StepDigest]) -> None:
+    def append(self, digests: Sequence[StepDigest]) -> None:
         """Write the digests of consecutive steps."""
         self.digests.append(digests)
         for digest in digests if self.rule is not None else ():

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +36,6 @@ _SYNCED = (
     "others than an uninterrupted run's"
 )
 _OTHER_DROPOUT = "dropout behind a pipeline's first stage draws other numbers"
-_CPU_INFO = Path("/proc/cpuinfo")
 _ROUNDING = "the weights may differ in the last bit from here on"
 
 
@@ -277,16 +273,7 @@ def processor(device: torch.device) -> str:
     """Return the model of the GPU, or of the CPU with the instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _cpu_model() -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()
+    return f"{versions.cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _threads(noted: object, world_size: int) -> list[int] | None:

@@ -36,8 +36,8 @@ from hpc_train.training.datasets.types import Batch
 from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.rank import Rank
 from hpc_train.training.resuming import Resumed
+from hpc_train.training.state_digests import tensor_digest
 from hpc_train.training.step import StepObserver
-from hpc_train.training.step_digests import tensor_digest
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.buffers import Buffers
 from hpc_train.training.strategies.ddp import DDPStrategy

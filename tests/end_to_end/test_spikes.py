@@ -22,7 +22,7 @@ from tests.end_to_end.runs import (
 from tests.end_to_end.test_non_finite import extra
 from tests.quiet import QuietRuns
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault(57)]
+pytestmark = [pytest.mark.slow, pytest.mark.fault(69)]
 
 #: After the warm-up of the rule one step, number 98, has the digit.
 TEXT = (

@@ -311,6 +311,12 @@ def test_pruning_keeps_multiples_of_keep_every(run: RunPaths, keep_every: int, s
     assert [checkpoint.step for checkpoint in committed(run)] == steps
 
 
+def test_pruning_keeps_steps_that_are_needed(run: RunPaths) -> None:
+    save(run, 1, 2, 3, 4, 5)
+    prune(run, 2, 1, needed=[2])
+    assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 2]
+
+
 @pytest.mark.fault(13)
 def test_partial_folders_are_not_counted_as_kept(run: RunPaths) -> None:
     save(run, 1, 2, 3)

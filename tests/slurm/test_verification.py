@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.checkpoints import is_set_aside
-from tests.end_to_end.flips import FLIP, FLIPS_ON
+from tests.end_to_end.machine_flips import FLIP, FLIPS_ON
 from tests.end_to_end.runs import assert_equal_to_the_bit
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -25,7 +25,7 @@ from tests.slurm.experiments import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TEXT = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.end_to_end.flips:net")
+TEXT = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.end_to_end.machine_flips:net")
 EVERY = 5
 KEYS = (f"recovery.verify_every_steps={EVERY}", "checkpoint.every_steps=4")
 
@@ -39,7 +39,7 @@ def first_wrong(monkeypatch: pytest.MonkeyPatch) -> int:
     return step
 
 
-@pytest.mark.fault(56)
+@pytest.mark.fault(68)
 def test_a_node_that_computes_wrongly_is_left_out(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path, first_wrong: int
 ) -> None:
@@ -59,7 +59,7 @@ def test_a_node_that_computes_wrongly_is_left_out(
     assert_equal_to_the_bit(quiet_runs.of(text=TEXT, ranks=3, environment=ENVIRONMENT), paths)
 
 
-@pytest.mark.fault(56)
+@pytest.mark.fault(68)
 def test_of_two_nodes_that_differ_both_are_left_out_at_the_second_time(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path, first_wrong: int
 ) -> None:

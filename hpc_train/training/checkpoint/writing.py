@@ -24,6 +24,7 @@ from torch import Tensor
 from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.rank import signals
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import (
     FORMAT_VERSION,
@@ -203,7 +204,8 @@ class CheckpointWriter:
         if self.ranks.rank != 0:
             return
         try:
-            prune(self.paths, self.keep, self.attempt, self.keep_every)
+            needed = evaluation_jobs.unfinished(self.paths)
+            prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
         except OSError as error:  # the next save tries again
             if error.errno not in self._warned_of:
                 self._warned_of.add(error.errno)
