@@ -24,13 +24,13 @@ from tests.quiet import QuietRuns
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(69)]
 
-#: Four epochs of 29 steps; the first two are the warm-up of the rule.
+#: After the warm-up of the rule one step, number 98, has the digit.
 TEXT = (
     EXPERIMENT.replace(
-        '"tests.end_to_end.parts:net"', '"tests.end_to_end.parts:poisoned", args: {factor: 30.0}'
+        '"tests.end_to_end.parts:net"', '"tests.end_to_end.parts:poisoned", args: {factor: -100.0}'
     )
     .replace(", augment: {hflip: 0.5, crop_padding: 2}", "")
-    .replace("steps: 60", "steps: 116")
+    .replace("steps: 60", "steps: 110")
 )
 
 
@@ -42,7 +42,7 @@ def test_a_spike_is_reported_with_its_samples_and_changes_nothing(quiet_runs: Qu
     run, plain = quiet_runs.of("optimization.on_spike=report", text=TEXT), quiet_runs.of(text=TEXT)
     assert_equal_to_the_bit(run, plain)
     found = [spike for spike in spikes(run) if POISON in spike.samples]
-    assert [spike.reaction for spike in found][-1:] == ["report"] and found[-1].step > 87
+    assert [spike.reaction for spike in found][-1:] == ["report"] and found[-1].step == 98
     assert len(found[-1].samples) == found[-1].num_samples == 48
     (row,) = (row for row in rows(run, "train") if row["step"] == found[-1].step)
     assert row["loss"] == pytest.approx(found[-1].loss) and row["loss"] > (found[-1].loss_limit or 0.0)
