@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import BisectOptions
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
 from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay_options import BisectOptions
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.schema import Experiment

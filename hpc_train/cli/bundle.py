@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hpc_train.cli.bundle_options import BundleOptions
 from hpc_train.cli.changes import key_of
 from hpc_train.cli.evaluate import newest_experiment, one_run
+from hpc_train.cli.replay_options import BundleOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, listed
 from hpc_train.experiment.config.keys import JOB
