@@ -149,7 +149,7 @@ def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
         of_job = of_slots(experiment, slots).slurm
         assert of_job is not None
         slurm = slurm.model_copy(update={"gpus_per_node": of_job.gpus_per_node, "ranks_per_node": 1})
-        flags = ["--overlap", "--cpu-bind=none"]
+        flags = ["--overlap"]
     gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
     return [*flags, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
 
