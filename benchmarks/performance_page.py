@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Digests and verification": ("digests",),
     "Start and submission": (
         "submission",
+        "shared_jobs",
         "cli_start",
         "run_pages",
         "watch_cpu",
@@ -39,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "compile_start",
     ),
     "Preemption": ("preemption", "restart"),
+    "Verified steps and spikes": ("verification", "spikes"),
     "Scripts of the user's own": ("session_overhead",),
     "Memory": ("memory", "memory_prediction", "open_files"),
     "Gradients of a node's CPU ranks": ("node_sum",),

@@ -6,20 +6,22 @@ that they have in common, by ranks that compute digests of all tensors: twice tw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import BisectOptions
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
 from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay_options import BisectOptions
 from hpc_train.console import JSON_VERSION, put, put_json
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.input_files import other_inputs
 from hpc_train.paths import CheckpointPaths, RunPaths
@@ -99,8 +101,12 @@ def bisect(options: BisectOptions) -> ExitCode:
         raise UsageError(f"--to: {options.last} is before --from {options.first}; write a later step")
     for paths in folders:
         check_run(paths)
+    pythons = _pythons(options.pythons, len(folders))
     names = run_names(folders)
-    runs = [ReplayedRun(paths, names[paths], is_new(options.code)) for paths in folders]
+    runs = [
+        ReplayedRun(paths, names[paths], is_new(options.code), python)
+        for paths, python in zip(folders, pythons, strict=True)
+    ]
     search = _Search(runs, options)
     search.begin()
     if not options.as_json:
@@ -117,6 +123,19 @@ def bisect(options: BisectOptions) -> ExitCode:
     return ExitCode.DONE if search.answer["place"] is None else ExitCode.FAILED
 
 
+def _pythons(paths: Sequence[Path], num_runs: int) -> Sequence[Path | None]:
+    """Return the interpreter of each run's replays; None: this one. Raises UsageError."""
+    if paths and len(paths) != num_runs:
+        raise UsageError(
+            f"--python: is given {counted(len(paths), 'time')}, and there {'is' if num_runs == 1 else 'are'} "
+            f"{counted(num_runs, 'run')}; give it once per run, in their order"
+        )
+    for path in paths:
+        if not (path.is_file() and os.access(path, os.X_OK)):
+            raise UsageError(f"--python: {path} is not a program; write a path such as venv/bin/python")
+    return [path.absolute() for path in paths] or [None] * num_runs
+
+
 @dataclass
 class ReplayedRun:
     """One of the runs, as its files are."""
@@ -124,6 +143,8 @@ class ReplayedRun:
     paths: RunPaths
     name: str
     uses_new_code: bool
+    #: The interpreter of its replays; None: this one.
+    python: Path | None = None
 
     @cached_property
     def files(self) -> RunFiles:
@@ -400,7 +421,13 @@ class _Search:
         digests = {"trace": [traced.start, last], "states": states}
         snapshot = None if run.uses_new_code else linked(run.paths)
         lines = run_stretch(
-            stretch, run.experiment, snapshot, num_ranks, digests=digests, variables=thread_variables(facts)
+            stretch,
+            run.experiment,
+            snapshot,
+            num_ranks,
+            digests=digests,
+            variables=thread_variables(facts),
+            python=run.python,
         )
         self.answer["replays"] += 1
         if lines is None:

@@ -14,18 +14,21 @@ from typing import Any
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import ReplayOptions
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.cli.replay_options import ReplayOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.experiment.config.fields import MAX_MINUTES
 from hpc_train.experiment.config.schema import CheckpointConfig, Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import LocalLauncher
+from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
 from hpc_train.report.replayed_steps import (
     MicroBatch,
     NonFinite,
+    Range,
     Replay,
     Replayed,
     ReplayedStep,
@@ -69,6 +72,50 @@ class Stretch:
     ranks_of_run: int | None
 
 
+@dataclass(frozen=True)
+class Extras:
+    """The results of a replay besides the numbers of its steps; paths are those of files to write."""
+
+    batch: Path | None = None
+    samples: Path | None = None
+    profile: Path | None = None
+    activations: bool = False
+    debugger: bool = False
+
+    @classmethod
+    def of(cls, options: ReplayOptions) -> Extras:
+        """Return the options' values. Raises UsageError or StorageError for a path that can't be written."""
+        _refuse_output("--save-batch", options.save_batch, ".safetensors")
+        _refuse_output("--save-samples", options.save_samples)
+        _refuse_output("--profile", options.profile, ".json.gz")
+        return cls(
+            options.save_batch, options.save_samples, options.profile, options.activations, options.debugger
+        )
+
+    def request(self) -> dict[str, bool]:
+        """Return their keys of ``replay.json``."""
+        names = ("save_batch", "save_samples", "profile", "activations", "debugger")
+        values = (self.batch, self.samples, self.profile, self.activations, self.debugger)
+        return {name: bool(value) for name, value in zip(names, values, strict=True)}
+
+    def move(self, run: RunPaths) -> None:
+        """Move the files that the ranks of ``run`` have written."""
+        targets = {
+            run.replayed_batch(0): self.batch,
+            run.replayed_samples: self.samples,
+            run.attempt(1).profile_trace: self.profile,
+        }
+        for source, target in targets.items():
+            if target is not None and source.exists():
+                shutil.move(source, target.absolute())
+        if self.samples is not None and not self.samples.exists():
+            say("--save-samples: the inputs are neither images nor tokens; --save-batch FILE writes them")
+
+
+#: Only the numbers.
+NO_EXTRAS = Extras()
+
+
 def replay(options: ReplayOptions) -> ExitCode:
     """Repeat the steps and print them; exit code 1 if a step differs on as many ranks as the run had.
 
@@ -77,18 +124,23 @@ def replay(options: ReplayOptions) -> ExitCode:
     run_words, overrides = runs_and_overrides(options.runs_and_overrides)
     paths = one_run("replay", run_words)
     _refuse_fixed([*overrides, *options.changes])
-    _refuse_output(options.save_batch)
+    extras = Extras.of(options)
     check_run(paths)
     stretch = _stretch(paths, options.step, options.to or options.step)
     snapshot = None if is_new(options.code) else linked(paths)
     variants = [[]] if not options.changes else [[], options.changes]
     experiments = [prepared(newest_experiment(paths, [*overrides, *changes])) for changes in variants]
     num_ranks = options.devices or number_of_ranks(experiments[0], stretch)
+    if extras.activations:
+        _refuse_compiled(experiments)
+    if extras.debugger:
+        _refuse_debugger(options, num_ranks)
+        experiments = [_without_hang_limit(experiment) for experiment in experiments]
     report_begin(stretch, num_ranks)
     replays: list[Replayed] = []
     for changes, experiment in zip(variants, experiments, strict=True):
-        output = options.save_batch if not changes else None
-        lines = run_stretch(stretch, experiment, snapshot, num_ranks, output)
+        once = Extras(activations=extras.activations) if changes else extras
+        lines = run_stretch(stretch, experiment, snapshot, num_ranks, once)
         if lines is None:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
@@ -122,14 +174,40 @@ def _refuse_fixed(overrides: Sequence[str]) -> None:
             )
 
 
-def _refuse_output(output: Path | None) -> None:
+def _refuse_output(option: str, output: Path | None, suffix: str = "") -> None:
     if output is None:
         return
-    if output.suffix != ".safetensors":
-        raise UsageError(f"--save-batch: {output} must end in .safetensors")
-    refuse_target(output)
+    if not output.name.endswith(suffix):
+        raise UsageError(f"{option}: {output} must end in {suffix}")
     if output.exists():
-        raise UsageError(f"--save-batch: {output} exists; give another name")
+        raise UsageError(f"{option}: {output} exists; give another name")
+    refuse_target(output)
+
+
+def _refuse_compiled(experiments: Sequence[Experiment]) -> None:
+    if any(experiment.compile.enabled for experiment in experiments):
+        raise UsageError(
+            "--activations: a compiled model does not call its modules one by one; add compile=false, which "
+            "replays without compilation"
+        )
+
+
+def _refuse_debugger(options: ReplayOptions, num_ranks: int) -> None:
+    if num_ranks > 1:
+        raise UsageError(
+            f"--debugger: stops one rank, and this replay has {num_ranks}, which would wait for it; add "
+            "--devices 1"
+        )
+    if options.changes:
+        raise UsageError("--debugger: can't be combined with --set; write KEY=VALUE to debug a changed step")
+    if options.as_json:
+        raise UsageError("--debugger: can't be combined with --json, since pdb writes to stdout")
+
+
+def _without_hang_limit(experiment: Experiment) -> Experiment:
+    """Return the experiment with the longest limit: a rank that waits in the debugger does not hang."""
+    recovery = experiment.recovery.model_copy(update={"hang_after_min": MAX_MINUTES})
+    return experiment.model_copy(update={"recovery": recovery})
 
 
 def _stretch(paths: RunPaths, first: int, last: int) -> Stretch:
@@ -176,20 +254,26 @@ def run_stretch(
     experiment: Experiment,
     snapshot: Path | None,
     num_ranks: int,
-    output: Path | None = None,
+    extras: Extras = NO_EXTRAS,
     digests: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
+    python: Path | None = None,
 ) -> list[list[dict[str, Any]]] | None:
     """Start the ranks and return the lines of each; None if they failed, which leaves their folder.
 
     ``digests``: ``trace`` and ``states`` of ``replay.json``. ``variables``: of the ranks' environment.
+    ``python``: their interpreter; None: this one.
     """
-    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last, **(digests or {})}
-    run = replay_folder(stretch.run, experiment, snapshot, {**request, "save_batch": output is not None})
-    if not replay_on_ranks(run, experiment, num_ranks, variables):
+    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    run = replay_folder(stretch.run, experiment, snapshot, {**request, **extras.request(), **(digests or {})})
+    launcher = LocalLauncher(
+        None if python is None else [str(python), *default_command(run)[1:]],
+        variables or {},
+        has_terminal=extras.debugger,
+    )
+    if not replay_on_ranks(run, experiment, num_ranks, launcher):
         return None
-    if output is not None and run.replayed_batch(0).exists():
-        shutil.move(run.replayed_batch(0), output.absolute())
+    extras.move(run)
     lines = [replayed_lines(run.replay(rank)) for rank in range(num_ranks)]
     shutil.rmtree(run.folder.parent)
     return lines
@@ -209,13 +293,11 @@ def replay_on_ranks(
     run: RunPaths,
     experiment: Experiment,
     num_ranks: int,
-    variables: Mapping[str, str] | None = None,
+    launcher: LocalLauncher,
     poll: Callable[[], None] = lambda: None,
 ) -> bool:
     """Start the ranks of such a folder and wait for their end; return False, and print it, if they failed."""
-    ended = LocalLauncher(variables=variables or {}).launch(
-        LaunchRequest(run, experiment, 1, num_ranks), poll
-    )
+    ended = launcher.launch(LaunchRequest(run, experiment, 1, num_ranks), poll)
     if ended != ExitCode.DONE:
         say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
     return ended == ExitCode.DONE
@@ -286,7 +368,11 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
         learning_rate=head["learning_rate"],
         micro_batches=[
             MicroBatch(
-                number=number, loss=_finite(batch["loss"]), samples=batch["samples"], files=batch["files"]
+                number=number,
+                loss=_finite(batch["loss"]),
+                samples=batch["samples"],
+                files=batch["files"],
+                texts=batch.get("texts", []),
             )
             for number, batch in sorted(batches.items())
         ],
@@ -294,9 +380,26 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
             module: _finite(math.sqrt(square) if square >= 0 else square)
             for module, square in squares.items()
         },
+        activations=_ranges([line.get("ranges", {}) for line in of_ranks]),
         non_finite=_first([line["non_finite"] for line in of_ranks]),
         **_numbers(head["digest"]),
     )
+
+
+def _ranges(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Range]:
+    """Merge the ranks' minimum, maximum, sum of absolute values and number of each module's outputs."""
+    by_module: dict[str, list[Sequence[float]]] = {}
+    for ranges in of_ranks:
+        for module, values in ranges.items():
+            by_module.setdefault(module, []).append(values)
+    merged = {}
+    for module, parts in by_module.items():
+        lows, highs, sums, counts = zip(*parts, strict=True)
+        bounds = (min(lows), max(highs)) if math.isfinite(sum((*lows, *highs))) else (math.nan, math.nan)
+        merged[module] = Range(
+            minimum=_finite(bounds[0]), maximum=_finite(bounds[1]), mean_abs=_finite(sum(sums) / sum(counts))
+        )
+    return merged
 
 
 def _numbers(digest: dict[str, Any]) -> StepNumbers:

@@ -19,13 +19,13 @@ from typing import Any, TypedDict
 
 from hpc_train.cli.bisect import ReplayedRun, thread_variables
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import VerifyOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import replay_folder, replay_on_ranks, replayed_lines
+from hpc_train.cli.replay_options import VerifyOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.launchers.gpus import count_gpus, gpu_names
-from hpc_train.launchers.local import noted_signals
+from hpc_train.launchers.local import LocalLauncher, noted_signals
 from hpc_train.paths import RunPaths
 from hpc_train.report.parted_steps import (
     Lines,
@@ -336,7 +336,7 @@ class _Replays:
             names = gpu_names(os.environ)[(slot.number - 1) * ranks : slot.number * ranks]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         folder = replay_folder(run.paths, run.experiment, self._snapshot, request)
-        is_done = replay_on_ranks(folder, run.experiment, ranks, variables, poll)
+        is_done = replay_on_ranks(folder, run.experiment, ranks, LocalLauncher(variables=variables), poll)
         replayed = _replayed_stretches(folder, ranks)
         if is_done and not replayed:
             raise UsageError(

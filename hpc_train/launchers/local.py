@@ -39,10 +39,14 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class LocalLauncher:
-    """``command`` is executed by each rank; None: the worker. ``variables``: added to its environment."""
+    """``command`` is executed by each rank; None: the worker. ``variables``: added to its environment.
+
+    ``has_terminal``: the rank, a single one, reads standard input and writes to standard output.
+    """
 
     command: Sequence[str] | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    has_terminal: bool = False
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one kills them.
@@ -55,8 +59,14 @@ class LocalLauncher:
         command = self.command or default_command(request.paths)
         with noted_signals() as interrupts:
             variables = mig_variables(os.environ) if num_ranks > 1 and device != "cpu" else {}
-            variables |= self.variables
-            ranks = RankProcesses(request.paths, request.attempt, num_ranks, command, variables)
+            ranks = RankProcesses(
+                request.paths,
+                request.attempt,
+                num_ranks,
+                command,
+                {**variables, **self.variables},
+                has_terminal=self.has_terminal,
+            )
             try:
                 record = replace(record, rank_processes=ranks.identities())
                 write_record(request.paths.attempt(request.attempt), record)

@@ -54,6 +54,8 @@ class RankProcesses:
         num_ranks: int,
         command: Sequence[str],
         variables: Mapping[str, str] | None = None,
+        *,
+        has_terminal: bool = False,
     ) -> None:
         self._run, self._attempt = paths.folder, attempt
         self.ended: list[RankProcess] = []
@@ -65,7 +67,8 @@ class RankProcesses:
         try:
             for rank in range(num_ranks):
                 variables_of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                popen = _start(command, environment | variables_of_rank, paths.attempt(attempt).log(rank))
+                log = paths.attempt(attempt).log(rank)
+                popen = _start(command, environment | variables_of_rank, log, has_terminal=has_terminal)
                 self._all.append(RankProcess(rank, popen))
         except BaseException:
             self.kill()
@@ -170,16 +173,18 @@ def _before(variables: Mapping[str, str], inherited: Sequence[str]) -> dict[str,
     return {**variables, "PYTHONPATH": os.pathsep.join(places)}
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, *, has_terminal: bool
+) -> subprocess.Popen[bytes]:
     with named_errors(log):
         output = open_regular(log, "ab")
     with output:
         return start_in_own_session(  # a terminal's Ctrl-C reaches the launcher only
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdin=None if has_terminal else subprocess.DEVNULL,
+            stdout=None if has_terminal else output,
+            stderr=output,
             preexec_fn=_die_with(os.getpid()),
         )
 

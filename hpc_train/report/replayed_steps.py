@@ -6,10 +6,11 @@ import math
 from typing import TypedDict
 
 from hpc_train.console import columns
-from hpc_train.errors import counted
+from hpc_train.errors import counted, shortened
 
 #: Samples per micro-batch, and modules, that the text shows.
 _SHOWN_SAMPLES, _SHOWN_MODULES = 6, 8
+_TEXT_LENGTH = 72
 
 
 class MicroBatch(TypedDict):
@@ -22,6 +23,17 @@ class MicroBatch(TypedDict):
     samples: list[int]
     #: Their files; empty if the data have none.
     files: list[str]
+    #: The beginning of their decoded tokens; empty if they are not tokens, or have no decoder here.
+    texts: list[str]
+
+
+class Range(TypedDict):
+    """The outputs of a module in all micro-batches of a step; null: some are NaN or infinite."""
+
+    minimum: float | None
+    maximum: float | None
+    #: The mean absolute value.
+    mean_abs: float | None
 
 
 class NonFinite(TypedDict):
@@ -70,6 +82,8 @@ class ReplayedStep(StepNumbers):
     micro_batches: list[MicroBatch]
     #: Gradient norm by module, before clipping; null if it is NaN or infinite.
     grad_norms: dict[str, float | None]
+    #: By module, in the order of their calls; empty without ``--activations``.
+    activations: dict[str, Range]
     non_finite: NonFinite | None
 
 
@@ -136,14 +150,34 @@ def _step_text(step: ReplayedStep) -> list[str]:
         more = f" … {len(names)} in all" if len(names) > _SHOWN_SAMPLES else ""
         rows.append([str(batch["number"]), _shown(batch["loss"]), " ".join(names[:_SHOWN_SAMPLES]) + more])
     lines += [f"  {line}" for line in columns(rows)]
-    norms = sorted(step["grad_norms"].items(), key=lambda item: -math.inf if item[1] is None else -item[1])
+    lines += _text_lines(step)
+    norms = sorted(step["grad_norms"].items(), key=lambda item: -_order(item[1]))
     title = f"gradient norm, {counted(len(norms), 'module')}"
     rows = [[title if len(norms) <= _SHOWN_MODULES else f"{title}, the largest", ""]]
     rows += [[module or "(model)", _shown(value)] for module, value in norms[:_SHOWN_MODULES]]
     lines += [f"  {line}" for line in columns(rows)]
+    if step["activations"]:
+        rows = [["outputs of modules", "minimum", "maximum", "mean absolute value"]]
+        for module, values in step["activations"].items():
+            shown = [_shown(values[key]) for key in ("minimum", "maximum", "mean_abs")]
+            rows.append([module or "(model)", *shown])
+        lines += [f"  {line}" for line in columns(rows)]
     if step["non_finite"] is not None:
         lines.append(f"  {_non_finite_text(step['non_finite'])}")
     return lines
+
+
+def _text_lines(step: ReplayedStep) -> list[str]:
+    """Return the samples with their texts, of the micro-batches with the highest loss first."""
+    batches = sorted(step["micro_batches"], key=lambda batch: -_order(batch["loss"]))
+    samples = [pair for batch in batches for pair in zip(batch["samples"], batch["texts"], strict=False)]
+    rows = [[str(index), shortened(text, _TEXT_LENGTH)] for index, text in samples[:_SHOWN_SAMPLES]]
+    more = f", {len(rows)} of {len(samples)}" if len(samples) > len(rows) else ""
+    return [f"  {line}" for line in columns([["sample", f"text{more}"], *rows])] if rows else []
+
+
+def _order(number: float | None) -> float:
+    return math.inf if number is None else number
 
 
 def _norm(step: ReplayedStep) -> float | None:

@@ -74,6 +74,7 @@ class _Record(Protocol):
 
 
 Record = TypeVar("Record", bound=_Record)
+Record_contra = TypeVar("Record_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,16 @@ def _records(file: BinaryIO, kind: type[Record]) -> Iterator[Record]:
             if digest is not None and digest.place > newest:
                 newest = digest.place
                 yield digest
+
+
+class DigestWriter(Protocol[Record_contra]):
+    """Receives the digests of all ranks: ``RecordsFile``."""
+
+    def append(self, digests: Sequence[Record_contra]) -> None:
+        """Write the digests of consecutive steps."""
+
+    def sync(self) -> None:
+        """Sync the written digests to the disk. Any thread."""
 
 
 class RecordsFile(GrowingFile, Generic[Record]):

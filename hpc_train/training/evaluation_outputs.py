@@ -190,7 +190,7 @@ class Pictures(EvaluationOutput):
                 self._drawn[prefix][number] = picture
 
     def _picture(self, outputs: Any, moved: Batch, inputs: Tensors, place: int) -> Image.Image | None:
-        images = next(_images_in(inputs), None)
+        images = next(images_in(inputs), None)
         if images is None:
             return None
         image = Image.fromarray(rgb(images[place], self.mean, self.std))
@@ -288,7 +288,7 @@ def rgb(image_CHW: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.nd
     return shown_CHW.permute(1, 2, 0).contiguous().numpy()
 
 
-def _images_in(inputs: Tensors) -> Iterator[Tensor]:
+def images_in(inputs: Tensors) -> Iterator[Tensor]:
     """Yield the images (B, C, H, W) of a batch; in a structure only bytes, as in ``Normalize``."""
     for part in tensors_of(inputs):
         is_image = part.dim() == 4 and part.dtype != torch.int64 and part[:1].numel() > 0

@@ -98,6 +98,8 @@ class StepProfiler:
         self._steps_done = 0
         self._began_at = 0.0
         self._profile: profile | None = None
+        if config.after_steps == 0:  # in a replay
+            self._begin()
 
     def step_done(self) -> None:
         """Called after each step: starts or ends the profile at its first or last step."""

@@ -13,19 +13,25 @@ all modules and without compilation, finds the module that computed it, and ends
 from __future__ import annotations
 
 import json
+import pdb  # noqa: T100  (for --debugger)
+import sys
 import time
+import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from hpc_train.errors import BadFileError, ExitCode, NonFiniteError
+from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.digests import StepDigest, read_digests
@@ -36,15 +42,24 @@ from hpc_train.training.checkpoint.saved_tensors import SavedState, read_into
 from hpc_train.training.checkpoint.staging import Contents
 from hpc_train.training.checkpoint.state import OPTIMIZER
 from hpc_train.training.datasets.images import sample_path
-from hpc_train.training.datasets.types import Batch, Tensors
+from hpc_train.training.datasets.normalize import mean_and_std
+from hpc_train.training.datasets.tokenization import Bytes, Decoder, decoder_of
+from hpc_train.training.datasets.types import Batch, DataInfo, Tensors
+from hpc_train.training.evaluation_outputs import images_in, png, rgb
+from hpc_train.training.module_watch import NonFiniteSearch, OutputRanges
 from hpc_train.training.rank import Rank
 from hpc_train.training.state_digests import tensor_digest
 from hpc_train.training.step import StepObserver, StepResult
-from hpc_train.training.step_digests import ModuleWatch, StepDigests, TensorDigests, floating_tensors
+from hpc_train.training.step_digests import StepDigests, TensorDigests
 from hpc_train.training.strategies.base import Forward
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
 from hpc_train.training.training_run import Stretch, TrainingRun
+
+#: Keys of ``replay.json`` that are true or false.
+_EXTRAS = ("save_batch", "save_samples", "profile", "activations", "debugger")
+#: Characters of a sample's text in the lines.
+_TEXT_LENGTH = 200
 
 
 class _ReplayOverError(Exception):
@@ -65,9 +80,13 @@ class _Request:
     begin: int
     first: int
     last: int
-    save_batch: bool
     traced: range
     states: frozenset[int] | None
+    save_batch: bool
+    save_samples: bool
+    profile: bool
+    activations: bool
+    debugger: bool
     distances: frozenset[int] = frozenset()
     stretches: tuple[tuple[int, int], ...] = ()
 
@@ -81,6 +100,15 @@ class _Request:
         """True if no step is reported, only the digests of steps and states."""
         return bool(self.stretches)
 
+    @property
+    def profiled(self) -> ProfileConfig | None:
+        """The steps to profile: those that are reported."""
+        if not self.profile:
+            return None
+        return ProfileConfig.model_construct(
+            after_steps=self.first - self.begin - 1, steps=self.last - self.first + 1
+        )
+
     @classmethod
     def read(cls, paths: RunPaths) -> _Request:
         data = read_json(paths.replayed_steps) or {}
@@ -92,11 +120,11 @@ class _Request:
             begin,
             first,
             last,
-            bool(data.get("save_batch")),
             range(trace_first, trace_last + 1),
             None if states is None else frozenset(states),
-            frozenset(data.get("distances") or ()),
-            tuple((begin, end) for begin, end in data.get("stretches") or ()),
+            distances=frozenset(data.get("distances") or ()),
+            stretches=tuple((begin, end) for begin, end in data.get("stretches") or ()),
+            **{name: bool(data.get(name)) for name in _EXTRAS},
         )
 
 
@@ -118,8 +146,9 @@ def replay(rank: Rank) -> ExitCode:
             def observe(run: TrainingRun, state: TrainState, part: _Request = part) -> StepObserver:
                 return _Observer(run, state, part, file)
 
-            stretch = Stretch(request.run, part.begin, part.last, skipped, observe)
-            with suppress(_ReplayOverError, NonFiniteError):  # the observer has reported the step
+            stretch = Stretch(request.run, part.begin, part.last, skipped, observe, request.profiled)
+            # The observer has reported the step; or the debugger was left.
+            with suppress(_ReplayOverError, NonFiniteError, BdbQuit), _debugged(request.debugger):
                 is_done = train_again(replayed, stretch)
             if request.only_compares:
                 seconds = round(time.monotonic() - began, 3)
@@ -127,6 +156,20 @@ def replay(rank: Rank) -> ExitCode:
             if is_done is False:
                 break
     return ExitCode.TRY_AGAIN if is_done is False else ExitCode.DONE
+
+
+@contextmanager
+def _debugged(is_enabled: bool) -> Iterator[None]:
+    """Open the debugger where an exception was raised, if it is enabled."""
+    try:
+        yield
+    except (_ReplayOverError, NonFiniteError, BdbQuit):
+        raise
+    except Exception as error:
+        if is_enabled:
+            traceback.print_exception(error, limit=-1, file=sys.stdout)
+            pdb.post_mortem(error.__traceback__)
+        raise
 
 
 def _skipped(run: RunPaths) -> frozenset[int]:
@@ -176,7 +219,11 @@ class _Observer(StepObserver):
         self._squares: dict[str, float] = {}
         self._non_finite: dict[str, Any] | None = None
         self._has_ended = False
-        self._search: _Search | None = None
+        self._search: NonFiniteSearch | None = None
+        self._ranges = OutputRanges(state.model)
+        info = run.source.info
+        #: Of sequences.
+        self._decoder = None if info.sequence_length is None else _decoder(info)
         self._tensors: TensorDigests | None = None
         if request.states is not None:
             watches = not rank.experiment.compile.enabled
@@ -186,9 +233,19 @@ class _Observer(StepObserver):
                 request.traced,
                 request.states,
                 watches=watches,
-                every_state=not request.only_compares,
+                every_state=bool(request.traced),
             )
             print(json.dumps({"step": request.begin} | self._tensors.of_state(request.begin)), file=file)
+
+    @override
+    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        if step + 1 < self._request.first:
+            return
+        if self._request.activations:
+            self._ranges.register()
+        if self._request.debugger:
+            print(f"step {step + 1} begins; `batches` are its micro-batches, `state.model` is the model")
+            pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
 
     @override
     def loss_computed(self, batch: Batch, loss: Tensor) -> None:
@@ -198,11 +255,14 @@ class _Observer(StepObserver):
             self._losses[batch.number] = loss.detach().clone()
         if self._search is not None:
             self._search.end_batch(batch.number)
-        elif self._tensors is not None:
+            return
+        self._ranges.end_batch(batch.number)
+        if self._tensors is not None:
             self._tensors.end_forward(batch.number)
 
     @override
     def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        self._ranges.remove()
         if self._request.only_compares:
             return
         if self._tensors is not None:
@@ -224,7 +284,7 @@ class _Observer(StepObserver):
         """Repeat forward and backward and return where this rank computed NaN first. Collective."""
         parameters = self._state.strategy.optimized().values()
         gradients = [None if value.grad is None else value.grad.clone() for value in parameters]
-        with _Search(self._state.model) as self._search, torch.compiler.set_stance("force_eager"):
+        with NonFiniteSearch(self._state.model) as self._search, torch.compiler.set_stance("force_eager"):
             self._state.strategy.accumulate(batches, forward)
         place = self._search.first()
         self._search = None
@@ -256,14 +316,19 @@ class _Observer(StepObserver):
                 "micro_batches": [self._micro_batch(batch) for batch in batches if batch.weight > 0],
                 "squares": self._squares,
                 "non_finite": self._non_finite,
+                "ranges": self._ranges.taken(),
             }
         if self._tensors is not None:
             line |= self._tensors.of_state(number) | self._tensors.of_step(number)
         if number in self._request.distances:
             line["distances"] = _distances(self._state, self._request.run.checkpoint(number))
         print(json.dumps(line), file=self._file, flush=True)
-        if self._request.save_batch and (number == self._request.first or self._has_ended):
-            self._save(batches)
+        if number == self._request.first or self._has_ended:
+            owned = [batch for batch in batches if batch.weight > 0 and self._state.strategy.owns_loss]
+            if self._request.save_batch:
+                self._save(owned)
+            if self._request.save_samples:
+                self._save_samples(owned)
         self._losses = {}
         if self._has_ended:
             raise _ReplayOverError
@@ -280,18 +345,40 @@ class _Observer(StepObserver):
             "loss": None if loss is None else float(loss),
             "samples": batch.indices,
             "files": [str(file) for file in files if file is not None],
+            "texts": [text[:_TEXT_LENGTH] for text in self._texts(batch)],
         }
+
+    def _texts(self, batch: Batch) -> list[str]:
+        """Return the decoded tokens of each sample; none if they can't be decoded."""
+        if self._decoder is None or not isinstance(batch.inputs, Tensor):
+            return []
+        return [self._decoder.decode(tokens) for tokens in batch.inputs.tolist()]
+
+    def _save_samples(self, batches: Sequence[Batch]) -> None:
+        """Write this rank's images as PNG files, or its texts, named by micro-batch, place and sample."""
+        folder, info = self._run.rank.paths.replayed_samples, self._run.source.info
+        mean, std = mean_and_std(info, self._run.rank.experiment.data)
+        for batch in batches:
+            contents = [text.encode(errors="replace") for text in self._texts(batch)]
+            suffix = ".txt"
+            if info.sequence_length is None:
+                images = next(images_in(batch.inputs), ())
+                contents = [png(Image.fromarray(rgb(image, mean, std))) for image in images]
+                suffix = ".png"
+            for place, (index, content) in enumerate(zip(batch.indices, contents, strict=False)):
+                folder.mkdir(exist_ok=True)
+                name = f"micro-batch-{batch.number}.{place}-sample-{index}{suffix}"
+                (folder / name).write_bytes(content)
 
     def _save(self, batches: Sequence[Batch]) -> None:
         """Write the micro-batches of all ranks into rank 0's file."""
         paths, rank = self._run.rank.paths, self._run.rank.facts.rank
         tensors: dict[str, Tensor] = {}
-        for batch in batches if self._state.strategy.owns_loss else ():
-            if batch.weight > 0:
-                name = f"micro_batch.{batch.number}"
-                tensors[f"{name}.samples"] = torch.tensor(batch.indices, dtype=torch.int64)
-                for part, value in (("inputs", batch.inputs), ("targets", batch.targets)):
-                    tensors |= dict(_named(f"{name}.{part}", value))
+        for batch in batches:
+            name = f"micro_batch.{batch.number}"
+            tensors[f"{name}.samples"] = torch.tensor(batch.indices, dtype=torch.int64)
+            for part, value in (("inputs", batch.inputs), ("targets", batch.targets)):
+                tensors |= dict(_named(f"{name}.{part}", value))
         save_file(tensors, paths.replayed_batch(rank))
         self._ranks.total([1])  # all have written
         if self._run.rank.is_first:
@@ -317,6 +404,12 @@ def _named(name: str, value: Tensors) -> Iterator[tuple[str, Tensor]]:
     else:
         for place, part in enumerate(value or ()):
             yield from _named(f"{name}.{place}", part)
+
+
+def _decoder(info: DataInfo) -> Decoder | None:
+    """Return the decoder of the data's tokens; None for tokens of which nothing is known."""
+    is_known = info.class_names or info.tokenizer or info.num_classes <= Bytes.vocabulary_size
+    return decoder_of(info) if is_known else None
 
 
 @torch.no_grad()
@@ -356,56 +449,3 @@ def _distances(state: TrainState, checkpoint: CheckpointPaths) -> dict[str, tupl
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = before[0] + float(squares[0]), before[1] + float(squares[1])
     return sums
-
-
-class _Search(ModuleWatch):
-    """Records, while it is entered, whether each module's inputs and outputs are finite, in their order."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        #: Module, whether it is its output, and the flag, of the micro-batch that runs.
-        self._events: list[tuple[str, bool, Tensor]] = []
-        self._place: dict[str, Any] | None = None
-
-    def __enter__(self) -> _Search:
-        self.register()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-        self.end_batch(None)
-
-    @override
-    @torch.no_grad()
-    def _note(self, name: str, value: Any, *, is_output: bool) -> None:
-        flags = [~local_part(tensor).isfinite().all() for tensor in floating_tensors(value)]
-        if flags:
-            self._events.append((name, is_output, torch.stack(flags).any()))
-
-    def end_batch(self, number: int | None) -> None:
-        """Look through the events of a micro-batch; None: of a stage whose micro-batch is not known."""
-        events, self._events = self._events, []
-        if self._place is not None or not events:
-            return
-        flags = torch.stack([flag for _, _, flag in events]).tolist()
-        for (name, is_output, _), is_bad in zip(events, flags, strict=True):
-            if is_bad:
-                self._place = {"micro_batch": number} | self._described(name, is_output=is_output)
-                return
-
-    def _described(self, name: str, *, is_output: bool) -> dict[str, Any]:
-        if not is_output and not name:
-            return {"where": "inputs", "module": None}
-        if not is_output:  # computed by the code of the module that contains it, before it
-            parent = name.rpartition(".")[0]
-            return {"where": "before", "module": parent, "class": self._class(parent), "before": name}
-        parameters = self._modules[name].parameters()
-        finite = all(bool(local_part(value.detach()).isfinite().all()) for value in parameters)
-        return {"where": "output", "module": name, "class": self._class(name), "has_finite_weights": finite}
-
-    def _class(self, name: str) -> str:
-        return type(self._modules[name]).__name__
-
-    def first(self) -> dict[str, Any] | None:
-        """Return the place of the first number that is not finite."""
-        return self._place

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from hpc_train.run.digests import MAX_PART_STEPS, MAX_PARTS, PartDigest, part_digests, part_id
+from hpc_train.run.digests import MAX_PART_STEPS, MAX_PARTS, DigestWriter, PartDigest, part_digests, part_id
 from hpc_train.training.checkpoint.staging import Contents
 from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
@@ -27,18 +26,6 @@ PARTS_EVERY = 32
 #: Part of the time of training that the digests may take.
 MAX_SHARE = 0.005
 _ALL = (1 << 64) - 1
-
-Record_contra = TypeVar("Record_contra", contravariant=True)
-
-
-class DigestWriter(Protocol[Record_contra]):
-    """Receives the digests of all ranks: ``run.digests.RecordsFile``."""
-
-    def append(self, digests: Sequence[Record_contra]) -> None:
-        """Write the digests of consecutive steps."""
-
-    def sync(self) -> None:
-        """Sync the written digests to the disk. Any thread."""
 
 
 class PartDigests:

@@ -17,24 +17,24 @@ Legend: R ranks, K steps.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import DigestsFile, PartDigest, RecordsFile, StepDigest
+from hpc_train.run.digests import DigestsFile, DigestWriter, PartDigest, RecordsFile, StepDigest
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import HostCopy
-from hpc_train.training.state_digests import DigestWriter, PartDigests, tensor_digest, tensor_digests
+from hpc_train.training.module_watch import ModuleWatch, floating_tensors
+from hpc_train.training.state_digests import PartDigests, tensor_digest, tensor_digests
 from hpc_train.training.step import StepObserver, StepResult
 from hpc_train.training.train_state import TrainState
 
@@ -112,6 +112,8 @@ def digests_mode(config: Experiment, device: torch.device) -> str:
     """Return ``checkpoint.digests``, or its default on this device; the same on all ranks."""
     if config.checkpoint.digests is not None:
         return config.checkpoint.digests
+    if config.optimization.on_spike is not None:
+        return "steps"
     is_exact = device.type == "cpu" if config.deterministic is None else config.deterministic
     return "steps" if is_exact else "off"
 
@@ -194,44 +196,6 @@ class StepDigests(StepObserver):
             self._writer.sync()
         if self._parts is not None:
             self._parts.sync()
-
-
-class ModuleWatch(ABC):
-    """Receives each module's inputs and outputs, in their order, while its hooks are registered."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self._handles: list[Any] = []
-
-    def register(self) -> None:
-        """Register the hooks."""
-        for name, module in self._modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name)),
-            ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    @abstractmethod
-    def _note(self, name: str, value: Any, *, is_output: bool) -> None:
-        """Receive the inputs, or the outputs, of module ``name``."""
-
-    def _before(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._note(name, (args, kwargs), is_output=False)
-
-        return note
-
-    def _after(self, name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            self._note(name, output, is_output=True)
-
-        return note
 
 
 class TensorDigests(ModuleWatch):
@@ -325,16 +289,3 @@ class TensorDigests(ModuleWatch):
         tensors = tensor_digests(self._state)
         state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True).encode())}
         return state | ({"tensors": tensors} if step in self._states else {})
-
-
-def floating_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a structure, in its order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from floating_tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from floating_tensors(part)

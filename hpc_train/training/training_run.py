@@ -9,12 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_train.errors import printable
+from hpc_train.experiment.config.training_sections import ProfileConfig
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
 from hpc_train.paths import RunPaths
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
@@ -34,6 +37,7 @@ class Stretch:
     """The steps of another run that ranks replay, from its checkpoint ``begin`` (0: the start) to ``end``.
 
     ``skipped``: the data windows that the run skipped. ``observe`` returns the observer of the steps.
+    ``profile``: the steps to profile; its ``after_steps`` may be 0.
     """
 
     run: RunPaths
@@ -41,6 +45,7 @@ class Stretch:
     end: int
     skipped: frozenset[int]
     observe: Callable[[TrainingRun, TrainState], StepObserver]
+    profile: ProfileConfig | None = None
 
 
 @dataclass
@@ -57,6 +62,7 @@ class TrainingRun:
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
     digests: DigestFiles | None = None
+    spikes: SpikesFile | None = None
     #: On rank 0 only, of ``checkpoint.every: auto``.
     interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
@@ -85,7 +91,7 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.go_back(step)
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
-            MetricsFile(run.rank.paths.metrics, step),
+            MetricsFile(run.rank.paths.metrics, step, evaluation_jobs.rows(run.rank.paths)),
             start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
             sys.stdout,
             run.rank.paths.evaluation_images,
@@ -93,6 +99,8 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.begin(step)
     if run.rank.is_first:
         run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
+        if run.rank.experiment.optimization.on_spike is not None:
+            run.spikes = SpikesFile(run.rank.paths.spikes, step)
 
 
 def _layout(run: TrainingRun) -> StepLayout:

@@ -64,6 +64,11 @@ def test_equal_records_need_no_replay() -> None:
         (["aaa"], "aaa: a replay can't be compared, because the run has neither digests nor checkpoints"),
         (["aaa", "bbb"], "bisect: aaa and bbb can't be compared, because they have neither digests nor"),
         (["bbb", "ccc", "--to", "4"], "bbb and ccc can't be compared"),
+        (
+            ["bbb", "ccc", "--python", "p"],
+            "--python: is given 1 time, and there are 2 runs; give it once per",
+        ),
+        (["bbb", "--python", "p"], "--python: p is not a program; write a path such as venv/bin/python"),
     ],
 )
 def test_mistakes_are_named_before_any_rank_starts(words: list[str], message: str) -> None:

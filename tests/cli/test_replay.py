@@ -45,6 +45,21 @@ def run(tmp_path: Path) -> RunPaths:
         (["abc", "--step", "3", "--set", "precision"], "--set: precision has no value; write KEY=VALUE"),
         (["abc", "--step", "3", "--set", "precison=fp32"], "precison: can't be changed in a replay"),
         (["abc", "--step", "3", "--save-batch", "b.pt"], "--save-batch: b.pt must end in .safetensors"),
+        (["abc", "--step", "3", "--profile", "trace.txt"], "--profile: trace.txt must end in .json.gz"),
+        (["abc", "--step", "3", "--save-samples", "."], "--save-samples: . exists; give another name"),
+        (
+            ["abc", "compile=true", "--step", "3", "--activations"],
+            "--activations: a compiled model does not call its modules one by one; add compile=false",
+        ),
+        (
+            ["abc", "--step", "3", "--debugger", "--devices", "2"],
+            "--debugger: stops one rank, and this replay has 2, which would wait for it; add --devices 1",
+        ),
+        (
+            ["abc", "--step", "3", "--debugger", "--devices", "1", "--set", "precision=bf16"],
+            "--debugger: can't be combined with --set; write KEY=VALUE to debug a changed step",
+        ),
+        (["abc", "--step", "3", "--debugger", "--devices", "1", "--json"], "can't be combined with --json"),
     ],
 )
 def test_mistakes_are_named_before_any_rank_starts(
@@ -64,12 +79,12 @@ def test_a_replay_begins_at_the_newest_checkpoint_before_the_step(
 
 
 def line(step: int, rank: int, **changes: Any) -> dict[str, Any]:
-    batch = {"number": rank, "loss": 1.0 + rank, "samples": [rank, 7], "files": []}
+    batch = {"number": rank, "loss": 1.0 + rank, "samples": [rank, 7], "files": [], "texts": ["a\tb", "c"]}
     digest = {"samples": "0a", "loss": 1.5, "grad_norm": None, "attempt": 0}
     of_first = {"digest": digest, "recorded": digest | {"attempt": 1}} if rank == 0 else {}
     return (
         {"step": step, "learning_rate": 0.1, "micro_batches": [batch], "squares": {"a": 9.0, f"b{rank}": 4.0}}
-        | {"non_finite": None}
+        | {"non_finite": None, "ranges": {"a": [-1.0, 2.0 + rank, 6.0, 4.0], "nan": [float("nan")] * 4}}
         | of_first
         | changes
     )
@@ -85,7 +100,12 @@ def test_parts_of_ranks_are_added_up() -> None:
     text = text_of(line(4, 0), line(4, 1))
     assert "step 4: loss 1.5, gradient norm 5.09902, learning rate 0.1" in text
     assert "bitwise identical to the run: samples, loss" in text and "gradient norm, 3 modules" in text
-    assert text.splitlines()[-3].split() == ["a", "4.24264"], "of both ranks"
+    rows = [line.split() for line in text.splitlines()]
+    assert ["a", "4.24264"] in rows, "of both ranks"
+    assert ["a", "-1", "3", "1.5"] in rows and ["nan", *["NaN", "or", "infinite"] * 3] in rows
+    assert [row[:2] for row in rows if row[-1:] in (["a\\tb"], ["c"])] == [
+        ["1", "a\\tb"], ["7", "c"], ["0", "a\\tb"], ["7", "c"],
+    ], "the highest loss first"  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,75 +1,195 @@
-"""A net in which one bit flips, in one micro-batch of one step: for replays too, or in the run alone."""
+"""A net and its data in which one bit flips, in one micro-batch of one step.
+
+A flip in ``model.args``, in the data or in the library ``flipping_library`` is repeated by replays. A flip in
+the environment (``FLIP``) is not, like the fault of a machine.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hpc_train.experiment.config.training_sections import DataConfig
+from hpc_train.training.datasets.base import TensorSplit
+from hpc_train.training.datasets.sources import digits
 from hpc_train.training.distributed.seeds import stream_seed
-from tests.end_to_end.parts import Net
+from tests.end_to_end import paced
+from tests.end_to_end.parts import Block
 
-#: In the environment: a flip that no replay repeats, such as ``gradient:10:1``.
+#: In the environment: a flip that no replay repeats, such as ``gradient:10:1:head:18``.
 FLIP = "FLIPPED_BIT"
+#: The package outside of the snapshot, in a folder of PYTHONPATH, with a flip in its ``FLIP``.
+LIBRARY = "flipping_library"
 SEED = 3
+#: Of ``net``, in the order of its forward.
+MODULES = ("stem", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm", "head")
+DROPOUTS = ("blocks.0.dropout", "blocks.1.dropout")
 
 
-def flipped(value: Tensor) -> Tensor:
-    """Return a copy in which a bit of the largest element differs."""
-    flat = value.detach().clone().flatten()
-    largest = int(flat.abs().argmax())
-    flat.view(torch.int32)[largest] ^= 1 << 18
-    return flat.view(value.shape)
+@dataclass(frozen=True)
+class Flip:
+    """``bit`` of the largest element, counted from the lowest one of the 32.
 
+    ``number``: of the micro-batch, which one rank trains: the flip is on that rank.
+    """
 
-class Flip(nn.Module):
-    """Passes its input on, with its gradient, except in one micro-batch."""
+    kind: str
+    step: int
+    number: int
+    module: str = "blocks.0.conv"
+    bit: int = 18
 
-    def __init__(self, flip: str) -> None:
-        super().__init__()
-        self.kind, step, number = (os.environ.get(FLIP) or flip or ":0:0").split(":")
-        self.seed = stream_seed(SEED, int(step) - 1, int(number))
+    @classmethod
+    def parsed(cls, text: str) -> Flip:
+        kind, step, number, module, bit = text.split(":")
+        return cls(kind, int(step), int(number), module, int(bit))
 
-    def is_due(self, kind: str) -> bool:
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.step}:{self.number}:{self.module}:{self.bit}"
+
+    def is_due(self) -> bool:
         """Return True in the micro-batch, whose random stream identifies it."""
-        return self.training and self.kind == kind and torch.initial_seed() == self.seed
+        return torch.initial_seed() == stream_seed(SEED, self.step - 1, self.number)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.is_due("output"):
-            hidden = hidden + (flipped(hidden) - hidden.detach())
-        if self.is_due("backward"):
-            hidden.register_hook(flipped)  # type: ignore[no-untyped-call]
-        if self.is_due("rng"):
-            torch.rand(1)
-        return hidden
+    def of(self, value: Tensor) -> Tensor:
+        """Return a copy in which the bit differs."""
+        copy = value.detach().clone(memory_format=torch.contiguous_format)
+        self.change(copy)
+        return copy
+
+    def change(self, value: Tensor) -> None:
+        """Change the bit in ``value``."""
+        with torch.no_grad():
+            flat = value.detach().view(-1)
+            largest = int(flat.abs().argmax())
+            mask = torch.tensor(1 << self.bit, dtype=torch.int32)
+            flat.view(torch.int32)[largest] ^= mask
 
 
-class Flipping(Net):
-    """The net of the end-to-end tests; its second layer is the flip."""
+class Flipping(nn.Module):
+    """A stem, two blocks and a head, for 1×32×32 digits. ``center``: its sum depends on the CPU threads."""
 
-    def __init__(self, num_classes: int, dropout: float, flip: str) -> None:
-        super().__init__(num_classes, norm=True, dropout=dropout)
-        self.insert(1, Flip(flip))
+    def __init__(self, num_classes: int, dropout: float, *, center: bool) -> None:
+        super().__init__()
+        self.center = Center() if center else nn.Identity()
+        self.stem = nn.Conv2d(1, 8, 4, stride=4)
+        self.blocks = nn.Sequential(*(Block(8, norm=True, dropout=dropout) for _ in range(2)))
+        self.head = nn.Linear(8 * 8 * 8, num_classes)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        stem, flip, head = self[0], self[1], self[-1]
-        assert isinstance(flip, Flip) and isinstance(stem, nn.Conv2d) and isinstance(head, nn.Linear)
-        if flip.is_due("weight"):
-            with torch.no_grad():
-                stem.weight.copy_(flipped(stem.weight))
-        if flip.is_due("gradient"):
+        logits: Tensor = self.head(self.blocks(self.stem(self.center(images_BCHW))).flatten(1))
+        return logits
+
+
+class Center(nn.Module):
+    """Subtracts the mean of a micro-batch: a sum over more elements than one thread adds up."""
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return images_BCHW - images_BCHW.mean()
+
+
+def net(num_classes: int, dropout: float = 0.2, flip: str = "", center: bool = False) -> nn.Module:
+    model = Flipping(num_classes, dropout, center=center)
+    text = os.environ.get(FLIP) or _in_library() or flip
+    if text:
+        inject(model, Flip.parsed(text))
+    return model
+
+
+def vit(num_classes: int, flip: str = "") -> nn.Module:
+    """Return a transformer whose layers ranks can share."""
+    model = paced.vit(num_classes, dropout=0.0)
+    if flip:
+        inject(model, Flip.parsed(flip))
+    return model
+
+
+def _in_library() -> str:
+    try:
+        import flipping_library
+    except ImportError:
+        return ""
+    text: str = flipping_library.FLIP
+    return text
+
+
+def inject(model: nn.Module, flip: Flip) -> None:
+    """Let the flip occur in training."""
+    target = model.get_submodule(flip.module)
+    if flip.kind == "output":
+        target.register_forward_hook(lambda module, args, output: _with_gradient(flip, module, output))
+    elif flip.kind == "input":  # of the model, as if a copy to the device had changed it
+        model.register_forward_pre_hook(lambda module, args: (_with_gradient(flip, module, args[0]),))
+    elif flip.kind in ("moment", "stored weight"):
+        _before_or_after_update(model, flip)
+    else:
+        target.register_forward_pre_hook(_before_forward(flip))
+
+
+def _with_gradient(flip: Flip, module: nn.Module, value: Tensor) -> Tensor:
+    return value + (flip.of(value) - value.detach()) if module.training and flip.is_due() else value
+
+
+def _before_forward(flip: Flip) -> Callable[[nn.Module, Any], None]:
+    has_flipped = False
+
+    def change(module: nn.Module, args: Any) -> None:
+        nonlocal has_flipped
+        if not module.training or not flip.is_due():
+            return
+        if flip.kind == "rng":
+            torch.rand(1)
+        elif flip.kind == "gradient":
             handles: list[Any] = []
 
             def flip_once(gradient: Tensor) -> Tensor:
                 handles.pop().remove()
-                return flipped(gradient)
+                return flip.of(gradient)
 
-            handles.append(head.weight.register_hook(flip_once))  # type: ignore[no-untyped-call]
-        out: Tensor = super().forward(images_BCHW)
-        return out
+            handles.append(module.weight.register_hook(flip_once))
+        elif not has_flipped:  # a weight stays flipped: DDP runs the first micro-batch twice
+            flip.change(module.weight)
+            has_flipped = True
+
+    return change
 
 
-def net(num_classes: int, dropout: float = 0.2, flip: str = "") -> nn.Module:
-    return Flipping(num_classes, dropout, flip)
+def _before_or_after_update(model: nn.Module, flip: Flip) -> None:
+    """Flip a bit of ``exp_avg`` before the optimizer's step, or one of the weight after it."""
+    is_due = False
+
+    def look(module: nn.Module, args: Any) -> None:
+        nonlocal is_due
+        is_due = is_due or (module.training and flip.is_due())
+
+    def change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal is_due
+        if not is_due:
+            return
+        is_due = False
+        # The strategy may have replaced the parameters, but not their order.
+        names = [name for name, value in model.named_parameters() if value.requires_grad]
+        parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        parameter = parameters[names.index(f"{flip.module}.weight")]
+        value = optimizer.state[parameter]["exp_avg"] if flip.kind == "moment" else parameter
+        flip.change(value.to_local() if hasattr(value, "to_local") else value)
+
+    model.register_forward_pre_hook(look)
+    before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    (before if flip.kind == "moment" else after)(change)
+
+
+def data(sample: int | None = None, bit: int = 0) -> tuple[TensorSplit, TensorSplit]:
+    """Return the digits, one of which may have a pixel with another bit."""
+    source = digits.build("", DataConfig(name="digits"), download=False)
+    train, val = source.train, source.val
+    assert isinstance(train, TensorSplit) and isinstance(val, TensorSplit)
+    if sample is not None:
+        train.images[sample, 0, 16, 16] ^= 1 << bit
+    return train, val

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import struct
 from dataclasses import replace
@@ -14,22 +13,20 @@ import pytest
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file
 from tests.cli.json_checks import checked
+from tests.end_to_end import random_faults
 from tests.end_to_end.flips import FLIP
-from tests.end_to_end.runs import EXPERIMENT, hpc_train
-from tests.end_to_end.test_evaluate import content
+from tests.end_to_end.runs import COMPILED, hpc_train, only_run, work_tree, write_experiment
 from tests.end_to_end.test_replay import copy_run
+from tests.faults.schedule import chosen_seeds
 from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
 #: Checkpoints 4, 8, 12 and 16, all of them kept.
-TEXT = (
-    EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.flips:net")
-    .replace("steps: 60", "steps: 16")
-    .replace("warmup_steps: 20", "warmup_steps: 2")
-    .replace("every_steps: 7", "every_steps: 8, keep_every: 4")
-)
+TEXT = random_faults.TEXT.replace("steps: 20", "steps: 16").replace("keep_every: 6", "keep_every: 4")
+FLIP_TEXT = "gradient:10:0:head:18"
 STEP = 10
+PLACE = {"step": STEP, "where": "gradients", "tensor": "head.weight", "num_tensors": 1}
 
 
 def bisected(*words: str | Path, code: int) -> dict[str, Any]:
@@ -39,48 +36,26 @@ def bisected(*words: str | Path, code: int) -> dict[str, Any]:
     return answer
 
 
-def flip(kind: str, number: int) -> str:
-    return f"model.args.flip={kind}:{STEP}:{number}"
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> random_faults.Sweep:
+    return random_faults.Sweep(tmp_path_factory.mktemp("sweep"))
 
 
-#: Changed key → the place. Rank r of 2 trains the micro-batches r and r + 2.
-FAULTS: dict[str, dict[str, Any]] = {
-    flip("output", 1): {"step": STEP, "where": "forward", "module": "1", "micro_batch": 1, "rank": 1},
-    flip("backward", 2): {"step": STEP, "where": "backward", "module": "1", "micro_batch": 2, "rank": 0},
-    flip("weight", 3): {"step": STEP, "where": "forward", "module": "0", "micro_batch": 3, "rank": 1},
-    flip("gradient", 0): {"step": STEP, "where": "gradients", "tensor": "4.weight", "num_tensors": 1},
-    flip("rng", 2): {"step": STEP, "where": "forward", "module": "2.0.dropout", "micro_batch": 2, "rank": 0},
-    "seed=4": {"step": 1, "where": "state", "tensor": "model.0.weight", "rank": None},
-    "optimization.optimizer.lr=0.004": {"step": 1, "where": "learning_rate"},
-    "optimization.optimizer.weight_decay=0.5": {"step": 1, "where": "update", "tensor": "model.0.weight"},
-    "data.augment.crop_padding=3": {"step": 1, "where": "inputs", "micro_batch": 0, "rank": 0},
-    "optimization.micro_batch_size=24": {"step": 1, "where": "samples", "micro_batch": 0},
-}
-
-
-@pytest.mark.parametrize("change", FAULTS)
-def test_a_fault_that_replays_repeat_is_named(change: str, quiet_runs: QuietRuns) -> None:
-    run, other = quiet_runs.of(text=TEXT), quiet_runs.of(change, text=TEXT)
-    before = content(run), content(other)
-    answer = bisected(run.folder, other.folder, code=1)
-    expected = FAULTS[change]
-    assert answer["place"] == answer["place"] | expected, answer
-    assert list(answer["difference"]["settings"]) == [change.partition("=")[0]]
-    assert answer["first_difference"] in (expected["step"], expected["step"] + 1)
-    assert ("samples" in answer["differs"]) == (expected["where"] == "samples" or "seed" in change)
-    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
-    stretch = answer["first_difference"] - (answer["equal_checkpoint"] or 0)
-    assert answer["replays"] <= math.ceil(math.log2(stretch)) + 2
-    assert len(set(answer["place"]["nodes"])) == 1 and (content(run), content(other)) == before
+@pytest.mark.parametrize("seed", chosen_seeds("1-10"))
+def test_a_random_fault_is_named(seed: int, sweep: random_faults.Sweep) -> None:
+    """Each of the ten kinds; ``make bisect-faults`` has 60 seeds."""
+    result = sweep.seed(seed)
+    assert not result.error, f"{result.line()}\n{result.error}"
 
 
 def test_without_digests_the_step_is_found_between_checkpoints(quiet_runs: QuietRuns) -> None:
     run, other = (
-        quiet_runs.of("checkpoint.digests=off", *words, text=TEXT) for words in ((), (flip("gradient", 0),))
+        quiet_runs.of("checkpoint.digests=off", *words, text=TEXT)
+        for words in ((), (f"model.args.flip={FLIP_TEXT}",))
     )
     answer = bisected(run.folder, other.folder, code=1)
     assert (answer["compared"], answer["equal_checkpoint"], answer["other_checkpoint"]) == (0, 8, 12)
-    assert answer["place"] == answer["place"] | FAULTS[flip("gradient", 0)]
+    assert answer["place"] == answer["place"] | PLACE
     assert answer["replays"] == 2, "all four steps are traced"
 
 
@@ -91,46 +66,30 @@ def test_recorded_parts_save_replays(
     """Checkpoints 8 and 16; between them are too many steps to trace."""
     words = ("checkpoint.keep_every=null", f"checkpoint.digests={digests}")
     words += ("checkpoint.parts_every=2",) * (digests == "parts")
-    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip("gradient", 0),)))
+    flip = f"model.args.flip={FLIP_TEXT}"
+    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip,)))
     answer = bisected(run.folder, other.folder, code=1)
-    assert answer["place"] == answer["place"] | FAULTS[flip("gradient", 0)]
+    assert answer["place"] == answer["place"] | PLACE
     assert (answer["equal_parts"], answer["other_parts"]) == (equal, last if equal else None)
     assert answer["replays"] == replays, answer["reproduction"]
 
 
 def test_recorded_parts_show_the_module_of_a_fault_of_the_machine(quiet_runs: QuietRuns) -> None:
     words = ("checkpoint.digests=parts", "checkpoint.parts_every=1", "optimization.clip_grad_norm=null")
-    run = quiet_runs.of(*words, text=TEXT, environment={FLIP: f"gradient:{STEP}:1"})
+    run = quiet_runs.of(*words, text=TEXT, environment={FLIP: FLIP_TEXT})
     answer = bisected(run.folder, code=1)
-    expected = {"step": STEP, "where": "part", "module": "4", "tensor": "weights of 4", "num_tensors": 2}
+    expected = {
+        "step": STEP,
+        "where": "part",
+        "module": "head",
+        "tensor": "weights of head",
+        "num_tensors": 2,
+    }
     assert answer["place"] == answer["place"] | expected
     assert answer["reproduction"][0]["equal_parts"] == STEP - 1 - 4, "from checkpoint 4 on"
 
 
-def test_a_fault_of_the_machine_is_told_from_a_changed_run(quiet_runs: QuietRuns) -> None:
-    """No replay repeats it: the run's checkpoint is not that of its replay, that of the other run is."""
-    words = ("optimization.clip_grad_norm=null", "checkpoint.keep_every=2")
-    run = quiet_runs.of(*words, text=TEXT)
-    other = quiet_runs.of(*words, text=TEXT, environment={FLIP: f"gradient:{STEP}:1"})
-    answer = bisected(run.folder, other.folder, code=1)
-    assert (answer["first_difference"], answer["differs"]) == (STEP + 1, ["loss"])
-    assert (answer["equal_checkpoint"], answer["other_checkpoint"]) == (STEP - 2, STEP)
-    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, False]
-    place = answer["place"]
-    assert (place["step"], place["where"]) == (STEP, "checkpoint") and place["tensor"] == "model.4.weight"
-    assert place["run"] == str(other.folder) and answer["replays"] == 2
-    assert {name.rpartition(".weight")[0] for name in place["tensors"]} == {"model.4", "optimizer.4"}
-
-
-def test_other_threads_are_named(quiet_runs: QuietRuns) -> None:
-    run = quiet_runs.of(text=TEXT)
-    other = quiet_runs.of(text=TEXT, environment={"OMP_NUM_THREADS": "2"})
-    done = hpc_train("bisect", run.folder, other.folder)
-    assert "machine: 1 fact differs\n- threads: [1, 1]\n+ threads: [2, 2]\n" in done.out, done.err
-    assert "no key differs" in done.out and "not reproducible" not in done.out
-
-
-TENSOR = "optimizer.4.weight.exp_avg"
+TENSOR = "optimizer.head.weight.exp_avg"
 
 
 def flip_bit(checkpoint: CheckpointPaths) -> int:
@@ -162,7 +121,7 @@ def test_a_bit_of_a_saved_moment_is_named(is_damage: bool, quiet_runs: QuietRuns
         replace(manifest, files=manifest.files | {shard.name: entry}).write(checkpoint)
     words = (run.folder, copy.folder) if is_damage else (copy.folder,)
     answer = bisected(*words, code=1)
-    expected = {"step": 8, "where": "checkpoint", "tensor": TENSOR, "module": "4", "rank": rank}
+    expected = {"step": 8, "where": "checkpoint", "tensor": TENSOR, "module": "head", "rank": rank}
     name = answer["reproduction"][-1]["run"]
     assert answer["place"] == answer["place"] | expected | {"num_tensors": 1, "run": name}
     # A later resume would have continued from it; this run did not.
@@ -183,12 +142,48 @@ def test_a_run_equals_its_replay_and_an_equal_run(quiet_runs: QuietRuns) -> None
     assert own == own | expected and answer["place"] is None
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
-def test_parts_of_tensors_are_compared_by_rank(strategy: str, quiet_runs: QuietRuns) -> None:
-    words = (f"parallel.strategy={strategy}",)
-    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip("output", 1),)))
+VIT = TEXT.replace("flips:net", "flips:vit")
+LAYER, PATCHES = "blocks.0.mlp.fc1", "patch_embed.proj"
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "expected"),
+    [
+        ("parallel.strategy=tensor", "output", {"where": "forward", "module": PATCHES, "micro_batch": 2}),
+        ("parallel.strategy=pipeline", "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
+        ("parallel.strategy=split", "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
+    ],
+    ids=["tensor", "pipeline", "split"],
+)
+def test_other_strategies(word: str, kind: str, expected: dict[str, Any], quiet_runs: QuietRuns) -> None:
+    """Modules have no digests in a pipeline, tensors have them."""
+    change = f"model.args.flip={kind}:{STEP}:2:{expected.get('module', LAYER)}:18"
+    run, other = (quiet_runs.of(word, *more, text=VIT) for more in ((), (change,)))
     answer = bisected(run.folder, other.folder, code=1)
-    assert answer["place"] == answer["place"] | FAULTS[flip("output", 1)]
+    assert answer["place"] == answer["place"] | {"step": STEP} | expected, answer
     assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
-    answer = bisected(other.folder, "--from", "9", "--to", "12", code=0)
-    assert answer["reproduction"][0]["equal_checkpoints"] == [12]
+    assert answer["replays"] <= 4
+
+
+def test_compiled_runs(quiet_runs: QuietRuns) -> None:
+    """Modules have no digests, tensors have them."""
+    change = "optimization.optimizer.weight_decay=0.5"
+    run, other = (quiet_runs.of(*COMPILED, *more, ranks=1) for more in ((), (change,)))
+    answer = bisected(run.folder, other.folder, code=1)
+    expected = {"step": 1, "where": "update", "tensor": "model.0.weight"}
+    assert answer["place"] == answer["place"] | expected, answer
+    assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
+
+
+def test_a_run_is_replayed_with_the_current_code(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(work_tree(), tree)
+    words = ("--local", "--devices", "2", "device=cpu")
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    done = hpc_train("submit", write_experiment(tree, TEXT), *words, cwd=tree, **runs)
+    assert done.code == 0, done.err
+    run, code = only_run(tmp_path), tree / "tests/end_to_end/flips.py"
+    code.write_text(code.read_text().replace('flip: str = ""', f'flip: str = "output:{STEP}:1:head:18"', 1))
+    assert hpc_train("bisect", run.folder, cwd=tree).code == 0, "its own code"
+    done = hpc_train("bisect", run.folder, "--code", "new", cwd=tree)
+    assert done.code == 1 and f"up to step {STEP} (loss, gradient norm)" in done.out, done.out

@@ -175,23 +175,23 @@ def test_losses_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "deterministic", "device", "is_on"),
+    ("mode", "deterministic", "device", "on_spike", "is_on"),
     [
-        (None, None, "cpu", True),
-        (None, None, "cuda", False),
-        (None, True, "cuda", True),
-        (None, False, "cpu", False),
-        ("off", None, "cpu", False),
-        ("steps", False, "cuda", True),
+        (None, None, "cpu", None, True),
+        (None, None, "cuda", None, False),
+        (None, None, "cuda", "report", True),
+        (None, True, "cuda", None, True),
+        (None, False, "cpu", None, False),
+        ("off", None, "cpu", None, False),
+        ("steps", False, "cuda", None, True),
     ],
 )
 def test_the_default_is_that_of_deterministic(
-    mode: Any, deterministic: bool | None, device: str, is_on: bool, tmp_path: Path
+    mode: Any, deterministic: bool | None, device: str, on_spike: str | None, is_on: bool, tmp_path: Path
 ) -> None:
     """A file of an earlier attempt loses its later digests even if this one has none."""
-    config = cast(
-        Any, SimpleNamespace(checkpoint=CheckpointConfig(digests=mode), deterministic=deterministic)
-    )
+    keys = {"deterministic": deterministic, "optimization": SimpleNamespace(on_spike=on_spike)}
+    config = cast(Any, SimpleNamespace(checkpoint=CheckpointConfig(digests=mode), **keys))
     run = RunPaths(tmp_path)
     assert (digest_files(config, torch.device(device), run, 0) is not None) == is_on
     parts = cast(Any, SimpleNamespace(checkpoint=CheckpointConfig(digests="parts"), deterministic=None))

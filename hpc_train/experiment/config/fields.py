@@ -152,7 +152,8 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 #: Keep deadlines within the longest time-out of threads and process groups.
-Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
+MAX_MINUTES = 1_000_000
+Minutes = Annotated[float, Field(gt=0, le=MAX_MINUTES)]
 Hours = Annotated[float, Field(ge=0, le=MAX_HOURS)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
