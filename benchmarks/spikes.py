@@ -20,7 +20,7 @@ from benchmarks.measuring import ROOT, conditions, parser, report, table
 from hpc_train.run.digests import StepDigest, read_digests
 from hpc_train.run.spikes import SCORE, WARM_UP, SpikeRule
 
-SCORES = (3.5, 5.0, 7.0, SCORE, 15.0)
+SCORES = (3.5, SCORE, 7.0, 10.0)
 #: Example → changes; DATA is the folder of ``--data``.
 RECIPES = {
     "digits": ("optimization.epochs=100",),

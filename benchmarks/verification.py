@@ -56,7 +56,7 @@ def _step_seconds(name: str, steps: int) -> list[float]:
         printed([sys.executable, *submit], environment(None) | {"HPC_TRAIN_RUNS": folder})
         (metrics,) = Path(folder).glob("*/*/metrics.jsonl")
         rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [row["step_s"] or 0.0 for row in rows if row["split"] == "train"]
+    return [row.get("step_s") or 0.0 for row in rows if row["split"] == "train"]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ The rule is that of Iglewicz and Hoaglin (1993, "How to detect and handle outlie
 is an outlier if it exceeds the median of a window by more than ``SCORE`` times its scale, 1.4826 times the
 median absolute deviation (MAD), which is the standard deviation if numbers are normal. The window has the
 last ``WINDOW`` finite numbers before the step, spikes included: the median bears them, and after a lasting
-change, such as other data, half a window of steps is flagged at most. Losses are compared as they are,
-norms by their logarithm, since their distribution is skewed. A step is a spike if either is an outlier.
+change, such as other data, half a window of steps is flagged at most. Losses and norms are compared by
+their logarithms, since their noise is in proportion to them; losses as they are if one of the window is not
+positive. A step is a spike if either is an outlier.
 
 Training decides and writes the file; commands read it, without torch.
 """
@@ -35,10 +36,12 @@ from hpc_train.run.growing_file import GrowingFile
 #: Steps of the window, and the steps of the run before the first decision (assumed).
 WINDOW, WARM_UP = 128, 64
 #: Measured by ``benchmarks/spikes.py``: false alarms of the recipes by score.
-SCORE = 10.0
-#: Minimum scale: of a loss by its median's share, of a norm's logarithm.
+SCORE = 5.0
+#: Minimum scale of logarithms, or of a loss as a share of its median.
 _MIN_SCALE = 0.01
 _MAD_TO_DEVIATION = 1.4826
+#: Of the largest number.
+_MAX_EXPONENT = 709.0
 #: Steps that are read to fill the window: more than its size, since numbers that are not finite are left out.
 _READ_STEPS = 16 * WINDOW
 _MAX_SAMPLES = 1024
@@ -81,7 +84,7 @@ class SpikeRule:
     def __init__(self, score: float = SCORE) -> None:
         self._score = score
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._log_norms: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)
 
     @classmethod
     def of_bits(cls, bits: Sequence[int]) -> SpikeRule:
@@ -89,12 +92,12 @@ class SpikeRule:
         rule, count = cls(), len(bits) - 1
         numbers = struct.unpack(f"{count}d", struct.pack(f"{count}q", *bits[1:]))
         rule._losses.extend(numbers[: bits[0]])
-        rule._log_norms.extend(numbers[bits[0] :])
+        rule._norms.extend(numbers[bits[0] :])
         return rule
 
     def to_bits(self) -> list[int]:
         """Return the window as integers, which ranks exchange."""
-        numbers = [*self._losses, *self._log_norms]
+        numbers = [*self._losses, *self._norms]
         return [
             len(self._losses),
             *struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers)),
@@ -115,42 +118,36 @@ class SpikeRule:
         return spike
 
     def _judged(self, step: int, loss: float, grad_norm: float | None) -> Spike | None:
-        is_spike, loss_limit, norm_limit = False, None, None
+        loss_limit = norm_limit = None
         if math.isfinite(loss) and len(self._losses) >= WARM_UP:
-            loss_limit = self._limit(self._losses, is_relative=True)
-            is_spike = loss > loss_limit
-        log_norm = _log(grad_norm)
-        if log_norm is not None and len(self._log_norms) >= WARM_UP:
-            limit = self._limit(self._log_norms, is_relative=False)
-            is_spike, norm_limit = is_spike or log_norm > limit, _exp(limit)
-        if not is_spike:
+            loss_limit = self._limit(self._losses, loss)
+        if grad_norm is not None and not 0 < grad_norm < math.inf:
+            grad_norm = None
+        if grad_norm is not None and len(self._norms) >= WARM_UP:
+            norm_limit = self._limit(self._norms, grad_norm)
+        is_loss = loss_limit is not None and loss > loss_limit
+        if not is_loss and (grad_norm is None or norm_limit is None or grad_norm <= norm_limit):
             return None
-        finite_norm = None if log_norm is None else grad_norm
-        return Spike(step, loss if math.isfinite(loss) else None, loss_limit, finite_norm, norm_limit)
+        return Spike(step, loss if math.isfinite(loss) else None, loss_limit, grad_norm, norm_limit)
 
     def add(self, loss: float, grad_norm: float | None) -> None:
         """Add a step's numbers to the window."""
         if math.isfinite(loss):
             self._losses.append(loss)
-        if (log_norm := _log(grad_norm)) is not None:
-            self._log_norms.append(log_norm)
+        if grad_norm is not None and 0 < grad_norm < math.inf:
+            self._norms.append(grad_norm)
 
-    def _limit(self, window: deque[float], *, is_relative: bool) -> float:
-        middle = median_high(window)
-        deviation = median_high([abs(value - middle) for value in window])
-        minimum = _MIN_SCALE * (abs(middle) if is_relative else 1.0)
-        return middle + self._score * max(_MAD_TO_DEVIATION * deviation, minimum)
-
-
-def _log(grad_norm: float | None) -> float | None:
-    return math.log(grad_norm) if grad_norm is not None and 0 < grad_norm < math.inf else None
-
-
-def _exp(value: float) -> float | None:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return None
+    def _limit(self, window: deque[float], value: float) -> float | None:
+        """Return the number above which ``value`` is an outlier; None if it would be infinite."""
+        is_positive = value > 0 and min(window) > 0
+        values = [math.log(number) for number in window] if is_positive else list(window)
+        middle = median_high(values)
+        deviation = median_high([abs(number - middle) for number in values])
+        minimum = _MIN_SCALE * (1.0 if is_positive else abs(middle))
+        limit = middle + self._score * max(_MAD_TO_DEVIATION * deviation, minimum)
+        if not is_positive:
+            return limit
+        return math.exp(limit) if limit < _MAX_EXPONENT else None
 
 
 def rule_at(paths: RunPaths, step: int) -> SpikeRule:

@@ -30,10 +30,10 @@ def filled(count: int = WINDOW) -> SpikeRule:
     ("loss", "norm", "is_spike"),
     [
         (1.8, 1.0, False),
-        (2.4, 1.0, False),
+        (2.1, 1.0, False),
         (3.0, 1.0, True),
         (-9.0, 1.0, False),
-        (1.8, 5.0, False),
+        (1.8, 3.0, False),
         (1.8, 100.0, True),
         (1.8, 1e-9, False),
         (1.8, None, False),
@@ -58,8 +58,15 @@ def test_equal_losses_have_a_minimum_scale() -> None:
     rule = SpikeRule()
     for _ in range(WARM_UP):
         rule.add(1.0, 1.0)
-    assert rule.judge(9, 1.09, 1.09) is None and rule.judge(9, 1.11, 1.0) is not None
-    assert rule.judge(9, 1.0, 1.12) is not None
+    assert rule.judge(9, 1.04, 1.04) is None and rule.judge(9, 1.06, 1.0) is not None
+    assert rule.judge(9, 1.0, 1.06) is not None
+
+
+def test_losses_that_are_not_positive_are_compared_as_they_are() -> None:
+    rule = SpikeRule()
+    for step, (loss, norm) in enumerate(numbers(WINDOW)):
+        assert rule.judge(step, loss - 2, norm) is None
+    assert rule.judge(9, 0.5, 1.0) is not None and rule.judge(9, -0.2, 1.0) is None
 
 
 def test_a_lasting_change_is_flagged_for_half_a_window_at_most() -> None:
