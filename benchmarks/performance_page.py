@@ -28,8 +28,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Training step": ("step",),
     "Input": ("input", "masks_and_boxes", "token_windows", "augmentation", "data_scale"),
     "Checkpoints": ("checkpoint",),
+    "Digests and verification": ("digests",),
     "Start and submission": (
         "submission",
+        "shared_jobs",
         "cli_start",
         "run_pages",
         "watch_cpu",
@@ -38,6 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "compile_start",
     ),
     "Preemption": ("preemption", "restart"),
+    "Verified steps and spikes": ("verification", "spikes"),
     "Scripts of the user's own": ("session_overhead",),
     "Memory": ("memory", "memory_prediction", "open_files"),
     "Gradients of a node's CPU ranks": ("node_sum",),

@@ -126,12 +126,13 @@ def _of_loop(loop: str, name: str, workload: Workload, variables: Mapping[str, s
 
 
 def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
-    times = row_times(_experiment(workload, folder), workload.ranks, variables, "device=cpu")
+    times = row_times(experiment_of(workload, folder), workload.ranks, variables, "device=cpu")
     found = differences(times[workload.warm_up :], workload.window)
     return undisturbed(found, workload.window, workload.turn_s)
 
 
-def _experiment(workload: Workload, folder: Path) -> str:
+def experiment_of(workload: Workload, folder: Path) -> str:
+    """Return the experiment file of a workload; text is written below ``folder``."""
     args = {gpt: GPT_ARGS, deep_gpt: DEEP_GPT_ARGS}.get(workload.model)
     is_text = args is not None
     # Flow style, which JSON is a part of.

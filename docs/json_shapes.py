@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_train.cli.bisect import Bisection
-from hpc_train.cli.checkpoint_commands import Export, Verification
+from hpc_train.cli.bundle import Bundled
+from hpc_train.cli.checkpoint_commands import Export
 from hpc_train.cli.clean import Cleaning, Removal
 from hpc_train.cli.compare import Comparison, GroupComparison
 from hpc_train.cli.compare_diff import Difference
@@ -20,9 +21,11 @@ from hpc_train.cli.logs import Log
 from hpc_train.cli.plan import PlanJson, StagesJson
 from hpc_train.cli.predict import Predictions
 from hpc_train.cli.report import Page
+from hpc_train.cli.reproduce import Reproduced
 from hpc_train.cli.run_row import Runs
 from hpc_train.cli.sync import Synchronization
 from hpc_train.cli.validate import Preparation, Validation
+from hpc_train.cli.verify import Verification
 from hpc_train.report.replayed_steps import Replay
 
 #: Command with its options → the type of what it prints.
@@ -48,6 +51,8 @@ SHAPES: dict[str, Any] = {
     "predict": Predictions,
     "replay": Replay,
     "bisect": Bisection,
+    "bundle": Bundled,
+    "reproduce": Reproduced,
     "logs": Log,
     "report": Page,
     "init": FirstFileJson,

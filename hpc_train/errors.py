@@ -14,7 +14,7 @@ from functools import cache
 
 
 class ExitCode(IntEnum):
-    """The exit codes of hpc-train's processes. Codes 76 to 81 are used between a rank and its
+    """The exit codes of hpc-train's processes. Codes 76 to 82 are used between a rank and its
     launcher only; there each code has one cause.
     """
 
@@ -37,6 +37,8 @@ class ExitCode(IntEnum):
     WORKER_LOST = 80
     #: A limit, a variable or a version of this environment does not permit the run: it is not requeued.
     ENVIRONMENT = 81
+    #: This rank and another compute different numbers, and which of them is wrong is unknown.
+    UNEQUAL = 82
     INTERRUPTED = 130
 
 
@@ -119,6 +121,12 @@ class BadNodeError(HpcTrainError):
     """This rank's node does not meet a requirement of training; another node may."""
 
     exit_code = ExitCode.BAD_NODE
+
+
+class UnequalResultsError(HpcTrainError):
+    """This rank and a rank of another node compute different numbers, and either may be wrong."""
+
+    exit_code = ExitCode.UNEQUAL
 
 
 class NetworkFaultError(UserError):

@@ -187,6 +187,10 @@ class SubmissionPaths:
 
     #: ``submission.json``: its runs, its job and its progress.
     record = _Entry("submission.json")
+    #: The batch script of a job that evaluates a checkpoint.
+    evaluation_script = _Entry("evaluation.sh")
+    #: Locked by the process that submits such jobs.
+    evaluation_lock = _Entry("evaluation.lock")
 
     @property
     def token(self) -> str:
@@ -251,6 +255,10 @@ class RunPaths:
     metrics = _Entry("metrics.jsonl")
     #: A record per step, by which runs and replays are compared.
     digests = _Entry("digests.bin")
+    #: Records of the state by module every few steps (``checkpoint.digests: parts``).
+    part_digests = _Entry("parts.bin")
+    #: One JSON object per step whose loss or gradient norm was a spike.
+    spikes = _Entry("spikes.jsonl")
     #: The steps of another run to repeat, in a folder whose ranks replay and do not train.
     replayed_steps = _Entry("replay.json")
     #: Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train.
@@ -324,6 +332,12 @@ class RunPaths:
     checkpoints = _Entry("checkpoints")
     #: Files of evaluations besides their rows: tables, pictures.
     evaluations = _Entry("evaluations")
+    #: Requests, jobs and rows of evaluations that jobs of their own carry out.
+    evaluation_jobs = _Entry("evaluation_jobs")
+
+    def evaluation_job(self, step: int, ending: str) -> Path:
+        """A file of the job that evaluates the checkpoint of ``step``: due, jobs, json (its row), failed."""
+        return self.evaluation_jobs / f"step-{step:08d}.{ending}"
 
     @classmethod
     def entry_names(cls) -> set[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +43,19 @@ def small_disk(place: Path, size: str, leave_out: Callable[[str], object] = pyte
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def on_small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Move a folder to a file system of ``size`` that is mounted in its place; it is empty afterwards."""
+    mode, content = folder.stat().st_mode, Path(tempfile.mkdtemp(prefix="hpc-train-moved-"))
+    shutil.copytree(folder, content, symlinks=True, dirs_exist_ok=True)
+    shutil.rmtree(folder)
+    with small_disk(folder, size):
+        folder.chmod(stat.S_IMODE(mode))
+        shutil.copytree(content, folder, symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(content)
+        yield
 
 
 class SyncedFiles:

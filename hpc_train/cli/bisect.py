@@ -7,51 +7,45 @@ that they have in common, by ranks that compute digests of all tensors: twice tw
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import BisectOptions
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
-from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay import Stretch, number_of_ranks, report_begin, run_stretch
+from hpc_train.cli.replay_options import BisectOptions
+from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
-from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.input_files import other_inputs
-from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.parted_steps import (
     Lines,
     Place,
-    Reproduction,
     common_steps,
     first_step,
     labels,
     parted_at,
     place,
     place_text,
-    reproduction,
-    reproduction_text,
     step_numbers,
 )
 from hpc_train.report.replayed_steps import StepNumbers
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.run.checkpoints import Manifest, committed, verify
+from hpc_train.report.reproduction import Reproduction, reproduction, reproduction_text
+from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.digests import MAX_STEP, read_digests
-from hpc_train.run.files import read_json
 from hpc_train.run.find import run_names
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
 #: So few steps are replayed from the start, if the runs have no checkpoint in common.
 _FEW_STEPS = 16
+#: If the first difference is in one of so few steps, a replay traces all of them.
+_FEW_TRACED = 6
 
 
 class Bisection(TypedDict):
@@ -78,6 +72,9 @@ class Bisection(TypedDict):
     #: The checkpoints of the same step: the last one that is bitwise identical before the first that is not.
     equal_checkpoint: int | None
     other_checkpoint: int | None
+    #: The same of the digests of parts, if the runs have the same ranks.
+    equal_parts: int | None
+    other_parts: int | None
     #: The number of replays.
     replays: int
     #: Each run against its own replay; empty if nothing differs.
@@ -102,7 +99,7 @@ def bisect(options: BisectOptions) -> ExitCode:
     pythons = _pythons(options.pythons, len(folders))
     names = run_names(folders)
     runs = [
-        _Run(paths, names[paths], is_new(options.code), python)
+        ReplayedRun(paths, names[paths], is_new(options.code), python)
         for paths, python in zip(folders, pythons, strict=True)
     ]
     search = _Search(runs, options)
@@ -135,69 +132,10 @@ def _pythons(paths: Sequence[Path], num_runs: int) -> Sequence[Path | None]:
 
 
 @dataclass
-class _Run:
-    """One of the runs, as its files are."""
-
-    paths: RunPaths
-    name: str
-    uses_new_code: bool
-    python: Path | None
-
-    @cached_property
-    def files(self) -> RunFiles:
-        return RunFiles.read(self.paths)
-
-    @cached_property
-    def experiment(self) -> Experiment:
-        return prepared(newest_experiment(self.paths, []))
-
-    @cached_property
-    def checkpoints(self) -> dict[int, CheckpointPaths]:
-        """Step → checkpoint, lowest step first."""
-        return {checkpoint.step: checkpoint for checkpoint in reversed(committed(self.paths))}
-
-    @cached_property
-    def damage(self) -> dict[int, str]:
-        """Step → the problems of a damaged checkpoint."""
-        problems = {step: verify(checkpoint) for step, checkpoint in self.checkpoints.items()}
-        return {step: "; ".join(lines) for step, lines in problems.items() if lines}
-
-    def newest_before(self, step: int) -> int:
-        """Return the step of the newest intact checkpoint before ``step``; 0 if there is none."""
-        intact = self.checkpoints.keys() - self.damage.keys()
-        return max((saved for saved in intact if saved < step), default=0)
-
-    def machine(self, after: int | None = None) -> dict[str, Any]:
-        """Return where the run computed: of its newest checkpoint, or of the first one after a step."""
-        record = self.files.newest_record
-        saved = list(self.checkpoints.values())
-        later = [checkpoint for checkpoint in saved if after is not None and checkpoint.step > after]
-        chosen = next(iter([*later[:1], *saved[-1:]]), None)
-        extra = (read_json(chosen.state) or {}).get("extra") or {} if chosen else {}
-        return {
-            "ranks": ranks_of(self.files.facts, record),
-            "nodes": record.hosts if record else None,
-            "device": extra.get("device"),
-            **dict.fromkeys(("processor", "threads")),
-            **(extra.get("hardware") or {}),
-        }
-
-    def node(self, step: int, rank: int | None) -> str | None:
-        """Return the node on which a rank computed a step; None if several are possible."""
-        attempts = [digest.attempt for digest in read_digests(self.paths.digests, step, step)]
-        records = [record for record in self.files.records if record.attempt & 0xFFFF in attempts]
-        record = next(reversed(records or self.files.records), None)
-        if record is None or not record.hosts or (rank is None and len(record.hosts) > 1):
-            return None
-        per_node = -(-(record.ranks or 1) // len(record.hosts))
-        return record.hosts[min((rank or 0) // per_node, len(record.hosts) - 1)]
-
-
-@dataclass
 class _Search:
     """The search for the first difference; ``answer`` has its results."""
 
-    runs: Sequence[_Run]
+    runs: Sequence[ReplayedRun]
     options: BisectOptions
     answer: Bisection = field(init=False)
 
@@ -227,6 +165,8 @@ class _Search:
             numbers=[],
             equal_checkpoint=None,
             other_checkpoint=None,
+            equal_parts=None,
+            other_parts=None,
             replays=0,
             reproduction=[],
             place=None,
@@ -234,6 +174,7 @@ class _Search:
         if len(runs) == 2:
             self._compare_digests()
             self._compare_checkpoints()
+            self._compare_parts()
 
     def _compare_digests(self) -> None:
         steps = self.options.first, self.options.last or MAX_STEP
@@ -266,6 +207,25 @@ class _Search:
         )
         return one == other and not any(step in run.damage for run in self.runs)
 
+    def _compare_parts(self) -> None:
+        one, other = (run.parts for run in self.runs)
+        if not (one and other and self.runs[0].experiment.parallel == self.runs[1].experiment.parallel):
+            return
+        for step in sorted(one.keys() & other.keys()):
+            pairs = [
+                {
+                    part: (digest.weights, digest.optimizer, digest.ranks)
+                    for part, digest in parts[step].items()
+                }
+                for parts in (one, other)
+            ]
+            if step > (self.options.last or MAX_STEP):
+                return
+            if pairs[0] != pairs[1]:
+                self.answer["other_parts"] = step
+                return
+            self.answer["equal_parts"] = step
+
     def records_text(self) -> list[str]:
         """Return the lines about everything that the runs recorded."""
         answer = self.answer
@@ -297,7 +257,13 @@ class _Search:
             for step, is_equal in ((answer["equal_checkpoint"], True), (answer["other_checkpoint"], False))
             if step is not None
         ]
-        return [*lines, f"checkpoints: {', '.join(checkpoints) or 'none of the same step'}"]
+        lines.append(f"checkpoints: {', '.join(checkpoints) or 'none of the same step'}")
+        parts = [
+            f"{'bitwise identical' if is_equal else 'not identical'} after step {step}"
+            for step, is_equal in ((answer["equal_parts"], True), (answer["other_parts"], False))
+            if step is not None
+        ]
+        return [*lines, *[f"parts: {', '.join(parts)}"] * bool(parts)]
 
     def run(self) -> None:
         """Replay the steps in question, and compare."""
@@ -324,9 +290,10 @@ class _Search:
 
     def _place_of_two(self) -> Place | None:
         answer = self.answer
-        ends = [step for step in (answer["first_difference"], answer["other_checkpoint"]) if step is not None]
+        differing = answer["first_difference"], answer["other_checkpoint"], answer["other_parts"]
+        ends = [step for step in differing if step is not None]
         if not ends:
-            if not answer["compared"] and answer["equal_checkpoint"] is None:
+            if not answer["compared"] and (answer["equal_checkpoint"], answer["equal_parts"]) == (None, None):
                 raise UsageError(
                     f"bisect: {' and '.join(self.names)} can't be compared, because they have neither "
                     "digests nor checkpoints of the same step; checkpoint.digests: steps records them"
@@ -343,7 +310,7 @@ class _Search:
         if step is None:
             return min(places, key=lambda found_place: found_place["step"], default=place(last, "record"))
         step = max(step, max(begins) + 1)
-        if step not in _traced(max(begins), last):
+        if step not in self._traced(max(begins), last):
             first, second = (
                 self._replay(run, begin, step) for run, begin in zip(self.runs, begins, strict=True)
             )
@@ -367,24 +334,29 @@ class _Search:
         num_ranks = {len(next(iter(lines.values()))) for lines in (first, second)}
         return len(num_ranks) == 1 and one.experiment.parallel == other.experiment.parallel
 
-    def _replay(self, run: _Run, begin: int, last: int) -> Lines:
+    def _replay(self, run: ReplayedRun, begin: int, last: int) -> Lines:
         """Repeat the steps after ``begin`` and return their lines, those of ``begin`` itself first.
 
         Raises HpcTrainError if the ranks fail, UsageError if the run's hpc-train computes no digests.
         """
         facts = run.machine(begin)
         ranks = Manifest.read(run.checkpoints[begin]).world_size if begin else facts["ranks"]
-        traced = _traced(begin, last)
+        traced = self._traced(begin, last)
         stretch = Stretch(run.paths, begin, traced.start, last, ranks)
         num_ranks = self.options.devices or number_of_ranks(run.experiment, stretch)
         report_begin(stretch, num_ranks)
-        states = [begin, *(step for step in run.checkpoints if begin < step <= last)]
+        states = [begin, *(step for step in (*run.checkpoints, *run.parts) if begin < step <= last)]
         digests = {"trace": [traced.start, last], "states": states}
         snapshot = None if run.uses_new_code else linked(run.paths)
-        with _threads(facts):
-            lines = run_stretch(
-                stretch, run.experiment, snapshot, num_ranks, digests=digests, python=run.python
-            )
+        lines = run_stretch(
+            stretch,
+            run.experiment,
+            snapshot,
+            num_ranks,
+            digests=digests,
+            variables=thread_variables(facts),
+            python=run.python,
+        )
         self.answer["replays"] += 1
         if lines is None:
             raise HpcTrainError(f"{run.name}: the replay failed, so the first difference is not known")
@@ -394,32 +366,21 @@ class _Search:
             )
         return {of_ranks[0]["step"]: of_ranks for of_ranks in zip(*lines, strict=False)}
 
+    def _traced(self, begin: int, last: int) -> range:
+        """Return the steps of a replay whose values all get a digest: a difference often shows a step later.
+
+        All steps in question, if these are few: those after the last state that both runs have in common.
+        """
+        equal = [self.answer["equal_checkpoint"] or 0, self.answer["equal_parts"] or 0]
+        after = max((step for step in equal if begin <= step < last), default=last)
+        first = after + 1 if last - after <= _FEW_TRACED else last
+        return range(max(begin + 1, min(first, last - 1)), last + 1)
+
     def _compare_with_runs(self, replays: Sequence[Lines], begins: Sequence[int]) -> list[Place]:
         """Compare each run with its replay; return the first difference of those that differ."""
         places = []
         for run, lines, begin in zip(self.runs, replays, begins, strict=True):
-            compared, first_place = reproduction(run.name, run.checkpoints, lines, begin)
+            compared, first_place = reproduction(run.name, run.checkpoints, lines, begin, run.parts)
             self.answer["reproduction"].append(compared)
             places += [first_place] if first_place is not None else []
         return places
-
-
-def _traced(begin: int, last: int) -> range:
-    """Return the steps of a replay whose values all get a digest: a difference often shows a step later."""
-    return range(max(begin + 1, last - 1), last + 1)
-
-
-@contextmanager
-def _threads(facts: Mapping[str, Any]) -> Iterator[None]:
-    """Let ranks that start in this context compute with as many CPU threads as the run's."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    counts = set(facts["threads"] or ())
-    if facts["device"] == "cpu" and len(counts) == 1:
-        os.environ["OMP_NUM_THREADS"] = str(*counts)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hpc_train.cli.command_options import CancelOptions
 from hpc_train.cli.run_row import rows_json, rows_of
 from hpc_train.console import put_json, say, say_text
-from hpc_train.errors import ExitCode, NoSchedulerError
+from hpc_train.errors import ExitCode, NoSchedulerError, counted
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.run import stage_order
+from hpc_train.run import evaluation_jobs, stage_order
 from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 from hpc_train.run.trust import check_run
@@ -43,22 +43,28 @@ def cancel_runs(runs_to_cancel: Sequence[RunPaths]) -> tuple[list[ExitCode], lis
         for paths in runs:
             current_status(paths)  # a run whose launcher has died has ended
         before = {paths: read_status(paths).state for paths in runs}
+        evaluations = {paths: len(evaluation_jobs.submitted(paths)) for paths in runs}
         try:
             left = set(launcher.cancel(runs))
         except NoSchedulerError as error:
             errors.append(error)
             continue
         codes += [
-            ExitCode.FAILED if paths in left else _report(paths, names[paths], before[paths])
+            ExitCode.FAILED
+            if paths in left
+            else _report(paths, names[paths], before[paths], evaluations[paths])
             for paths in runs
         ]
     return codes, errors
 
 
-def _report(paths: RunPaths, name: str, before: str) -> ExitCode:
+def _report(paths: RunPaths, name: str, before: str, evaluations: int) -> ExitCode:
     status = read_status(paths)
+    if evaluations:
+        say(f"{name}: cancelled the jobs of {counted(evaluations, 'evaluation')}")
     if before not in GOING_ON and status.state == before:
-        say(f"{name}: {before} already; nothing to cancel")
+        if not evaluations:
+            say(f"{name}: {before} already; nothing to cancel")
     elif status.state in GOING_ON:
         say(f"{name}: marked as cancelled; its job is not gone yet")
         return ExitCode.TRY_AGAIN

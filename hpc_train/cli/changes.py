@@ -271,7 +271,7 @@ def other_python(launcher: str, experiment: Job) -> str | None:
     if launcher == LOCAL:
         return None
     if environment.container is not None:
-        return f"environment.container {environment.container}"
+        return f"environment.container {environment.container.image}"
     if environment.python is not None and not _is_this(environment.python):
         return f"environment.python {environment.python}"
     return None

@@ -1,50 +1,19 @@
-"""``export`` and ``verify``: the checkpoints of runs."""
+"""``export``: the weights of a run, or its model as a program, in one file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypedDict
 
 from hpc_train.cli.children import child_report, run_child
-from hpc_train.cli.command_options import ExportOptions, VerifyOptions
+from hpc_train.cli.command_options import ExportOptions
 from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import PROGRAMS, RunPaths, from_here
-from hpc_train.run import checkpoints
+from hpc_train.paths import PROGRAMS, from_here
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import run_facts
 from hpc_train.run.trust import check_run
-
-
-class CheckpointJson(TypedDict):
-    """One checkpoint, checked by its hashes."""
-
-    step: int
-    path: str
-    #: Empty if it is intact.
-    problems: list[str]
-    #: False if the attempt that wrote it no longer owned the run.
-    counts: bool
-    #: Whether it is the one that would be loaded.
-    loads: bool
-
-
-class VerifiedRun(TypedDict):
-    """A run's checkpoints, the newest one first."""
-
-    id: str
-    name: str
-    path: str
-    checkpoints: list[CheckpointJson]
-
-
-class Verification(TypedDict):
-    """Which checkpoints would load."""
-
-    version: int
-    runs: list[VerifiedRun]
 
 
 class Export(TypedDict):
@@ -103,56 +72,3 @@ def export(options: ExportOptions) -> int:
         )
         put_json(written)
     return exit_code
-
-
-def verify(options: VerifyOptions) -> ExitCode:
-    """Check every checkpoint; FAILED if a valid one is damaged."""
-    runs = [
-        VerifiedRun(
-            id=paths.folder.name,
-            name=paths.siblings.folder.name,
-            path=str(paths.folder.absolute()),
-            checkpoints=list(_verified(paths, shows=not options.as_json)),
-        )
-        for paths in find_readable(options.runs)
-    ]
-    if options.as_json:
-        put_json(Verification(version=JSON_VERSION, runs=runs))
-    is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
-    return ExitCode.FAILED if is_damaged else ExitCode.DONE
-
-
-def _verified(paths: RunPaths, *, shows: bool) -> Iterator[CheckpointJson]:
-    """Yield a run's checkpoints, newest first; ``shows``: print each once it is verified."""
-    folders = paths.checkpoint_folders()[::-1]
-    if not folders:
-        say(f"{run_name(paths)}: no checkpoint yet")
-        return
-    counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
-    would_load = None
-    for checkpoint in folders:
-        problems = checkpoints.verify(checkpoint)
-        if not checkpoint.folder.is_dir():
-            continue  # a running run has removed it meanwhile
-        counts = checkpoint in counting
-        if counts and not problems:
-            would_load = would_load or checkpoint
-        loads = checkpoint == would_load
-        if shows:
-            text = "damaged" if problems else "whole"
-            if not counts:
-                text += ", does not count: its attempt no longer owned the run"
-            elif loads:
-                text += ", would load"
-            put(f"{run_name(paths)}  {checkpoint.folder.name}  {text}")
-            for problem in problems:
-                say(f"  {problem}")
-        yield CheckpointJson(
-            step=checkpoint.step,
-            path=str(checkpoint.folder),
-            problems=problems,
-            counts=counts,
-            loads=loads,
-        )
-    if would_load is None:
-        say(f"{run_name(paths)}: nothing would load; start again with `hpc-train submit FILE --new`")

@@ -15,12 +15,12 @@ from typing import TypedDict
 from hpc_train.cli.command_options import CleanOptions, RemoveOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
+from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError, counted
 from hpc_train.launchers.base import Launcher
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.run import checkpoints
+from hpc_train.run import checkpoints, evaluation_jobs
 from hpc_train.run.attempts import claim_attempt, newest_number, no_claims, read_record
 from hpc_train.run.code.snapshot import unused_snapshots
 from hpc_train.run.files import read_json, remove_folder
@@ -189,6 +189,7 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
     needed = [] if newest is None else [newest.folder]
     if newest is not None and best is not None:
         needed.append(paths.checkpoint(best.step).folder)
+    needed += [paths.checkpoint(step).folder for step in evaluation_jobs.submitted(paths)]
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
     for path in sorted(paths.checkpoints.glob("step-*")):
         is_set_aside = checkpoints.is_set_aside(path)
@@ -303,6 +304,12 @@ def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
     status_of: dict[RunPaths, RunStatus] = {}
     for launcher, some in by_launcher(runs):
         status_of |= dict(zip(some, _fresh_status(launcher, some), strict=True))
+        for paths in some if launcher.is_queue else ():
+            if steps := evaluation_jobs.submitted(paths):
+                name, count = run_name(paths), counted(len(steps), "evaluation")
+                raise LivingRunError(
+                    f"{name}: jobs of {count} wait or run; end them with `hpc-train cancel {name}` first"
+                )
     for paths in runs:
         record = newest_record(paths)
         is_living = record is not None and record.job is None and living(record) is not False

@@ -16,13 +16,14 @@ from hpc_train.cli.command_line import exit_code_of
 from hpc_train.cli.command_options import EvaluateOptions, RanksOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import ExitCode, UsageError
+from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.experiment.config.schema import Experiment, Job, as_training
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import RunPaths
+from hpc_train.recovery.diagnosis import one_line
 from hpc_train.report.metrics_reader import in_words
-from hpc_train.run import frozen_experiment
+from hpc_train.run import evaluation_jobs, frozen_experiment
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import find_step, selection_words
 from hpc_train.run.code.snapshot import link, linked
@@ -31,6 +32,7 @@ from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows
+from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
 #: Sections that an evaluation may change: location, devices and data. All others come from the checkpoint.
@@ -151,5 +153,40 @@ def write_row(run: str, file: str) -> ExitCode:
     return code
 
 
+def evaluate_in_job(run: str, step: str) -> ExitCode:
+    """Evaluate a checkpoint for which training has requested a job; record its row in the run's folder.
+
+    The command of that job. Does nothing if the row exists, or the run was cancelled.
+    """
+    paths, number = RunPaths(Path(run)), int(step)
+    options, code = EvaluateOptions(runs_and_overrides=[run], step=number, devices=1), ExitCode.DONE
+    for is_last in (False, True):  # a process may be killed
+        if paths.cancelled.exists() or number not in evaluation_jobs.unfinished(paths):
+            say(f"{run_name(paths)}: the evaluation of step {number} is not due")
+            return ExitCode.DONE
+        try:
+            code, run_of_ranks = run_ranks("evaluate", options, {})
+        except UserError as error:
+            evaluation_jobs.note_failure(paths, number, one_line(str(error)))
+            raise
+        if code == ExitCode.DONE:
+            (row,) = evaluation_rows(run_of_ranks.metrics)
+            evaluation_jobs.note_row(paths, row)
+            shutil.rmtree(run_of_ranks.folder.parent)
+            put(f"step {row['step']}  {in_words(row)}")
+        if code in {ExitCode.DONE, ExitCode.TRY_AGAIN, ExitCode.INTERRUPTED}:  # its job starts again
+            return code
+        if is_last:
+            evaluation_jobs.note_failure(paths, number, read_status(run_of_ranks).reason or "failed")
+    return code
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """``--job RUN STEP``: as a job that training has requested. ``RUN FILE``: as a stage."""
+    if arguments[:1] == ["--job"]:
+        return evaluate_in_job(*arguments[1:])
+    return write_row(*arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: write_row(*sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

@@ -1,4 +1,5 @@
-"""``submit --local --jobs N``: concurrent runs of a sweep, each with its own launcher process.
+"""Concurrent runs of a sweep, each with its own launcher process: ``submit --local --jobs N``, and
+``submit --here`` with several runs per job.
 
 That process runs ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
 """
@@ -41,8 +42,7 @@ def slot_environment(
 ) -> dict[str, str]:
     """Return the environment of the run in a slot of ``jobs``: its own GPUs and its part of the cores."""
     threads = max(1, len(usable_cpus()) // (jobs * devices))
-    # One bar can't show several runs: they print lines.
-    environment = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
+    environment = {"OMP_NUM_THREADS": str(threads)} | dict(environ)
     if names := [] if device == "cpu" else gpu_names(environ):
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot * devices : (slot + 1) * devices])
     return environment
@@ -51,9 +51,9 @@ def slot_environment(
 class Slots:
     """Active runs, each in a slot; a stop signal reaches all of them and ends the queue."""
 
-    def __init__(self, jobs: int, launcher: str, devices: int, device: str) -> None:
-        self._launcher, self._devices, self._device = launcher, devices, device
-        self._slots: list[subprocess.Popen[bytes] | None] = [None] * jobs
+    def __init__(self, environments: Sequence[Mapping[str, str]], launcher: str, devices: int | None) -> None:
+        self._environments, self._launcher, self._devices = environments, launcher, devices
+        self._slots: list[subprocess.Popen[bytes] | None] = [None] * len(environments)
         self._noted: list[int] = []
         self._sent = 0
         self.codes: list[ExitCode] = []
@@ -75,10 +75,11 @@ class Slots:
         ``changes``: for a run that ended before it saved anything and starts again; None: a new run.
         """
         slot = self._slots.index(None)
-        environment = slot_environment(os.environ, slot, len(self._slots), self._devices, self._device)
+        # One bar can't show several runs: they print lines.
+        environment = {**self._environments[slot], "TERM": "dumb"}
         command = [sys.executable, "-m", "hpc_train.cli.parallel_runs"]
         how = ["new"] if changes is None else ["again", *changes]
-        arguments = [str(paths.folder), self._launcher, str(self._devices), str(os.getpid()), *how]
+        arguments = [str(paths.folder), self._launcher, str(self._devices or ""), str(os.getpid()), *how]
         self._slots[slot] = start_in_own_session(  # the terminal's Ctrl-C reaches this process only
             [*command, *arguments],
             env=with_package(environment, (PACKAGE_PARENT, str(Path.cwd()))),
@@ -119,11 +120,13 @@ def _main(folder: str, launcher: str, devices: str, parent: str, how: str, *chan
     from hpc_train.run.create import effective_experiment
 
     def train() -> int:
-        paths = RunPaths(Path(folder))
+        paths, ranks = RunPaths(Path(folder)), int(devices) if devices else None
         if how == "again":
-            return start_again([paths], changes, launcher, int(devices))
-        request = StartRequest(paths, effective_experiment(paths, 1), devices=int(devices), polling=polling)
-        return start(load_launcher(launcher), [request])
+            return start_again([paths], changes, launcher, ranks)
+        request = StartRequest(paths, effective_experiment(paths, 1), devices=ranks, polling=polling)
+        loaded = load_launcher(launcher)
+        with loaded.submitting(paths.siblings):
+            return start(loaded, [request])
 
     sys.exit(exit_code_of(train))
 

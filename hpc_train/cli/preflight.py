@@ -19,6 +19,7 @@ from hpc_train.experiment.config.schema import Experiment, Job
 from hpc_train.experiment.config.synonyms import key_for
 from hpc_train.experiment.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.experiment.topology.degrees import Ranks
+from hpc_train.experiment.validate.container_rules import missing_paths
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.validate.rules import unused_without_queue
 from hpc_train.experiment.workload import workload_of
@@ -252,6 +253,9 @@ def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
     if choice.launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
             say(line)
+        container = loaded.experiment.environment.container
+        for remark in missing_paths(container) if container is not None else ():
+            say(loaded.source.render(remark))
     say_remarks(loaded)
     _say_no_key(loaded)
     if not choice.launcher.is_queue:

@@ -7,15 +7,15 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import ReplayOptions
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.cli.replay_options import ReplayOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES
@@ -256,40 +256,55 @@ def run_stretch(
     num_ranks: int,
     extras: Extras = NO_EXTRAS,
     digests: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
     python: Path | None = None,
 ) -> list[list[dict[str, Any]]] | None:
     """Start the ranks and return the lines of each; None if they failed, which leaves their folder.
 
-    ``digests``: ``trace`` and ``states`` of ``replay.json``. ``python``: the interpreter of the ranks; None:
-    this one.
+    ``digests``: ``trace`` and ``states`` of ``replay.json``. ``variables``: of the ranks' environment.
+    ``python``: their interpreter; None: this one.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
-    run = ranks_folder(folder / stretch.run.folder.name, experiment, snapshot)
-    write_json(
-        run.replayed_steps,
-        {
-            "version": 1,
-            "run": str(stretch.run.folder.absolute()),
-            "begin": stretch.begin,
-            "first": stretch.first,
-            "last": stretch.last,
-            **extras.request(),
-            **(digests or {}),
-        },
+    request = {"begin": stretch.begin, "first": stretch.first, "last": stretch.last}
+    run = replay_folder(stretch.run, experiment, snapshot, {**request, **extras.request(), **(digests or {})})
+    launcher = LocalLauncher(
+        None if python is None else [str(python), *default_command(run)[1:]],
+        variables or {},
+        has_terminal=extras.debugger,
     )
-    command = None if python is None else [str(python), *default_command(run)[1:]]
-    launcher = LocalLauncher(command, has_terminal=extras.debugger)
-    ended = launcher.launch(LaunchRequest(run, experiment, 1, num_ranks), lambda: None)
-    if ended != ExitCode.DONE:
-        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+    if not replay_on_ranks(run, experiment, num_ranks, launcher):
         return None
     extras.move(run)
-    lines = [_lines(run.replay(rank)) for rank in range(num_ranks)]
-    shutil.rmtree(folder)
+    lines = [replayed_lines(run.replay(rank)) for rank in range(num_ranks)]
+    shutil.rmtree(run.folder.parent)
     return lines
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def replay_folder(
+    replayed: RunPaths, experiment: Experiment, snapshot: Path | None, request: Mapping[str, Any]
+) -> RunPaths:
+    """Create a temporary folder whose ranks repeat steps of ``replayed``. ``request``: of ``replay.json``."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
+    run = ranks_folder(folder / replayed.folder.name, experiment, snapshot)
+    write_json(run.replayed_steps, {"version": 1, "run": str(replayed.folder.absolute()), **request})
+    return run
+
+
+def replay_on_ranks(
+    run: RunPaths,
+    experiment: Experiment,
+    num_ranks: int,
+    launcher: LocalLauncher,
+    poll: Callable[[], None] = lambda: None,
+) -> bool:
+    """Start the ranks of such a folder and wait for their end; return False, and print it, if they failed."""
+    ended = launcher.launch(LaunchRequest(run, experiment, 1, num_ranks), poll)
+    if ended != ExitCode.DONE:
+        say(f"replay: failed; the logs of its ranks are in {run.attempt(1).folder}")
+    return ended == ExitCode.DONE
+
+
+def replayed_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of one rank. Raises HpcTrainError if they can't be read."""
     try:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:

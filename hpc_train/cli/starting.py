@@ -20,7 +20,7 @@ from hpc_train.launchers.lookup import DEFAULT
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
-from hpc_train.run import bad_samples, frozen_experiment
+from hpc_train.run import bad_samples, frozen_experiment, spikes
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
@@ -105,6 +105,8 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
         details.append(("metrics", from_here(paths.metrics)))
     if bad := bad_samples.in_words(paths):
         details.append(("bad samples", bad))
+    if newest_spikes := spikes.in_words(paths):
+        details.append(("spikes", newest_spikes))
     details += _profile(paths)
     steps = next_steps(paths, read_status(paths))
     _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))

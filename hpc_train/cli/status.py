@@ -23,7 +23,7 @@ from hpc_train.report.changed_keys import short_names
 from hpc_train.report.run_files import RunFiles, layout_of
 from hpc_train.report.run_times import node_words
 from hpc_train.report.usage import counts_by_state
-from hpc_train.run import bad_samples
+from hpc_train.run import bad_samples, evaluation_jobs, spikes
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
@@ -117,6 +117,10 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
         details.append(("nodes", node_words(record)))
     if bad := bad_samples.in_words(paths):
         details.append(("bad samples", bad))
+    if evaluations := evaluation_jobs.in_words(paths):
+        details.append(("evaluations", evaluations))
+    if newest_spikes := spikes.in_words(paths):
+        details.append(("spikes", newest_spikes))
     put(*columns([(f"  {label}", text) for label, text in details]))
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
 from hpc_train.cli.extending import longer_command, shorter_run
-from hpc_train.cli.parallel_runs import Slots, devices_per_run
+from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
 from hpc_train.cli.plan import say_layouts, show
 from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, say_before
@@ -28,7 +28,7 @@ from hpc_train.experiment.config.schema import Job
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.plan.staged_file import StagedFile
 from hpc_train.experiment.validate.loading import Loaded
-from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.base import Launcher, StartRequest, UsesNodes
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.report.changed_keys import in_words
@@ -167,10 +167,8 @@ class _Submission:
 
     def start_all(self) -> tuple[ExitCode, list[RunPaths]]:
         """Start all runs; Ctrl-C ends the series. Return the worst exit code, and the runs."""
-        if self._options.jobs > 1:
-            assert self._devices is not None, "devices_per_run chose them"
-            device = self._loaded.experiment.device
-            self._slots = Slots(self._options.jobs, self._name, self._devices, device)
+        if environments := self._slot_environments():
+            self._slots = Slots(environments, self._name, self._devices)
             with self._slots.taking_signals():
                 self._start_batches()
                 self._slots.wait_for_all()
@@ -182,6 +180,18 @@ class _Submission:
         if missing := len(self._plan.runs) - len(self._runs):
             say(f"{missing} more runs were not started; submit the file again to start them")
         return max(self._codes), self._runs
+
+    def _slot_environments(self) -> list[Mapping[str, str]]:
+        """Return the environment of the command of each run that trains at the same time."""
+        experiment, jobs = self._loaded.experiment, self._options.jobs
+        if jobs > 1:
+            assert self._devices is not None, "devices_per_run chose them"
+            size = (jobs, self._devices, experiment.device)
+            return [slot_environment(os.environ, slot, *size) for slot in range(jobs)]
+        if len(self._plan.runs) == 1 or not isinstance(self._launcher, UsesNodes):
+            return []
+        slots = self._launcher.slots(experiment)[: experiment.sweep.max_parallel]
+        return [{**os.environ, **variables} for variables in slots]
 
     def _start_batches(self) -> None:
         runs = self._plan.runs

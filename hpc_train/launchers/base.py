@@ -251,10 +251,15 @@ class ForecastLauncher(Protocol):
 
 @runtime_checkable
 class UsesNodes(Protocol):
-    """Optional method of a ``Launcher`` that starts runs on nodes which the user already has."""
+    """Optional methods of a ``Launcher`` that starts runs on nodes which the user already has."""
 
     def use_nodes(self, count: int | None) -> None:
         """Use this number of nodes; None: all. Raises UsageError if there are too few, or none."""
+
+    def slots(self, experiment: Job) -> list[dict[str, str]]:
+        """Return the variables of the command of each run that trains at the same time; none if the runs
+        follow each other.
+        """
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from hpc_train.console import say, say_text
@@ -39,12 +39,13 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class LocalLauncher:
-    """``command`` is executed by each rank; None: the worker.
+    """``command`` is executed by each rank; None: the worker. ``variables``: added to its environment.
 
     ``has_terminal``: the rank, a single one, reads standard input and writes to standard output.
     """
 
     command: Sequence[str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     has_terminal: bool = False
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
@@ -63,7 +64,7 @@ class LocalLauncher:
                 request.attempt,
                 num_ranks,
                 command,
-                variables,
+                {**variables, **self.variables},
                 has_terminal=self.has_terminal,
             )
             try:

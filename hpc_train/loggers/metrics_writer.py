@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ class MetricsWriter:
         ]
         self._log = log
         self._images_at = images_at
+        #: Steps of the rows that ``join`` has added.
+        self._joined: set[int] = set()
 
     def write(self, row: Row) -> None:
         """Write a row, with null for numbers that are not finite."""
@@ -70,6 +73,15 @@ class MetricsWriter:
         self.metrics.close()
         self.metrics = self.metrics.reopened(step)
         self.begin(step)
+
+    def join(self, evaluated: Mapping[int, Row], step: int) -> None:
+        """Add the rows up to ``step`` of evaluations by other jobs to the file, unless it has them."""
+        rows = {at: row for at, row in evaluated.items() if at <= step}
+        if rows.keys() <= self._joined or self.metrics.is_replaced:
+            return
+        self._joined |= rows.keys()
+        self.metrics.close()
+        self.metrics = self.metrics.reopened(sys.maxsize, rows)
 
     def committed(self, step: int) -> None:
         """Notify the loggers that no rollback or resume can withdraw the rows up to ``step`` any more."""

@@ -11,6 +11,7 @@ from hpc_train.run.attempts import AttemptRecord
 #: Prefix of the entry of a node that failed its own check and is therefore excluded at once.
 FAILED_CHECK = "failed its check"
 DIED = "died"
+UNEQUAL = "computed other numbers than another node"
 #: Number of attempts that a node may end before it is excluded.
 _TOLERATED = 1
 #: Valid node names for Slurm.

@@ -161,7 +161,7 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
     )
 
 
-def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
+def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: float) -> float:
     """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its start to its end,
     spare nodes included.
 
@@ -178,7 +178,7 @@ def spent_budget(experiment: Job, records: Sequence[AttemptRecord]) -> Problem |
     slurm = experiment.slurm
     if slurm is None or slurm.max_gpu_hours is None or not slurm.gpus_per_node:
         return None
-    used = gpu_hours_of(records, slurm.gpus_per_node)
+    used = gpu_hours_of(records, slurm.gpus_per_node / slurm.runs_per_gpu)
     if used < slurm.max_gpu_hours:
         return None
     message = f"{slurm.max_gpu_hours:g} GPU-hours are used up: the run's attempts took {rounded(used)}"

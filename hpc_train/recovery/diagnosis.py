@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hpc_train.errors import ExitCode, printable, shortened
-from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error, lost_a_peer
+from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, UNEQUAL, is_device_error, lost_a_peer
 from hpc_train.run import resource_limits
 from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
@@ -202,7 +202,8 @@ def _final(evidence: Evidence) -> Diagnosis | None:
 def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
     """Return the diagnosis of the first rank's error, or of its exit code if it could not write an error."""
     ranks = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
-    ranks += _by_code(evidence, ExitCode.BAD_NODE) + _by_code(evidence, ExitCode.HUNG)
+    for reported in (ExitCode.BAD_NODE, ExitCode.UNEQUAL, ExitCode.HUNG):
+        ranks += _by_code(evidence, reported)
     if not ranks:
         return None
     rank = ranks[0]
@@ -214,6 +215,9 @@ def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
     if code == ExitCode.BAD_NODE:
         how = f"{FAILED_CHECK}: {message}"
         return _diagnosis("bad node", f"{node or f'the node of rank {rank}'} {how}", rank, _on(node, how))
+    if code == ExitCode.UNEQUAL:
+        suspects = [evidence.nodes.get(suspect) for suspect in _by_code(evidence, ExitCode.UNEQUAL)]
+        return _diagnosis("bad node", message, rank, {node: UNEQUAL for node in suspects if node})
     if code == ExitCode.WORKER_LOST:
         return _diagnosis("worker lost", _by_rank(rank, message), rank)
     if code == ExitCode.HUNG:

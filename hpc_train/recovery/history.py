@@ -85,6 +85,8 @@ def diagnose_record(
     for rank, end in rank_ends(attempt).items():
         if end.node is not None and end.code == ExitCode.BAD_NODE:
             unfit[end.node] = bad_nodes.FAILED_CHECK
+        elif end.node is not None and end.code == ExitCode.UNEQUAL:
+            unfit[end.node] = bad_nodes.UNEQUAL
         elif end.node is not None and end.code == ExitCode.HUNG:
             unfit[end.node] = f"rank {rank} hung"
     has_stopped = "saved" in record.events or exit_codes(attempt).get(0) == ExitCode.TRY_AGAIN

@@ -1,4 +1,4 @@
-"""The first difference between two replays, or between a replay and its run: its search, JSON and text.
+"""The first difference between two replays: its search, JSON and text.
 
 Replays are compared by the lines of their ranks (``training.replaying``), which have digests of tensors.
 Within a step the values are compared in the order in which they are computed: the state before the step,
@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, TypedDict, cast
 
-from hpc_train.console import say
-from hpc_train.errors import BadFileError, counted, listed
-from hpc_train.paths import CheckpointPaths
+from hpc_train.errors import listed
 from hpc_train.report.replayed_steps import StepNumbers
-from hpc_train.run.checkpoints import Manifest
-from hpc_train.run.digests import StepDigest, shard_digests
+from hpc_train.run.digests import StepDigest, module_of
 
 #: Step → its line by rank.
 Lines = Mapping[int, Sequence[Mapping[str, Any]]]
-#: Number of tensors in JSON, and of tensors and of samples or checkpoints in the text.
-_JSON_NAMES, _SHOWN_NAMES, _SHOWN_SAMPLES = 100, 4, 6
+#: Number of tensors in JSON, and of tensors and of samples in the text.
+MAX_NAMES, _SHOWN_NAMES, _SHOWN_SAMPLES = 100, 4, 6
 _LABELS = {"samples": "samples", "loss": "loss", "grad_norm": "gradient norm"}
 
 
@@ -34,7 +31,8 @@ class Place(TypedDict):
     #: the inputs of ``module``, computed by the module that calls it; ``forward``: the output of ``module``;
     #: ``loss``; ``backward``: the gradient of the output of ``module``; ``gradients`` of parameters;
     #: ``learning_rate``; ``grad_norm``; ``update``: tensors after the step. Of a run against its own replay,
-    #: ``checkpoint``: tensors that it saved after the step; ``record``: the numbers of the step's digest.
+    #: ``checkpoint``: tensors that it saved after the step; ``part``: digests in ``parts.bin``, and
+    #: ``tensors`` are weights or optimizer state of modules; ``record``: the numbers of the step's digest.
     where: str
     #: The run that differs from its own replay; null: the runs differ from each other.
     run: str | None
@@ -55,26 +53,6 @@ class Place(TypedDict):
     nodes: list[str | None]
     #: The two values, if they are numbers or samples.
     values: list[Any]
-
-
-class Reproduction(TypedDict):
-    """A run against its own replay."""
-
-    run: str
-    #: The step of the checkpoint from which the replay began; 0: the start.
-    checkpoint: int
-    ranks: int
-    #: Null if the run has neither digests nor checkpoints of the replayed steps.
-    is_reproducible: bool | None
-    #: Steps whose digests were compared, up to the first difference.
-    compared: int
-    #: The first step whose digests differ; null: none.
-    first_difference: int | None
-    #: ``samples``, ``loss``, ``grad_norm`` of this step.
-    differs: list[str]
-    #: Checkpoints of the run that are bitwise identical to the replay, and the first one that is not.
-    equal_checkpoints: list[int]
-    other_checkpoint: int | None
 
 
 def place(step: int, where: str, **facts: Any) -> Place:
@@ -169,19 +147,13 @@ def tensor_places(
         yield place(
             step,
             where,
-            module=_module_of(names[0], where),
+            module=names[0].rpartition(".")[0] if where == "gradients" else module_of(names[0]),
             tensor=names[0],
-            tensors=names[:_JSON_NAMES],
+            tensors=names[:MAX_NAMES],
             num_tensors=len(names),
             num_compared=len(compared),
             rank=None if len(ranks) == len(pairs) > 1 else ranks[0],
         )
-
-
-def _module_of(tensor: str, where: str) -> str:
-    """Return the module of a gradient or a tensor of the state, such as ``optimizer.a.weight.exp_avg``."""
-    name = tensor if where == "gradients" else tensor.partition(".")[2]
-    return (name.rpartition(".")[0] if tensor.startswith("optimizer.") else name).rpartition(".")[0]
 
 
 class _Batch:
@@ -256,69 +228,6 @@ def _finite(values: Sequence[float | None]) -> list[float | None]:
     return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def reproduction(
-    run: str, checkpoints: Mapping[int, CheckpointPaths], lines: Lines, begin: int
-) -> tuple[Reproduction, Place | None]:
-    """Return the comparison of a run with its replay, and their first difference.
-
-    ``checkpoints``: of the run, by step. The replay has digests of the tensors at these steps.
-    """
-    places: list[Place] = []
-    answer = Reproduction(
-        run=run,
-        checkpoint=begin,
-        ranks=len(next(iter(lines.values()))),
-        is_reproducible=None,
-        compared=0,
-        first_difference=None,
-        differs=[],
-        equal_checkpoints=[],
-        other_checkpoint=None,
-    )
-    for step, of_ranks in lines.items():
-        computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
-        if computed is not None and recorded is not None:
-            if differs := recorded.differences(computed):
-                answer["first_difference"], answer["differs"] = step, differs
-                places.append(place(step, "record"))
-                break
-            answer["compared"] += 1
-    for step, checkpoint in checkpoints.items():
-        compared = _against_checkpoint(lines[step], checkpoint) if begin < step in lines else None
-        if compared is not None and compared["num_tensors"]:
-            answer["other_checkpoint"] = step
-            places.append(compared)
-            break
-        if compared is not None:
-            answer["equal_checkpoints"].append(step)
-    if answer["compared"] or answer["equal_checkpoints"] or places:
-        answer["is_reproducible"] = not places
-    # Of the same step the checkpoint, which names tensors.
-    first = min(places, key=lambda one: (one["step"], one["where"] == "record"), default=None)
-    if first is not None:
-        first["run"] = run
-    return answer, first
-
-
-def _against_checkpoint(of_ranks: Sequence[Mapping[str, Any]], checkpoint: CheckpointPaths) -> Place | None:
-    """Return the tensors that differ from those of a replay; None for another number of ranks."""
-    step = checkpoint.step
-    if Manifest.read(checkpoint).world_size != len(of_ranks):
-        return None
-    try:
-        shards = [shard_digests(checkpoint.shard(rank)) for rank in range(len(of_ranks))]
-    except BadFileError as error:
-        say(str(error))
-        return place(step, "checkpoint", num_tensors=1, num_compared=1)
-    replayed = [
-        {"tensors": {name: line["tensors"].get(name) for name in line["tensors"] if name in shard}}
-        for line, shard in zip(of_ranks, shards, strict=True)
-    ]
-    saved = [{"tensors": shard} for shard in shards]
-    places = tensor_places(step, "checkpoint", replayed, saved)
-    return next(places, place(step, "checkpoint"))
-
-
 def common_steps(
     first: Iterator[StepDigest], second: Iterator[StepDigest]
 ) -> Iterator[tuple[StepDigest, StepDigest]]:
@@ -347,7 +256,8 @@ def place_text(where: Place, names: Sequence[str]) -> list[str]:
     lines = [f"first difference: {', '.join(parts)}", f"  {_difference(where)}"]
     if where["num_tensors"] > 1:
         tensors = listed(where["tensors"], _SHOWN_NAMES)
-        lines.append(f"  {where['num_tensors']} of {where['num_compared']} tensors differ: {tensors}")
+        noun = "digests" if where["where"] == "part" else "tensors"
+        lines.append(f"  {where['num_tensors']} of {where['num_compared']} {noun} differ: {tensors}")
     return lines
 
 
@@ -370,6 +280,7 @@ def _difference(where: Place) -> str:
         "grad_norm": f"the norm of the gradients, {one!r} and {other!r}; samples and losses are the same",
         "update": f"the update of {tensor}; samples, losses, gradients and learning rate are the same",
         "checkpoint": f"{tensor} in the checkpoint of {name} is not that of its replay",
+        "part": f"the {tensor} in {name} after the step; its replay has others",
         "record": f"the numbers of {name} are not those of the replay; no checkpoint shows the tensor",
     }
     if where["where"] == "before" and not where["module"]:
@@ -380,26 +291,6 @@ def _difference(where: Place) -> str:
 def _samples(indices: object) -> str:
     names = list(map(str, indices)) if isinstance(indices, list) else []
     return listed(names, _SHOWN_SAMPLES) or "none"
-
-
-def reproduction_text(answer: Reproduction) -> str:
-    """Return the line about a run and its own replay."""
-    start = f"checkpoint {answer['checkpoint']}" if answer["checkpoint"] else "the start"
-    head = f"{answer['run']}: its replay from {start} on {counted(answer['ranks'], 'rank')}"
-    if answer["is_reproducible"] is None:
-        return f"{head} can't be compared: the run has no digests and no checkpoint of these steps"
-    same = [counted(answer["compared"], "step")] if answer["compared"] else []
-    if equal := answer["equal_checkpoints"]:
-        same.append(f"checkpoint{'s' * (len(equal) > 1)} {listed(list(map(str, equal)), _SHOWN_SAMPLES)}")
-    text = f"{head} is bitwise identical: {', '.join(same)}" if same else f"{head} differs from the run"
-    if answer["is_reproducible"]:
-        return text
-    others = []
-    if answer["first_difference"] is not None:
-        others.append(f"step {answer['first_difference']} ({labels(answer['differs'])})")
-    if answer["other_checkpoint"] is not None:
-        others.append(f"checkpoint {answer['other_checkpoint']}")
-    return f"{text}{' up to' if same else ' at'} {', '.join(others)}, so the run is not reproducible here"
 
 
 def labels(names: Sequence[str]) -> str:

@@ -113,7 +113,7 @@ def usage_of(
     )
 
 
-def _hours(run: RunFiles, now: RunStatus, size: Ranks | None, count: int | None) -> float | None:
+def _hours(run: RunFiles, now: RunStatus, size: Ranks | None, count: float | None) -> float | None:
     """Return hours × GPUs, or cores, of all attempts; ``count``: of an attempt with all planned ranks."""
     if size is None or count is None or not size.most:
         return None

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +45,9 @@ _HASH = "xxh3_128"
 #: File in a folder that was set aside.
 _WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
-_SET_ASIDE = re.compile(r"step-[0-9]{8,15}\.bad(?:-[0-9]+)?")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,15}\.(?:bad|unverified)(?:-[0-9]+)?")
+#: The key of ``Manifest.verified`` in a manifest, and in the ``extra`` of ``state.json``.
+VERIFIED = "verified"
 
 
 class NewerVersionError(BadFileError):
@@ -69,6 +72,8 @@ class Manifest:
     files: dict[str, FileEntry]
     #: The best evaluation up to ``step``; None without ``checkpoint.best``.
     best: Best | None = None
+    #: The newest step at which ``recovery.verify_every_steps`` had found no difference; None without it.
+    verified: int | None = None
 
     def write(self, checkpoint: CheckpointPaths) -> None:
         """Write it atomically and sync it to disk; all other files must be there before."""
@@ -82,6 +87,8 @@ class Manifest:
         }
         if self.best is not None:
             data[BEST] = encoded(self.best)
+        if self.verified is not None:
+            data[VERIFIED] = self.verified
         write_json(checkpoint.manifest, data, sync=True)
 
     @classmethod
@@ -97,7 +104,10 @@ class Manifest:
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
         )
         files = _file_entries(checkpoint.manifest, data.get("files"))
-        return cls(step, attempt, world_size, files, decoded(Best, data.get(BEST)))
+        verified = data.get(VERIFIED)
+        if verified is not None:
+            verified = _number(checkpoint.manifest, VERIFIED, verified)
+        return cls(step, attempt, world_size, files, decoded(Best, data.get(BEST)), verified)
 
 
 def _newer(manifest: Path, version: int, written_by: object) -> str:
@@ -198,13 +208,13 @@ def committed(paths: RunPaths, attempt: int | None = None) -> list[CheckpointPat
 
 def kept_best(paths: RunPaths) -> Best | None:
     """Return the best evaluation up to the newest valid checkpoint; None without ``checkpoint.best``."""
-    newest = next(iter(committed(paths)), None)
-    return None if newest is None else _best_at(newest)
+    manifest = next(map(_manifest, committed(paths)), None)
+    return None if manifest is None else manifest.best
 
 
-def _best_at(checkpoint: CheckpointPaths) -> Best | None:
+def _manifest(checkpoint: CheckpointPaths) -> Manifest | None:
     try:
-        return Manifest.read(checkpoint).best
+        return Manifest.read(checkpoint)
     except BadFileError:  # removed, or damaged, meanwhile
         return None
 
@@ -327,16 +337,17 @@ def _file_problem(path: Path, entry: FileEntry) -> str | None:
     return None
 
 
-def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
+def set_aside(checkpoint: CheckpointPaths, why: str, kind: str = "bad") -> Path | None:
     """Rename the folder to ``….bad`` (numbered if taken), so that it is not loaded but can be inspected.
 
-    Returns None if it no longer exists: another attempt has removed it.
+    ``kind``: ``unverified`` if it is intact but may have wrong numbers. Returns None if the folder no longer
+    exists: another attempt has removed it.
     """
     folder = checkpoint.folder
-    target, number = folder.with_name(f"{folder.name}.bad"), 1
+    target, number = folder.with_name(f"{folder.name}.{kind}"), 1
     while target.exists():
         number += 1
-        target = folder.with_name(f"{folder.name}.bad-{number}")
+        target = folder.with_name(f"{folder.name}.{kind}-{number}")
     try:
         folder.rename(target)
     except FileNotFoundError:
@@ -355,24 +366,35 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
     return reasons
 
 
-def prune(paths: RunPaths, keep: int, attempt: int, keep_every: int | None = None) -> list[str]:
+def prune(
+    paths: RunPaths,
+    keep: int,
+    attempt: int,
+    keep_every: int | None = None,
+    needed: Collection[int] = (),
+) -> list[str]:
     """Remove the folders that ``attempt`` no longer needs and return their names.
 
-    These are its committed checkpoints except the newest ``keep`` (at least two), the best one up to each of
-    these and those of multiples of ``keep_every`` steps, unfinished saves of earlier attempts, and unfinished
-    removals. Removes nothing once a later attempt exists, which may have listed checkpoints that this one
-    does not need.
+    These are its committed checkpoints except the newest ``keep`` (at least two), the best and the newest
+    verified one up to each of these and those of multiples of ``keep_every`` steps, unfinished saves of
+    earlier attempts, and unfinished removals. ``needed``: steps of more checkpoints to keep. Removes nothing
+    once a later attempt exists, which may have listed checkpoints that this one does not need.
     """
     checkpoints = [
         checkpoint for checkpoint in committed(paths, attempt) if _is_real_folder(checkpoint.folder)
     ]
     newest = checkpoints[: max(keep, MIN_KEEP)]
     # For each kept one: a resume falls back to an earlier one if the newest turns out to be damaged.
-    best_steps = {best.step for checkpoint in newest if (best := _best_at(checkpoint)) is not None}
+    required = set(needed)
+    for manifest in filter(None, map(_manifest, newest)):
+        if manifest.best is not None:
+            required.add(manifest.best.step)
+        if (step := manifest.verified) is not None:
+            required.add(next((checkpoint.step for checkpoint in checkpoints if checkpoint.step <= step), 0))
     surplus = [
         checkpoint
         for checkpoint in checkpoints[len(newest) :]
-        if checkpoint.step not in best_steps and (keep_every is None or checkpoint.step % keep_every)
+        if checkpoint.step not in required and (keep_every is None or checkpoint.step % keep_every)
     ]
     removed = []
     folders = [checkpoint.folder for checkpoint in surplus]

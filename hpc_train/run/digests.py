@@ -1,7 +1,8 @@
-"""``digests.bin``: one record per training step, by which two runs, or a run and its replay, are compared.
+"""The digests of a run, by which it is compared with another run, or with its replay.
 
-A file is a header of 16 bytes (magic, version, record size), then records of 40 bytes, little-endian, in the
-order of their steps:
+``digests.bin`` has a record per training step, ``parts.bin`` one per part of the model every few steps. A
+file is a header of 16 bytes (magic, version, record size), then records of 40 bytes, little-endian, in the
+order of their steps (and parts):
 
     step        uint64   as in the ``train`` rows: the number of completed steps
     samples     uint64   digest of the indices that the step read, by micro-batch; for any number of ranks
@@ -10,6 +11,14 @@ order of their steps:
     attempt     uint16   the low bits of the attempt that trained the step
     flags       uint16   bit 0: the step has a ``grad_norm``
     check       uint32   XXH32 of the bytes before it
+
+    step        uint64
+    part        uint64   XXH3-64 of the part's name, as in ``parts_of``
+    weights     uint64   digest of its weights, buffers and averages, see ``part_digests``
+    optimizer   uint64   digest of the optimizer's state of its weights
+    attempt     uint16
+    ranks       uint16   the low bits of the number of ranks
+    check       uint32
 
 Training writes it through ``DigestsFile``; everything else reads it, in constant memory and without torch.
 ``shard_digests`` are those of the tensors of a checkpoint, which are compared with a replay's.
@@ -21,10 +30,11 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar
 
 import xxhash
 from typing_extensions import override
@@ -33,21 +43,46 @@ from hpc_train.errors import BadFileError
 from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.growing_file import GrowingFile
 
-_MAGIC = b"hpctdig\0"
 VERSION = 1
 _HEADER = struct.Struct("<8sII")
-_BODY = struct.Struct("<QQddHH")
 _CHECK = struct.Struct("<I")
-RECORD_BYTES = _BODY.size + _CHECK.size
+RECORD_BYTES = 40
 #: Later steps have no digest, so that the file has at most 400 MB.
 MAX_STEP = 10_000_000
+#: A run has records of parts at this many steps at most, and of this many parts per rank: at most 10 MB for
+#: ranks that have the same modules.
+MAX_PART_STEPS, MAX_PARTS = 4096, 64
 _HAS_NORM = 1
+_OPTIMIZER = "optimizer."
 _RECORDS_AT_A_TIME, _BYTES_AT_A_TIME = 4096, 1 << 20
+
+
+class _Record(Protocol):
+    MAGIC: ClassVar[bytes]
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def place(self) -> tuple[int, int]: ...
+
+    @property
+    def body(self) -> bytes: ...
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self: ...
+
+
+Record = TypeVar("Record", bound=_Record)
+Record_contra = TypeVar("Record_contra", contravariant=True)
 
 
 @dataclass(frozen=True)
 class StepDigest:
     """The record of one step. Numbers are compared by their bits, and any NaN equals any other."""
+
+    MAGIC: ClassVar[bytes] = b"hpctdig\0"
+    _BODY: ClassVar[struct.Struct] = struct.Struct("<QQddHH")
 
     step: int
     samples: int
@@ -65,13 +100,65 @@ class StepDigest:
             names.append("grad_norm")
         return names
 
-    def encoded(self) -> bytes:
-        """Return the record."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """The order of records in the file."""
+        return self.step, 0
+
+    @property
+    def body(self) -> bytes:
+        """The record without its check."""
         norm = 0.0 if self.grad_norm is None else self.grad_norm
         flags = 0 if self.grad_norm is None else _HAS_NORM
         numbers = (_plain(self.loss), _plain(norm), self.attempt & 0xFFFF, flags)
-        body = _BODY.pack(self.step, self.samples, *numbers)
-        return body + _CHECK.pack(xxhash.xxh32_intdigest(body))
+        return self._BODY.pack(self.step, self.samples, *numbers)
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self:
+        """Return the digest of a record without its check."""
+        step, samples, loss, norm, attempt, flags = cls._BODY.unpack(body)
+        return cls(step, samples, loss, norm if flags & _HAS_NORM else None, attempt)
+
+
+@dataclass(frozen=True)
+class PartDigest:
+    """The record of one part of the model after one step."""
+
+    MAGIC: ClassVar[bytes] = b"hpctprt\0"
+    _BODY: ClassVar[struct.Struct] = struct.Struct("<QQQQHH")
+
+    step: int
+    part: int
+    weights: int
+    optimizer: int
+    attempt: int = 0
+    ranks: int = 1
+
+    def differences(self, other: PartDigest) -> list[str]:
+        """Return ``weights`` and ``optimizer state`` if they differ."""
+        names = [] if self.weights == other.weights else ["weights"]
+        return names if self.optimizer == other.optimizer else [*names, "optimizer state"]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The order of records in the file."""
+        return self.step, self.part
+
+    @property
+    def body(self) -> bytes:
+        """The record without its check."""
+        numbers = (self.part, self.weights, self.optimizer, self.attempt & 0xFFFF, self.ranks & 0xFFFF)
+        return self._BODY.pack(self.step, *numbers)
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self:
+        """Return the digest of a record without its check."""
+        return cls(*cls._BODY.unpack(body))
+
+
+def encoded(record: _Record) -> bytes:
+    """Return a record with its check."""
+    return record.body + _CHECK.pack(xxhash.xxh32_intdigest(record.body))
 
 
 def same_bits(first: float | None, second: float | None) -> bool:
@@ -86,12 +173,11 @@ def _plain(number: float) -> float:
     return math.nan if math.isnan(number) else number
 
 
-def _decoded(record: bytes) -> StepDigest | None:
-    body = record[: _BODY.size]
-    if len(record) < RECORD_BYTES or _CHECK.unpack(record[_BODY.size :])[0] != xxhash.xxh32_intdigest(body):
+def _decoded(record: bytes, kind: type[Record]) -> Record | None:
+    body = record[: -_CHECK.size]
+    if len(record) < RECORD_BYTES or _CHECK.unpack(record[-_CHECK.size :])[0] != xxhash.xxh32_intdigest(body):
         return None
-    step, samples, loss, norm, attempt, flags = _BODY.unpack(body)
-    return StepDigest(step, samples, loss, norm if flags & _HAS_NORM else None, attempt)
+    return kind.decoded(body)
 
 
 def read_digests(path: Path, first: int = 0, last: int = MAX_STEP) -> Iterator[StepDigest]:
@@ -99,87 +185,150 @@ def read_digests(path: Path, first: int = 0, last: int = MAX_STEP) -> Iterator[S
 
     Damaged records are omitted. Raises BadFileError if a later version wrote the file.
     """
+    return _read(path, first, last, StepDigest)
+
+
+def read_parts(
+    path: Path, first: int = 0, last: int = MAX_STEP
+) -> Iterator[tuple[int, dict[int, PartDigest]]]:
+    """Yield step and digests by part of the steps ``first`` to ``last``, as ``read_digests`` does."""
+    for step, digests in groupby(_read(path, first, last, PartDigest), key=lambda digest: digest.step):
+        yield step, {digest.part: digest for digest in digests}
+
+
+def _read(path: Path, first: int, last: int, kind: type[Record]) -> Iterator[Record]:
     try:
         file = open_regular(path)
     except (FileNotFoundError, UnreadableFileError):
         return
     with file:
-        if _has_header(file, path):
-            _go_to(file, first)
-            for digest in _records(file):
+        if _has_header(file, path, kind):
+            _go_to(file, first, kind)
+            for digest in _records(file, kind):
                 if digest.step > last:
                     return
                 if digest.step >= first:
                     yield digest
 
 
-def _has_header(file: BinaryIO, path: Path) -> bool:
+def _has_header(file: BinaryIO, path: Path, kind: type[_Record]) -> bool:
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return False
     magic, version, size = _HEADER.unpack(header)
-    if magic == _MAGIC and version > VERSION:
+    if magic == kind.MAGIC and version > VERSION:
         raise BadFileError(
             f"{path}: has version {version} and this hpc-train reads {VERSION}; use a newer one"
         )
-    return bool(magic == _MAGIC and version == VERSION and size == RECORD_BYTES)
+    return bool(magic == kind.MAGIC and version == VERSION and size == RECORD_BYTES)
 
 
-def _go_to(file: BinaryIO, step: int) -> None:
-    """Seek to a record at or before ``step``, by bisection; a damaged record ends it early."""
+def _go_to(file: BinaryIO, step: int, kind: type[_Record]) -> None:
+    """Seek to a record before ``step``, or to the first, by bisection; a damaged record ends it early."""
     low, high = 0, (file.seek(0, os.SEEK_END) - _HEADER.size) // RECORD_BYTES
     while high - low > 1:
         middle = (low + high) // 2
         file.seek(_HEADER.size + middle * RECORD_BYTES)
-        digest = _decoded(file.read(RECORD_BYTES))
+        digest = _decoded(file.read(RECORD_BYTES), kind)
         if digest is None:
             break
-        low, high = (middle, high) if digest.step <= step else (low, middle)
+        low, high = (middle, high) if digest.step < step else (low, middle)
     file.seek(_HEADER.size + low * RECORD_BYTES)
 
 
-def _records(file: BinaryIO) -> Iterator[StepDigest]:
-    """Yield the intact records from here on, as long as their steps rise."""
-    newest = -1
+def _records(file: BinaryIO, kind: type[Record]) -> Iterator[Record]:
+    """Yield the intact records from here on, as long as their steps and parts rise."""
+    newest = (-1, 0)
     while block := file.read(RECORD_BYTES * _RECORDS_AT_A_TIME):
         for begin in range(0, len(block), RECORD_BYTES):
-            digest = _decoded(block[begin : begin + RECORD_BYTES])
-            if digest is not None and digest.step > newest:
-                newest = digest.step
+            digest = _decoded(block[begin : begin + RECORD_BYTES], kind)
+            if digest is not None and digest.place > newest:
+                newest = digest.place
                 yield digest
 
 
-class DigestsFile(GrowingFile):
-    """The digests up to the step from which this attempt continues, followed by this attempt's digests."""
+class DigestWriter(Protocol[Record_contra]):
+    """Receives the digests of all ranks: ``RecordsFile``."""
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self._resumed_step = resumed_step
-        self._newest = 0
+    def append(self, digests: Sequence[Record_contra]) -> None:
+        """Write the digests of consecutive steps."""
+
+    def sync(self) -> None:
+        """Sync the written digests to the disk. Any thread."""
+
+
+class RecordsFile(GrowingFile, Generic[Record]):
+    """The records up to the step from which this attempt continues, followed by this attempt's records."""
+
+    def __init__(self, path: Path, resumed_step: int, kind: type[Record]) -> None:
+        self._resumed_step, self._kind = resumed_step, kind
+        self._newest = (0, 0)
         super().__init__(path)
         if self._end == 0:
-            self.write(_HEADER.pack(_MAGIC, VERSION, RECORD_BYTES))
+            self.write(_HEADER.pack(kind.MAGIC, VERSION, RECORD_BYTES))
 
     @override
     def copy_kept(self, old: BinaryIO, new: BinaryIO) -> None:
-        if not _has_header(old, self._path):
+        if not _has_header(old, self._path, self._kind):
             return
-        new.write(_HEADER.pack(_MAGIC, VERSION, RECORD_BYTES))
-        for digest in _records(old):
+        new.write(_HEADER.pack(self._kind.MAGIC, VERSION, RECORD_BYTES))
+        for digest in _records(old, self._kind):
             if digest.step > self._resumed_step:
                 return
-            self._newest = digest.step
-            new.write(digest.encoded())
+            self._newest = digest.place
+            new.write(encoded(digest))
 
-    def append(self, digests: list[StepDigest]) -> None:
-        """Write the digests of consecutive steps to the operating system."""
-        steps = [digest.step for digest in digests]
-        assert steps == sorted(set(steps)) and (not steps or steps[0] > self._newest), steps
-        self._newest = steps[-1] if steps else self._newest
-        self.write(b"".join(digest.encoded() for digest in digests if digest.step <= MAX_STEP))
+    def append(self, digests: Sequence[Record]) -> None:
+        """Write the records of consecutive steps to the operating system."""
+        places = [digest.place for digest in digests]
+        assert places == sorted(set(places)) and (not places or places[0] > self._newest), places
+        self._newest = places[-1] if places else self._newest
+        self.write(b"".join(encoded(digest) for digest in digests if digest.step <= MAX_STEP))
 
-    def reopened(self, resumed_step: int) -> DigestsFile:
-        """Return the same file, already closed, without the digests after ``resumed_step``."""
-        return DigestsFile(self._path, resumed_step)
+
+class DigestsFile(RecordsFile[StepDigest]):
+    """``digests.bin``."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        super().__init__(path, resumed_step, StepDigest)
+
+
+def module_of(tensor: str) -> str:
+    """Return the module of a tensor of the state, such as ``optimizer.a.weight.exp_avg``: ``a``."""
+    name = tensor.partition(".")[2]
+    return (name.rpartition(".")[0] if tensor.startswith(_OPTIMIZER) else name).rpartition(".")[0]
+
+
+def parts_of(tensors: Iterable[str]) -> dict[str, str]:
+    """Return tensor → its part: its module or, of a model with over ``MAX_PARTS``, one that contains it."""
+    paths = {tensor: module_of(tensor).split(".") for tensor in tensors}
+    depth = max(map(len, paths.values()), default=0)
+    while depth > 0 and len({tuple(path[:depth]) for path in paths.values()}) > MAX_PARTS:
+        depth -= 1
+    return {tensor: ".".join(path[:depth]) for tensor, path in paths.items()}
+
+
+def part_digests(tensors: Mapping[str, str], rank: int) -> dict[str, tuple[int, int]]:
+    """Return part → the digests of its weights and of its optimizer state, from those of a rank's tensors.
+
+    Those of several ranks are added up, modulo 2^64.
+    """
+    content: dict[tuple[str, bool], list[tuple[str, str]]] = {}
+    parts = parts_of(tensors)
+    for tensor in sorted(tensors):
+        kind = tensor.startswith(_OPTIMIZER)
+        content.setdefault((parts[tensor], kind), []).append((tensor, tensors[tensor]))
+    digests = {
+        key: xxhash.xxh3_64_intdigest(json.dumps(of_key).encode(), seed=rank)
+        for key, of_key in content.items()
+    }
+    names = dict.fromkeys(parts.values())
+    return {part: (digests.get((part, False), 0), digests.get((part, True), 0)) for part in names}
+
+
+def part_id(part: str) -> int:
+    """Return the number of a part in records."""
+    return xxhash.xxh3_64_intdigest(part.encode())
 
 
 def shard_digests(shard: Path) -> dict[str, str]:

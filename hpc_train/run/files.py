@@ -34,6 +34,8 @@ _FLAGS = {
 }
 #: Larger than any small file of a run with thousands of ranks.
 MAX_SMALL_BYTES = 64 << 20
+#: Characters of a path of somebody else's archive.
+_MAX_PATH = 1024
 #: Measured (ext4): beyond eight, threads that wait for fsync gain nothing.
 _WRITERS = 8
 
@@ -47,6 +49,12 @@ Result = TypeVar("Result")
 
 class UnreadableFileError(ValueError):
     """The path does not contain one of our files."""
+
+
+def is_plain_path(path: str) -> bool:
+    """Return True if the path leads to a file or folder below the folder that it is joined to."""
+    parts = path.split("/")
+    return len(path) <= _MAX_PATH and "\0" not in path and not {"", ".", ".."}.intersection(parts)
 
 
 def hidden_beside(path: Path) -> Path:

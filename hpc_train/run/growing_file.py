@@ -122,6 +122,11 @@ class GrowingFile(ABC):
             self._unsynced.clear()
             self._inode = self._path.stat().st_ino
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if another attempt has replaced the file, which belongs to that attempt."""
+        return self._path.stat().st_ino != self._inode
+
     def close(self) -> None:
         """Close the file without syncing it; a later ``write`` opens it again."""
         self._close()

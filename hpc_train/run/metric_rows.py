@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from typing_extensions import override
@@ -95,8 +98,12 @@ def newest_row(path: Path) -> Row | None:
 
 
 def evaluation_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
-    for line in lines_of(path):
+    """Return the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
+    return _evaluation_rows(lines_of(path))
+
+
+def _evaluation_rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    for line in lines:
         if b'"val"' in line and (row := parse_row(line)) and row["split"] == "val":
             yield row
 
@@ -132,20 +139,33 @@ def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 class MetricsFile(GrowingFile):
     """The rows up to the step from which this attempt continues, followed by this attempt's rows.
 
-    A resume copies the kept lines unchanged.
+    A resume copies the kept lines unchanged. ``evaluated``: step → ``val`` row of evaluations by other jobs;
+    those up to the resumed step are added in the order of steps if the file does not have them.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    def __init__(
+        self, path: Path, resumed_step: int, evaluated: Mapping[int, Row] = MappingProxyType({})
+    ) -> None:
         #: Split → the step of its newest row, if not before the resumed step.
         self._newest: dict[str, int] = {}
         #: True if the file had rows after ``resumed_step``.
         self.has_withdrawn = False
         self._resumed_step = resumed_step
+        self._evaluated = {step: row for step, row in evaluated.items() if step <= resumed_step}
+        if resumed_step in self._evaluated:
+            self._newest["val"] = resumed_step
         super().__init__(path)
 
     @override
     def copy_kept(self, old: BinaryIO, new: BinaryIO) -> None:
-        _copy_rows(old, self._kept_bytes(old, self._resumed_step), new)
+        size = self._kept_bytes(old, self._resumed_step)
+        old.seek(0)
+        recorded = {
+            row["step"] for row in _evaluation_rows(_first_lines(old, size if self._evaluated else 0))
+        }
+        missing = [row for step, row in sorted(self._evaluated.items()) if step not in recorded]
+        old.seek(0)
+        _copy_rows(_first_lines(old, size), new, missing)
 
     def _kept_bytes(self, file: BinaryIO, resumed_step: int) -> int:
         """Return the end offset of the rows up to ``resumed_step``, and record the rows of that step."""
@@ -171,21 +191,41 @@ class MetricsFile(GrowingFile):
         self._newest[row["split"]] = row["step"]
         self.write(line)
 
-    def reopened(self, resumed_step: int) -> MetricsFile:
+    def reopened(self, resumed_step: int, evaluated: Mapping[int, Row] = MappingProxyType({})) -> MetricsFile:
         """Return the same file, already closed, without the rows after ``resumed_step``."""
-        return MetricsFile(self._path, resumed_step)
+        return MetricsFile(self._path, resumed_step, evaluated)
 
     def has(self, split: str, step: int) -> bool:
         """Return True if the file has this row; only for the resumed step and the newest step."""
         return self._newest.get(split) == step
 
 
-def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
-    """Copy the first ``size`` bytes, which are whole lines, without lines that are not rows."""
-    old.seek(0)
-    for line in old:
+def _first_lines(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the lines in the next ``size`` bytes."""
+    for line in file if size > 0 else ():
+        yield line
+        size -= len(line)
         if size <= 0:
             return
-        size -= len(line)
-        if looks_like_row(line):
-            new.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def _copy_rows(lines: Iterable[bytes], new: BinaryIO, missing: Sequence[Row]) -> None:
+    """Copy the lines that are rows, and write each row of ``missing`` after those of its step.
+
+    Rows of a file are in the order of their times, so a missing row gets the time of the row before it.
+    """
+    waiting, before = deque(missing), Row()
+
+    def write_waiting(before_step: float) -> None:
+        while waiting and waiting[0]["step"] < before_step:
+            row = waiting.popleft() | ({"time": before["time"]} if "time" in before else {})
+            new.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+
+    for line in lines:
+        if not looks_like_row(line):
+            continue
+        if waiting and (row := parse_row(line)) is not None:
+            write_waiting(row["step"])
+            before = row
+        new.write(line if line.endswith(b"\n") else line + b"\n")
+    write_waiting(math.inf)

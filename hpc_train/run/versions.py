@@ -1,19 +1,22 @@
-"""The versions of Python and of the packages that affect a run's numbers, and their differences.
+"""The versions of Python and of the packages that affect a run's numbers, their differences, and the CPU.
 
 Called at creation and by ``resume`` on the login node, and by ranks; none of the packages is imported.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from hpc_train import __version__
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
+_CPU_INFO = Path("/proc/cpuinfo")
 _TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 #: Package → its earlier and its current version; None: not installed.
@@ -41,6 +44,44 @@ def _torch_version(distribution: metadata.Distribution) -> str | None:
         return None
     match = _TORCH_VERSION.search(text)
     return match[1] if match else None
+
+
+def installed_packages() -> dict[str, dict[str, str | None]]:
+    """Return ``version`` and ``sha256`` of each installed package but this one, by its normalized name.
+
+    The hash is that of the hashes of its files in ``RECORD``: the same for two installations of one wheel;
+    None without them, as for an editable installation.
+    """
+    packages: dict[str, dict[str, str | None]] = {}
+    for distribution in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if name and name != "hpc-train":  # of several, Python imports the first
+            entry = {"version": distribution.version, "sha256": _record_hash(distribution)}
+            packages.setdefault(name, entry)
+    return dict(sorted(packages.items()))
+
+
+def _record_hash(distribution: metadata.Distribution) -> str | None:
+    if '"editable": true' in (distribution.read_text("direct_url.json") or ""):
+        return None
+    entries = []
+    for line in (distribution.read_text("RECORD") or "").splitlines():
+        path, _, digest_and_size = line.partition(",sha256=")
+        # Scripts name the interpreter, and an installer adds files of its own.
+        is_installers = ".dist-info/" in path and not path.endswith(("/METADATA", "/WHEEL"))
+        if digest_and_size and not path.startswith(("..", "/")) and not is_installers:
+            entries.append(line)
+    return hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest() if entries else None
+
+
+def cpu_model() -> str:
+    """Return the model of this machine's CPU, or its architecture."""
+    with suppress(OSError, UnicodeDecodeError):
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> Differences:

@@ -354,7 +354,7 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     to_input = make_to_input(experiment, place.source.info, place.device, place.precision)
     forward = TrainingForward.of(experiment, train_state, task, place.precision, place.device, to_input)
     # Take every step whatever the loss, so that the optimizer allocates its state.
-    config = experiment.optimization.model_copy(update={"on_non_finite": "stop"})
+    config = experiment.optimization.model_copy(update={"on_non_finite": "stop", "on_spike": None})
     guard = Guard(config, train_state.model, norm_counts=False)
     # The slots of a step (two are enough if they run one by one), all with the same sample.
     strategy, slots = place.experiment.parallel.strategy, arithmetic.accumulation

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
-from hpc_train.run.bad_samples import all_known
-from hpc_train.run.checkpoints import committed, newest_attempt
+from hpc_train.run import evaluation_jobs
+from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
+from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.training import batch_size_search
@@ -29,7 +32,6 @@ from hpc_train.training.datasets.batches import TrainingBatches, training_batche
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.skipping import too_many
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
@@ -42,55 +44,71 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, NoSaves, Saves, Trainer
+from hpc_train.training.loop import AutoInterval, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
-from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
+from hpc_train.training.non_finite import (
+    Guard,
+    RollbackError,
+    SpikeRecorder,
+    check_rollbacks,
+    spike_rule,
+)
 from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
-from hpc_train.training.step import StepObserver
+from hpc_train.training.state_digests import PartDigests
+from hpc_train.training.step import Observers, StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
-from hpc_train.training.training_run import Stretch, TrainingRun, begin_record, report_start
+from hpc_train.training.training_run import Stretch, TrainingRun, bad_sample_count, begin_record, report_start
+from hpc_train.training.verification import Verification
 
 _log = logging.getLogger(__name__)
 
 
 def train(rank: Rank) -> ExitCode:
     """Train to the end or until a stop request; roll back if the file allows it."""
-    run = _prepared(rank)
+    run = prepared_run(rank)
     try:
         is_done = None
         while is_done is None:
             is_done = _train_once(run)
             if is_done is None:
-                rank.rebuilds()
-                gc.collect()  # modules under FSDP are in reference cycles
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                free_memory(rank)
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"
     finally:
         if run.metrics_writer is not None:
             run.metrics_writer.close()
-        if run.digests is not None:
-            run.digests.close()
+        for file in (run.digests, run.spikes):
+            if file is not None:
+                file.close()
     rank.note_signal()  # again: it may have reached another rank first
     return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
 
 
-def train_again(rank: Rank, stretch: Stretch) -> bool | None:
-    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged."""
-    run = _prepared(rank)
+def train_again(run: TrainingRun, stretch: Stretch) -> bool | None:
+    """Replay the steps of ``stretch``; see ``_train_once`` for the result. Nothing is saved or logged.
+
+    Between two stretches call ``free_memory``.
+    """
     run.stretch, run.skipped = stretch, stretch.skipped
     return _train_once(run)
 
 
-def _prepared(rank: Rank) -> TrainingRun:
+def free_memory(rank: Rank) -> None:
+    """Free what the last training on this rank occupied, before everything is built again."""
+    rank.rebuilds()
+    gc.collect()  # modules under FSDP are in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def prepared_run(rank: Rank) -> TrainingRun:
     """Find the micro-batch size, then build the data."""
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
@@ -177,8 +195,19 @@ def _trainer(
     training = _training_batches(run, start.position, task)
     stack.callback(training.close)
     agreement = Agreement(rank.group, rank.flag)
-    observer = _observer(run, train_state)
-    meters = _meters(run, observer)
+    rule, acts = spike_rule(config.optimization, run.paths, start.position, checkpointer.ranks)
+    recorder = None
+    if run.spikes is not None and run.digests is not None:
+        recorder = SpikeRecorder(
+            run.spikes, run.digests.steps, training.sampler.samples, None if acts else rule
+        )
+    digests = _observer(run, train_state, recorder)
+    meters = _meters(run, digests)
+    observer, verification = digests, None
+    if config.recovery.verify_every_steps is not None and run.stretch is None:
+        steps = range(start.position.step, run.last_step)
+        verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
+        observer = Observers([verification, digests])
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
@@ -189,7 +218,12 @@ def _trainer(
     if status is not None:
         status.best = selection.shown_best
     guard = Guard(
-        config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
+        config.optimization,
+        train_state.model,
+        norm_counts=not rank.precision.needs_scaler,
+        skips=start.skips,
+        rule=rule if acts else None,
+        record=(lambda spike, reaction: spike) if recorder is None else recorder.record,
     )
     if config.checkpoint.every and rank.events and not (run.interval or run.stretch):
         earlier = [record for record in records(rank.paths) if record.attempt < rank.attempt]
@@ -199,29 +233,44 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(config.evaluation, config.checkpoint, run.last_step, run.batches.steps_per_epoch),
+        cadence=Cadence.of(
+            config.evaluation,
+            config.checkpoint,
+            run.last_step,
+            run.batches.steps_per_epoch,
+            by_job=_evaluates_by_job(run),
+        ),
         guard=guard,
         max_norm=config.optimization.clip_grad_norm,
         evaluator=None if run.stretch else _evaluator(run, train_state, forward, agreement),
         selection=selection,
         saves=NoSaves()
         if run.stretch
-        else _saves(run, train_state, checkpointer, meters, guard, selection, start),
+        else _saves(run, train_state, checkpointer, meters, guard, selection, start, verification),
         meters=meters,
         agreement=agreement,
         progress=rank.progress,
         step_progress=progress,
         first_step=FirstStep(meters.times, compilation, config.compile, count_flops, rank.has_stepped),
-        bad_samples=_bad_sample_count(run, agreement),
+        bad_samples=bad_sample_count(run, agreement),
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
+        request_evaluation=partial(evaluation_jobs.request, run.paths) if rank.is_first else None,
         observer=observer,
         interval=run.interval,
     )
 
 
-def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
+def _evaluates_by_job(run: TrainingRun) -> bool:
+    """Return True if the launcher submits a job for the evaluation of each checkpoint that is due."""
+    is_wanted = run.rank.experiment.evaluation.as_job and evaluation_jobs.VARIABLE in os.environ
+    return is_wanted and run.stretch is None and run.source.val is not None
+
+
+def _observer(
+    run: TrainingRun, train_state: TrainState, recorder: DigestWriter[StepDigest] | None
+) -> StepObserver:
     """Return the observer of a replay, or that of the file's digests. Collective."""
     rank = run.rank
     if run.stretch is not None:
@@ -229,7 +278,13 @@ def _observer(run: TrainingRun, train_state: TrainState) -> StepObserver:
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
         return StepObserver()
-    return StepDigests(run.digests, rank.attempt, owns_loss=train_state.strategy.owns_loss)
+    files, every = run.digests, rank.experiment.checkpoint.parts_every
+    parts = None
+    if mode == "parts":
+        writer = files.parts if files else None
+        parts = PartDigests(train_state, writer, rank.attempt, every, run.batches.total_steps)
+    steps = recorder or (files.steps if files else None)
+    return StepDigests(steps, rank.attempt, owns_loss=train_state.strategy.owns_loss, parts=parts)
 
 
 def _forward(
@@ -361,13 +416,15 @@ def _saves(
     guard: Guard,
     selection: ModelSelection,
     start: Resumed,
+    verification: Verification | None,
 ) -> Saves:
     rank = run.rank
 
     def extra_at(step: int) -> dict[str, Any]:
         position = Position(step, start.position.skipped)
         facts = extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
-        return facts | selection.extra()
+        verified = {} if verification is None else {VERIFIED: verification.verified}
+        return facts | selection.extra() | verified
 
     def on_saved(save: Save) -> None:
         if run.interval is not None:
@@ -376,28 +433,10 @@ def _saves(
             rank.events.saved(save.duration_s, save.stall_s)
         if run.metrics_writer is not None:
             run.metrics_writer.committed(save.step)
+            if rank.experiment.evaluation.as_job:
+                run.metrics_writer.join(evaluation_jobs.rows(run.paths), save.step)
 
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
-
-
-def _bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:
-    bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
-    if bad is None:
-        return BadSampleCount(lambda: 0, lambda total: None)
-    # Rank 0 decides: on a network disk ranks may see different files at the same time.
-    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
-
-    def check(total: int) -> None:
-        nonlocal looked_at
-        if total == looked_at or earlier + total <= most:
-            return
-        looked_at = total
-        # Two ranks may have counted the same sample: compare the number of distinct ones.
-        is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
-        if is_over:
-            raise too_many(run.rank.paths, most)
-
-    return BadSampleCount(lambda: bad.count, check)
 
 
 def _status_writer(run: TrainingRun, position: Position, meters: Meters) -> StatusWriter:

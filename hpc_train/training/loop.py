@@ -34,6 +34,7 @@ from hpc_train.training.step import StepObserver, train_step
 from hpc_train.training.step_times import FirstStep, StepProgress
 from hpc_train.training.tasks.base import optional_metrics
 from hpc_train.training.train_state import TrainState
+from hpc_train.training.verification import WrongResultError
 
 
 class Saves:
@@ -148,7 +149,7 @@ _DATA_PAUSE_S = 0.05
 class Cadence:
     """The steps that are evaluated and saved: functions of the step, so that a resumed run does the same.
 
-    ``save_every_s`` is None if saves are due by steps.
+    ``save_every_s`` is None if saves are due by steps. ``by_job``: jobs evaluate.
     """
 
     total_steps: int
@@ -156,6 +157,7 @@ class Cadence:
     save_every: int | None
     save_every_s: float | None
     keep_every: int | None = None
+    by_job: bool = False
 
     @classmethod
     def of(
@@ -164,6 +166,8 @@ class Cadence:
         checkpoint: CheckpointConfig,
         total_steps: int,
         steps_per_epoch: int,
+        *,
+        by_job: bool = False,
     ) -> Cadence:
         """Read it from the file."""
         minutes = minutes_between_saves(checkpoint)
@@ -173,16 +177,25 @@ class Cadence:
             save_every=checkpoint.every_steps,
             save_every_s=None if minutes is None else minutes * 60,
             keep_every=checkpoint.keep_every,
+            by_job=by_job,
         )
 
     def evaluates(self, step: int) -> bool:
-        """Return True if an evaluation follows ``step``; one always follows the last step."""
+        """Return True if the ranks evaluate after ``step``."""
+        return not self.by_job and self._evaluation_is_due(step)
+
+    def evaluates_by_job(self, step: int) -> bool:
+        """Return True if a job of its own evaluates the checkpoint of ``step``."""
+        return self.by_job and self._evaluation_is_due(step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
         return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:
         """Return True if ``step`` is saved regardless of time; the last step always is."""
         intervals = [every for every in (self.save_every, self.keep_every) if every is not None]
-        return step == self.total_steps or any(step % every == 0 for every in intervals)
+        is_due = step == self.total_steps or any(step % every == 0 for every in intervals)
+        return is_due or self.evaluates_by_job(step)
 
 
 @dataclass
@@ -249,6 +262,8 @@ class Trainer:
     #: Replaces the time of ``cadence``.
     interval: AutoInterval | None = None
     profiler: StepProfiler | None = None
+    #: Requests the evaluation of a step's checkpoint by a job; on rank 0 only.
+    request_evaluation: Callable[[int], None] | None = None
     observer: StepObserver = field(default_factory=StepObserver)
     _save_began_at: float = field(default_factory=time.monotonic)
 
@@ -309,8 +324,13 @@ class Trainer:
         sums.begin(is_due=has_row)
         # Wait for a save that is still copying the weights before they change.
         hooks = self.saves.wait_staged, self.observer
-        done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
-        if not done.is_allowed and self.guard.policy == "skip":
+        try:
+            done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
+        except WrongResultError as wrong:
+            self.saves.close()
+            wrong.set_aside()
+            raise wrong.error from wrong
+        if not done.is_allowed and self.guard.reaction == "skip":
             with self._saves_finished():
                 self.guard.after_skip(step + 1)
         self.step = step + 1
@@ -359,10 +379,10 @@ class Trainer:
             self.saves.finish()
             raise AssertionError("a save that failed raises")
         self.bad_samples.check(agreed.bad_samples)
-        if not is_allowed and self.guard.policy == "rollback":
+        if not is_allowed and self.guard.reaction == "rollback":
             if agreed.stop:
                 raise TryAgainError(f"stopped while going back from step {self.step}; nothing of it is saved")
-            raise RollbackError(step)
+            raise RollbackError(step, self.guard.spike)
 
     def _evaluate(self) -> bool:
         """Write the ``val`` row of this step. Returns False if a stop request cut the evaluation short."""
@@ -410,6 +430,8 @@ class Trainer:
         self._save_began_at = time.monotonic()
         with self.meters.times.paused():
             share_all_buffers(self.state)
+            if self.request_evaluation is not None and self.cadence.evaluates_by_job(self.step):
+                self.request_evaluation(self.step)
             self._saving(lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +24,12 @@ from hpc_train.errors import UserError
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.paths import RunPaths
+from hpc_train.rank import signals
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.distributed.device import HostCopy
+from hpc_train.training.distributed.timed_call import TimedCall
 from hpc_train.training.step_digests import StepDigests
 from hpc_train.training.step_times import ForwardTime, StepTimes, Stragglers
 
@@ -179,7 +182,10 @@ def peak_memory(device: torch.device) -> Row:
 
 
 class StatusWriter:
-    """Writes ``status.json`` at most half a second or one step late. Rank 0 of the owning attempt only."""
+    """Writes ``status.json`` at most half a second or one step late. Rank 0 of the owning attempt only.
+
+    While the run trains, a thread writes it: all ranks would wait for a slow disk otherwise.
+    """
 
     def __init__(
         self,
@@ -200,11 +206,32 @@ class StatusWriter:
         self.best: Callable[[], dict[str, Any] | None] = lambda: None
         #: ``errno`` of the errors that were logged.
         self._logged: set[int | None] = set()
+        self._in_background = TimedCall[None]("status")
+        self._superseded: SupersededError | None = None
+        #: Numbers of the newest status, and of the newest that was written: one that waits in the thread
+        #: must not replace a later one.
+        self._number, self._written_number = 0, 0
+        self._lock = threading.Lock()
 
     def step_done(self, step: int) -> None:
-        """Write the status unless it was written within ``STATUS_EVERY_S``."""
-        if time.monotonic() - self._written_at >= STATUS_EVERY_S:
-            self.write("running", step)
+        """Begin to write the status unless a write began within ``STATUS_EVERY_S`` or is still running.
+
+        Raises SupersededError if an earlier write has found that another attempt owns the run.
+        """
+        if self._superseded is not None:
+            raise self._superseded
+        if time.monotonic() - self._written_at < STATUS_EVERY_S or self._in_background.is_under_way:
+            return
+        number, status = self._next("running", step, None)
+
+        def write() -> None:
+            signals.block()  # the training thread handles them
+            try:
+                self._write(number, status)
+            except SupersededError as error:
+                self._superseded = error
+
+        self._in_background.do(write, limit_s=0)
 
     def compiles(self, graph: int, earlier_s: float) -> None:
         """Show that torch compiles graph number ``graph``, after ``earlier_s`` for earlier graphs; 0: none.
@@ -222,27 +249,13 @@ class StatusWriter:
         A failed write is ignored, since the next status replaces it. Only ``completed`` is the last, so it is
         retried and raises StorageError or TransientStorageError.
         """
-        self._written_at, self._step = time.monotonic(), step
-        is_last = state == "completed"
-        try:
-            self._write(state, step, reason, write_status if is_last else try_status)
-        except OSError as error:
-            if is_last:
-                raise storage_error(error, self._paths.status) from error
-            if error.errno not in self._logged:
-                self._logged.add(error.errno)
-                _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
+        self._write(*self._next(state, step, reason))
 
-    def _write(
-        self, state: str, step: int, reason: str | None, put: Callable[[RunPaths, RunStatus], None]
-    ) -> None:
-        if newest_attempt(self._paths) > self._attempt:
-            raise SupersededError(
-                f"another attempt continues this run; attempt {self._attempt} ends: its node was given up"
-            )
-        if self._paths.cancelled.exists() and state != "completed":
-            return  # the cancelling command writes the status
-        status = RunStatus(
+    def _next(self, state: str, step: int, reason: str | None) -> tuple[int, RunStatus]:
+        """Return the number of a new status and the status."""
+        self._written_at, self._step = time.monotonic(), step
+        self._number += 1
+        return self._number, RunStatus(
             state=state,
             step=step,
             total_steps=self._total_steps,
@@ -253,4 +266,25 @@ class StatusWriter:
             slow_ranks=self._stragglers.slow() if state == "running" else None,
             best=self.best(),
         )
-        put(self._paths, status)
+
+    def _write(self, number: int, status: RunStatus) -> None:
+        is_last = status.state == "completed"
+        try:
+            with self._lock:
+                if number > self._written_number:
+                    self._put(status, write_status if is_last else try_status)
+                    self._written_number = number
+        except OSError as error:
+            if is_last:
+                raise storage_error(error, self._paths.status) from error
+            if error.errno not in self._logged:
+                self._logged.add(error.errno)
+                _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
+
+    def _put(self, status: RunStatus, put: Callable[[RunPaths, RunStatus], None]) -> None:
+        if newest_attempt(self._paths) > self._attempt:
+            raise SupersededError(
+                f"another attempt continues this run; attempt {self._attempt} ends: its node was given up"
+            )
+        if not self._paths.cancelled.exists() or status.state == "completed":
+            put(self._paths, status)  # otherwise the cancelling command writes it

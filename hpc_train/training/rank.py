@@ -29,6 +29,7 @@ from hpc_train.training.distributed.device import (
     Precision,
     choose_device,
     choose_precision,
+    limit_memory,
     set_determinism,
     set_threads,
 )
@@ -172,6 +173,8 @@ def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment,
     device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
     num_sharing = affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size
     set_threads(num_sharing)
+    if on_slurm and experiment.slurm is not None and "HPC_TRAIN_SLOT" in os.environ:
+        limit_memory(device, experiment.slurm.runs_per_gpu)
     if device.type == "cpu":
         host_memory.keep_freed(os.environ)
     if experiment.data.workers == "auto":

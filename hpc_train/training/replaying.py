@@ -3,7 +3,8 @@
 The ranks belong to a separate run folder, which contains ``replay.json``; the replayed run is only read. The
 steps are those of training (``build.train_again``), watched by an observer. Rank r writes a line per step to
 ``replay-<r>.jsonl``: its micro-batches and its part of the gradients; rank 0 also the digests. For
-``hpc-train bisect`` (``states`` in ``replay.json``) lines also have digests of tensors.
+``hpc-train bisect`` (``states`` in ``replay.json``) lines also have digests of tensors. For ``verify
+--replay`` the same ranks repeat several ``stretches``, one after the other, and only compute digests.
 
 At the first step with NaN or infinity the replay repeats the forward and backward of that step, with hooks on
 all modules and without compilation, finds the module that computed it, and ends.
@@ -14,11 +15,12 @@ from __future__ import annotations
 import json
 import pdb  # noqa: T100  (for --debugger)
 import sys
+import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,12 +32,15 @@ from typing_extensions import override
 
 from hpc_train.errors import BadFileError, ExitCode, NonFiniteError
 from hpc_train.experiment.config.training_sections import ProfileConfig
-from hpc_train.paths import RunPaths
+from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, read_object
 from hpc_train.run.digests import StepDigest, read_digests
 from hpc_train.run.files import read_json
-from hpc_train.training.build import train_again
+from hpc_train.training.build import free_memory, prepared_run, train_again
 from hpc_train.training.checkpoint.control_group import ControlGroup
+from hpc_train.training.checkpoint.saved_tensors import SavedState, read_into
+from hpc_train.training.checkpoint.staging import Contents
+from hpc_train.training.checkpoint.state import OPTIMIZER
 from hpc_train.training.datasets.images import sample_path
 from hpc_train.training.datasets.normalize import mean_and_std
 from hpc_train.training.datasets.tokenization import Bytes, Decoder, decoder_of
@@ -43,9 +48,11 @@ from hpc_train.training.datasets.types import Batch, DataInfo, Tensors
 from hpc_train.training.evaluation_outputs import images_in, png, rgb
 from hpc_train.training.module_watch import NonFiniteSearch, OutputRanges
 from hpc_train.training.rank import Rank
+from hpc_train.training.state_digests import tensor_digest
 from hpc_train.training.step import StepObserver, StepResult
-from hpc_train.training.step_digests import StepDigests, TensorDigests, tensor_digest
+from hpc_train.training.step_digests import StepDigests, TensorDigests
 from hpc_train.training.strategies.base import Forward
+from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
 from hpc_train.training.training_run import Stretch, TrainingRun
 
@@ -64,7 +71,9 @@ class _Request:
     """The content of ``replay.json``: the steps ``first`` to ``last`` are reported, those before compared.
 
     ``traced``: the steps of which each module's inputs, outputs and gradients get a digest. ``states``: the
-    steps after which each tensor of the state gets one; None: without digests of tensors.
+    steps after which each tensor of the state gets one; None: without digests of tensors. ``stretches``:
+    ``begin`` and ``last`` of those to repeat one after the other, in place of ``begin`` to ``last``.
+    ``distances``: compare the state with the checkpoints of these steps, too.
     """
 
     run: RunPaths
@@ -78,6 +87,27 @@ class _Request:
     profile: bool
     activations: bool
     debugger: bool
+    distances: frozenset[int] = frozenset()
+    stretches: tuple[tuple[int, int], ...] = ()
+
+    def parts(self) -> list[_Request]:
+        """Return the requests to answer one after the other."""
+        ends = self.stretches or [(self.begin, self.last)]
+        return [replace(self, begin=begin, last=last) for begin, last in ends]
+
+    @property
+    def only_compares(self) -> bool:
+        """True if no step is reported, only the digests of steps and states."""
+        return bool(self.stretches)
+
+    @property
+    def profiled(self) -> ProfileConfig | None:
+        """The steps to profile: those that are reported."""
+        if not self.profile:
+            return None
+        return ProfileConfig.model_construct(
+            after_steps=self.first - self.begin - 1, steps=self.last - self.first + 1
+        )
 
     @classmethod
     def read(cls, paths: RunPaths) -> _Request:
@@ -92,6 +122,8 @@ class _Request:
             last,
             range(trace_first, trace_last + 1),
             None if states is None else frozenset(states),
+            distances=frozenset(data.get("distances") or ()),
+            stretches=tuple((begin, end) for begin, end in data.get("stretches") or ()),
             **{name: bool(data.get(name)) for name in _EXTRAS},
         )
 
@@ -102,27 +134,27 @@ def replay(rank: Rank) -> ExitCode:
     Raises BadFileError if the checkpoint is of another model, StorageError if it is damaged.
     """
     request = _Request.read(rank.paths)
+    skipped = _skipped(request.run)
+    replayed = prepared_run(rank)
+    is_done: bool | None = True
     with rank.paths.replay(rank.facts.rank).open("w") as file:
+        for number, part in enumerate(request.parts()):
+            began = time.monotonic()
+            if number:
+                free_memory(rank)
 
-        def observe(run: TrainingRun, state: TrainState) -> StepObserver:
-            return _Observer(run, state, request, file)
+            def observe(run: TrainingRun, state: TrainState, part: _Request = part) -> StepObserver:
+                return _Observer(run, state, part, file)
 
-        num_steps = request.last - request.first + 1
-        profiled = ProfileConfig.model_construct(
-            after_steps=request.first - request.begin - 1, steps=num_steps
-        )
-        stretch = Stretch(
-            request.run,
-            request.begin,
-            request.last,
-            _skipped(request.run),
-            observe,
-            profiled if request.profile else None,
-        )
-        is_done: bool | None = True
-        # The observer has reported the step; or the debugger was left.
-        with suppress(_ReplayOverError, NonFiniteError, BdbQuit), _debugged(request.debugger):
-            is_done = train_again(rank, stretch)
+            stretch = Stretch(request.run, part.begin, part.last, skipped, observe, request.profiled)
+            # The observer has reported the step; or the debugger was left.
+            with suppress(_ReplayOverError, NonFiniteError, BdbQuit), _debugged(request.debugger):
+                is_done = train_again(replayed, stretch)
+            if request.only_compares:
+                seconds = round(time.monotonic() - began, 3)
+                print(json.dumps({"ended": part.last, "seconds": seconds}), file=file, flush=True)
+            if is_done is False:
+                break
     return ExitCode.TRY_AGAIN if is_done is False else ExitCode.DONE
 
 
@@ -156,7 +188,7 @@ class _Newest:
 
     digest: StepDigest | None = None
 
-    def append(self, digests: list[StepDigest]) -> None:
+    def append(self, digests: Sequence[StepDigest]) -> None:
         """Keep the last one."""
         self.digest = digests[-1]
 
@@ -196,12 +228,17 @@ class _Observer(StepObserver):
         if request.states is not None:
             watches = not rank.experiment.compile.enabled
             self._tensors = TensorDigests(
-                state, request.begin, request.traced, request.states, watches=watches
+                state,
+                request.begin,
+                request.traced,
+                request.states,
+                watches=watches,
+                every_state=bool(request.traced),
             )
             print(json.dumps({"step": request.begin} | self._tensors.of_state(request.begin)), file=file)
 
     @override
-    def step_begins(self, step: int) -> None:
+    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
         if step + 1 < self._request.first:
             return
         if self._request.activations:
@@ -212,6 +249,8 @@ class _Observer(StepObserver):
 
     @override
     def loss_computed(self, batch: Batch, loss: Tensor) -> None:
+        if self._request.only_compares:
+            return
         if batch.weight > 0:
             self._losses[batch.number] = loss.detach().clone()
         if self._search is not None:
@@ -224,6 +263,8 @@ class _Observer(StepObserver):
     @override
     def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
         self._ranges.remove()
+        if self._request.only_compares:
+            return
         if self._tensors is not None:
             self._tensors.end_backward()
         self._squares = _squares(self._state)
@@ -268,7 +309,8 @@ class _Observer(StepObserver):
                 "digest": _as_json(self._computed.digest),
                 "recorded": _as_json(self._recorded.get(number)),
             }
-        if number >= self._request.first or self._has_ended:
+        is_reported = number >= self._request.first and not self._request.only_compares
+        if is_reported or self._has_ended:
             line |= {
                 "learning_rate": result.learning_rate,
                 "micro_batches": [self._micro_batch(batch) for batch in batches if batch.weight > 0],
@@ -278,6 +320,8 @@ class _Observer(StepObserver):
             }
         if self._tensors is not None:
             line |= self._tensors.of_state(number) | self._tensors.of_step(number)
+        if number in self._request.distances:
+            line["distances"] = _distances(self._state, self._request.run.checkpoint(number))
         print(json.dumps(line), file=self._file, flush=True)
         if number == self._request.first or self._has_ended:
             owned = [batch for batch in batches if batch.weight > 0 and self._state.strategy.owns_loss]
@@ -363,7 +407,6 @@ def _named(name: str, value: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _decoder(info: DataInfo) -> Decoder | None:
-    """Return the decoder of the data's tokens; None for tokens of which nothing is known."""
     is_known = info.class_names or info.tokenizer or info.num_classes <= Bytes.vocabulary_size
     return decoder_of(info) if is_known else None
 
@@ -383,3 +426,25 @@ def _squares(state: TrainState) -> dict[str, float]:
         module: float(sum(part.double().square().sum() for part in parts))
         for module, parts in tensors.items()
     }
+
+
+@torch.no_grad()
+def _distances(state: TrainState, checkpoint: CheckpointPaths) -> dict[str, tuple[float, float]]:
+    """Return weight → the sums of its squared differences from the saved one, and of the saved one's squares.
+
+    Of the parts that this rank alone counts; any ranks may have saved the checkpoint.
+    """
+    saved = SavedState.read(checkpoint)
+    sums: dict[str, tuple[float, float]] = {}
+    for name, pieces in Contents.of(state.state, state.strategy, {}).pieces.items():
+        if name not in saved.tensors or name.startswith(OPTIMIZER):
+            continue
+        for piece in pieces:
+            if piece.is_writer and piece.local.numel() and piece.local.is_floating_point():
+                now = local_part(piece.local).cpu()
+                then = torch.empty_like(now, memory_format=torch.contiguous_format)
+                read_into(checkpoint, saved.tensors, {name: [replace(piece, local=then)]})
+                squares = (now.double() - then.double()).square().sum(), then.double().square().sum()
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + float(squares[0]), before[1] + float(squares[1])
+    return sums

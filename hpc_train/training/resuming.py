@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.experiment.topology.degrees import Degrees, in_words
 from hpc_train.rank.env import THREADS_BY_SHARE
 from hpc_train.run import versions
+from hpc_train.run.checkpoints import VERIFIED
 from hpc_train.training.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.training.checkpoint.control_group import ControlGroup
 from hpc_train.training.datasets.base import DataSource
@@ -38,7 +36,6 @@ _SYNCED = (
     "others than an uninterrupted run's"
 )
 _OTHER_DROPOUT = "dropout behind a pipeline's first stage draws other numbers"
-_CPU_INFO = Path("/proc/cpuinfo")
 _ROUNDING = "the weights may differ in the last bit from here on"
 
 
@@ -48,11 +45,15 @@ class OtherVersionsError(EnvironmentRefusesError):
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``."""
+    """The point from which training continues; ``skips``: steps skipped so far by ``on_non_finite: skip``.
+
+    ``verified``: the newest step up to which the weights are trusted (``recovery.verify_every_steps``).
+    """
 
     position: Position
     hardware: Hardware
     skips: int = 0
+    verified: int = 0
 
 
 def resumed(
@@ -84,7 +85,9 @@ def resumed(
     if saved["step"] > 0:
         # The rate of the step that produced these weights: a save before the next step records it.
         train_state.optimization.set_learning_rate(saved["step"] - 1)
-    return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
+    position = Position(saved["step"], tuple(saved["skipped"]))
+    # A run that was not verified before is trusted up to here.
+    return Resumed(position, now, loaded.extra.get("skips", 0), loaded.extra.get(VERIFIED, loaded.step))
 
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:
@@ -270,16 +273,7 @@ def processor(device: torch.device) -> str:
     """Return the model of the GPU, or of the CPU with the instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def _cpu_model() -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.machine()
+    return f"{versions.cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def _threads(noted: object, world_size: int) -> list[int] | None:

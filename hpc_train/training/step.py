@@ -34,8 +34,8 @@ class StepObserver:
     all ranks, so they may be collective.
     """
 
-    def step_begins(self, step: int) -> None:
-        """Called before the first forward of a step, counted from 0."""
+    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        """Called before the first forward, once the ranks share buffers and ``loss_factor`` is set."""
 
     def loss_computed(self, batch: Batch, loss: Tensor) -> None:
         """Called with the mean loss of a micro-batch, shape (), on ranks that own the loss."""
@@ -45,6 +45,33 @@ class StepObserver:
 
     def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
         """Called at the end of each step, once the weights have changed."""
+
+
+@dataclass(frozen=True)
+class Observers(StepObserver):
+    """Several observers, called in their order."""
+
+    observers: Sequence[StepObserver]
+
+    def step_begun(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        """Call all of them; so do the other methods."""
+        for observer in self.observers:
+            observer.step_begun(step, batches, forward)
+
+    def loss_computed(self, batch: Batch, loss: Tensor) -> None:
+        """See ``StepObserver``."""
+        for observer in self.observers:
+            observer.loss_computed(batch, loss)
+
+    def gradients_ready(self, step: int, batches: Sequence[Batch], forward: Forward) -> None:
+        """See ``StepObserver``."""
+        for observer in self.observers:
+            observer.gradients_ready(step, batches, forward)
+
+    def step_done(self, step: int, batches: Sequence[Batch], result: StepResult) -> None:
+        """See ``StepObserver``."""
+        for observer in self.observers:
+            observer.step_done(step, batches, result)
 
 
 def train_step(
@@ -66,13 +93,13 @@ def train_step(
     strategy.share_buffers(all_persistent=False)
     guard.before_step()
     batches = forward.with_loss_factors(batches, owns_loss=strategy.owns_loss)
-    observer.step_begins(step)
+    observer.step_begun(step, batches, forward)
     loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
     before_update()
     optimization.unscale_gradients()
     observer.gradients_ready(step, batches, forward)
     grad_norm = guard.clip(strategy.clip_gradients, max_norm)
-    is_allowed = guard.allows(loss, grad_norm)
+    is_allowed = guard.allows(loss, grad_norm, step)
     optimization.step(is_allowed=is_allowed)
     optimization.zero_grad()  # here, not first, so that evaluation and saves can use the gradients' memory
     if is_allowed:

@@ -8,6 +8,7 @@ The samples of a step are the sum, modulo 2^64, of a hash of each micro-batch's 
 not depend on the ranks that read them. Losses are gathered by rank and added up in the order of the ranks:
 the order in which a reduction adds depends on its algorithm and on the length of its tensor.
 
+With ``digests: parts`` there are also those of ``state_digests``, for which a step waits.
 ``TensorDigests`` computes digests of all tensors, for replays alone.
 
 Legend: R ranks, K steps.
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,17 @@ from typing_extensions import override
 
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import DigestsFile, StepDigest
-from hpc_train.training.checkpoint.staging import Contents
+from hpc_train.run.digests import DigestsFile, DigestWriter, PartDigest, RecordsFile, StepDigest
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import HostCopy
 from hpc_train.training.module_watch import ModuleWatch, floating_tensors
+from hpc_train.training.state_digests import PartDigests, tensor_digest, tensor_digests
 from hpc_train.training.step import StepObserver, StepResult
-from hpc_train.training.strategies.pieces import local_part
 from hpc_train.training.train_state import TrainState
 
 #: Steps between two exchanges (assumed: an exchange costs about as much as a row of metrics).
 EVERY_STEPS = 32
-_LOW = (1 << 32) - 1
+_LOW, _ALL = (1 << 32) - 1, (1 << 64) - 1
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Exchanged:
         return [
             StepDigest(
                 step,
-                (low + (high << 32)) & ((1 << 64) - 1),
+                (low + (high << 32)) & _ALL,
                 loss,
                 next(each_norm) if has_norm else None,
                 attempt,
@@ -82,22 +82,38 @@ class _Exchanged:
         ]
 
 
-def digests_file(config: Experiment, device: torch.device, paths: RunPaths, step: int) -> DigestsFile | None:
-    """Return the run's file for the steps after ``step``; None if the file of the experiment has no digests.
+@dataclass(frozen=True)
+class DigestFiles:
+    """The files of a run's digests, which rank 0 writes."""
+
+    steps: DigestsFile
+    parts: RecordsFile[PartDigest] | None
+
+    def close(self) -> None:
+        """Close the files without syncing them."""
+        self.steps.close()
+        if self.parts is not None:
+            self.parts.close()
+
+
+def digest_files(config: Experiment, device: torch.device, paths: RunPaths, step: int) -> DigestFiles | None:
+    """Return the run's files for the steps after ``step``; None if the file of the experiment has no digests.
 
     Digests of later steps, which an earlier attempt wrote, are withdrawn in either case.
     """
-    has_digests = digests_mode(config, device) != "off"
-    if not has_digests and not paths.digests.exists():
-        return None
-    file = DigestsFile(paths.digests, step)
-    return file if has_digests else None
+    mode = digests_mode(config, device)
+    steps = DigestsFile(paths.digests, step) if mode != "off" or paths.digests.exists() else None
+    has_parts = mode == "parts" or paths.part_digests.exists()
+    parts = RecordsFile(paths.part_digests, step, PartDigest) if has_parts else None
+    return DigestFiles(steps, parts if mode == "parts" else None) if steps and mode != "off" else None
 
 
 def digests_mode(config: Experiment, device: torch.device) -> str:
     """Return ``checkpoint.digests``, or its default on this device; the same on all ranks."""
     if config.checkpoint.digests is not None:
         return config.checkpoint.digests
+    if config.optimization.on_spike is not None:
+        return "steps"
     is_exact = device.type == "cpu" if config.deterministic is None else config.deterministic
     return "steps" if is_exact else "off"
 
@@ -108,34 +124,26 @@ def samples_digest(batches: Sequence[Batch]) -> int:
     for batch in batches:
         if batch.weight > 0:
             total += xxhash.xxh3_64_intdigest(batch.samples, seed=batch.number)
-    return total & ((1 << 64) - 1)
-
-
-class DigestWriter(Protocol):
-    """Receives the digests of all ranks: ``run.digests.DigestsFile``."""
-
-    def append(self, digests: list[StepDigest]) -> None:
-        """Write the digests of consecutive steps."""
-
-    def sync(self) -> None:
-        """Sync the written digests to the disk. Any thread."""
+    return total & _ALL
 
 
 class StepDigests(StepObserver):
     """Collects the digests of one rank's steps. ``writer``: on rank 0 only.
 
-    ``owns_loss``: of this rank's strategy; a rank without it contributes nothing.
+    ``owns_loss``: of this rank's strategy; a rank without it contributes nothing. ``parts``: None without.
     """
 
     def __init__(
         self,
-        writer: DigestWriter | None,
+        writer: DigestWriter[StepDigest] | None,
         attempt: int,
         *,
         owns_loss: bool,
         every_steps: int = EVERY_STEPS,
+        parts: PartDigests | None = None,
     ) -> None:
         self._writer = writer
+        self._parts = parts
         self._attempt = attempt
         self._owns_loss = owns_loss
         self._every_steps = every_steps
@@ -148,6 +156,8 @@ class StepDigests(StepObserver):
         self._steps.append(_Step(step + 1, samples, result.loss, result.grad_norm))
         if (step + 1) % self._every_steps == 0:
             self.exchange()
+        if self._parts is not None:
+            self._parts.step_done(step + 1, result.loss)
 
     def exchange(self) -> None:
         """Exchange the numbers of the steps since the last exchange. Collective; does not wait for them."""
@@ -184,6 +194,8 @@ class StepDigests(StepObserver):
         """Sync the written digests to the disk. Any thread."""
         if self._writer is not None:
             self._writer.sync()
+        if self._parts is not None:
+            self._parts.sync()
 
 
 class TensorDigests(ModuleWatch):
@@ -191,14 +203,23 @@ class TensorDigests(ModuleWatch):
 
     ``traced``: the steps of which the gradients, and each module's inputs, outputs and their gradients, get a
     digest; ``watches``: False for compiled modules, which hooks would change. In a pipeline modules have
-    none. ``states``: the steps after which each tensor of the state gets one, besides the traced ones.
+    none. ``states``: the steps after which each tensor of the state gets one, besides the traced ones; other
+    steps have one of the whole state if ``every_state``.
     """
 
     def __init__(
-        self, state: TrainState, begin: int, traced: range, states: Collection[int], *, watches: bool
+        self,
+        state: TrainState,
+        begin: int,
+        traced: range,
+        states: Collection[int],
+        *,
+        watches: bool,
+        every_state: bool = True,
     ) -> None:
         super().__init__(state.model)
         self._state = state
+        self._every_state = every_state
         self._traced = traced
         self._states = {*states, *traced, *range(traced.start - 1, traced.stop - 1)}
         self._watches = watches
@@ -263,19 +284,8 @@ class TensorDigests(ModuleWatch):
 
     def of_state(self, step: int) -> dict[str, Any]:
         """Return the digest of the state after ``step``; with those of its tensors if they are requested."""
-        pieces = Contents.of(self._state.state, self._state.strategy, {}).pieces
-        tensors = {name: tensor_digest(piece.local for piece in parts) for name, parts in pieces.items()}
+        if not (self._every_state or step in self._states):
+            return {}
+        tensors = tensor_digests(self._state)
         state = {"state": xxhash.xxh3_64_hexdigest(json.dumps(tensors, sort_keys=True).encode())}
         return state | ({"tensors": tensors} if step in self._states else {})
-
-
-def tensor_digest(tensors: Iterable[Tensor]) -> str:
-    """Return the digest of the bytes of tensors: that of ``run.digests.shard_digests`` for a saved tensor."""
-    digest = xxhash.xxh3_64()
-    for tensor in tensors:
-        strided = tensor.to_dense() if tensor.is_sparse else local_part(tensor)
-        plain = strided.detach().cpu().contiguous()
-        if plain.numel():
-            # A single element may have any stride.
-            digest.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -14,18 +14,21 @@ from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic, Step
 from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import DigestsFile
+from hpc_train.run import evaluation_jobs
+from hpc_train.run.bad_samples import all_known
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
-from hpc_train.training.loop import AutoInterval
+from hpc_train.training.loop import AutoInterval, BadSampleCount
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
-from hpc_train.training.step_digests import digests_file
+from hpc_train.training.step_digests import DigestFiles, digest_files
 from hpc_train.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -60,7 +63,8 @@ class TrainingRun:
     stretch: Stretch | None = None
     #: On rank 0 only, once training begins.
     metrics_writer: MetricsWriter | None = None
-    digests: DigestsFile | None = None
+    digests: DigestFiles | None = None
+    spikes: SpikesFile | None = None
     #: On rank 0 only, of ``checkpoint.every: auto``.
     interval: AutoInterval | None = None
     #: Windows skipped by this attempt's rollbacks; earlier ones are in the checkpoint.
@@ -89,14 +93,37 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.metrics_writer.go_back(step)
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
-            MetricsFile(run.rank.paths.metrics, step),
+            MetricsFile(run.rank.paths.metrics, step, evaluation_jobs.rows(run.rank.paths)),
             start_loggers(run.rank.experiment, run.rank.paths, run.rank.attempt),
             sys.stdout,
             run.rank.paths.evaluation_images,
         )
         run.metrics_writer.begin(step)
     if run.rank.is_first:
-        run.digests = digests_file(run.rank.experiment, run.rank.device, run.rank.paths, step)
+        run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
+        if run.rank.experiment.optimization.on_spike is not None:
+            run.spikes = SpikesFile(run.rank.paths.spikes, step)
+
+
+def bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:
+    """Return the count of samples that could not be read, and the check of it. Collective."""
+    bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
+    if bad is None:
+        return BadSampleCount(lambda: 0, lambda total: None)
+    # Rank 0 decides: on a network disk ranks may see different files at the same time.
+    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
+
+    def check(total: int) -> None:
+        nonlocal looked_at
+        if total == looked_at or earlier + total <= most:
+            return
+        looked_at = total
+        # Two ranks may have counted the same sample: compare the number of distinct ones.
+        is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
+        if is_over:
+            raise too_many(run.rank.paths, most)
+
+    return BadSampleCount(lambda: bad.count, check)
 
 
 def _layout(run: TrainingRun) -> StepLayout:

@@ -18,6 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers import following as module
 from hpc_train.launchers.slurm.submission import Batch, prepare
 from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.attempts import claim_attempt, job_ids, read_record, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
@@ -245,3 +246,26 @@ def test_a_run_that_completes_first_stays_completed(programs: Programs, tmp_path
     done = hpc_train("cancel", "abc")
     assert done.code == 0 and "completed before it could be cancelled" in done.err
     assert read_status(paths).state == "completed" and not paths.cancelled.exists()
+
+
+def test_the_evaluations_of_a_completed_run_are_cancelled_before_it_is_removed(
+    programs: Programs, tmp_path: Path
+) -> None:
+    programs.put("squeue", "exit 0")
+    programs.put("sacct", "exit 0")
+    programs.put("scancel", "true")
+    paths = queued_run(tmp_path / "runs", "12")
+    write_status(paths, RunStatus("completed", 10, 10, attempt=1))
+    for step, jobs in ((4, ["13", "15"]), (8, [])):
+        evaluation_jobs.request(paths, step)
+        paths.checkpoint(step).folder.mkdir(parents=True)
+        paths.checkpoint(step).manifest.touch()
+        for job in jobs:
+            evaluation_jobs.note_job(paths, step, job)
+    done = hpc_train("rm", "abc", "--yes")
+    assert done.code != 0 and "abc: jobs of 1 evaluation wait or run" in done.err
+    done = hpc_train("cancel", "abc")
+    assert (done.code, programs.calls("scancel")) == (0, ["13 15"]), done.err
+    assert "abc: cancelled the jobs of 1 evaluation" in done.err
+    assert evaluation_jobs.submitted(paths) == []
+    assert hpc_train("rm", "abc", "--yes").code == 0

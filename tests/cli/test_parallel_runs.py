@@ -50,7 +50,7 @@ def test_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_runs_under_nohup_outlive_their_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Slots(2, "local", 1, "cpu").taking_signals():
+        with Slots([{}, {}], "local", 1).taking_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:

@@ -16,7 +16,8 @@ from tests.cli.commands import _COMMAND, hpc_train
 from tests.cli.launchers import FAILING
 from tests.run.runs import small_run
 
-#: Import code, signal processes, cancel jobs, send credentials, or write into folders that the files name.
+#: Import or publish code, signal processes, cancel jobs, send credentials, or write into folders that the
+#: files name.
 ACTING = {
     "cancel": ["cancel", "RUN"],
     "evaluate": ["evaluate", "RUN"],
@@ -24,14 +25,16 @@ ACTING = {
     "predict": ["predict", "RUN", "-o", "predictions.csv"],
     "replay": ["replay", "RUN", "--step", "1"],
     "bisect": ["bisect", "RUN"],
+    "bundle": ["bundle", "RUN", "-o", "run.tar.gz"],
     "resume": ["resume", "RUN", "--local"],
     "submit": ["submit", "exp.yaml", "--local"],
     "sync": ["sync", "RUN", "--to", "tensorboard"],
+    "verify": ["verify", "RUN", "--replay"],
 }
 #: Read an experiment file, or nothing of a run.
-OF_NO_RUN = {"doctor", "init", "notify", "plan", "prepare", "schema", "validate"}
+OF_NO_RUN = {"doctor", "init", "notify", "plan", "prepare", "reproduce", "schema", "validate"}
 #: Only read a run, remove files of it by their own names, or start one of the commands above (`watch`).
-READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "verify", "watch"}
+READING = {"clean", "compare", "logs", "report", "rm", "search", "status", "watch"}
 
 
 def test_each_command_is_known_to_act_on_runs_or_not() -> None:

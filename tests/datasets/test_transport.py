@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hpc_train.errors import StorageError
 from hpc_train.training.datasets import transport
 from hpc_train.training.datasets.reading import LoaderError
 from hpc_train.training.distributed import shared_flags
-from tests.datasets.samples import assert_equal, random_split, steps
+from tests.datasets.samples import assert_equal, random_split, steps, training
 from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANG_LIMIT_S)]
@@ -114,10 +116,36 @@ def in_shared_memory(options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def mapped_files(tensor: torch.Tensor) -> list[str]:
+    """Return the files that the memory of a tensor is mapped from."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        region, _, _, _, _, *name = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in region.split("-"))
+        found += name if begin <= tensor.data_ptr() < end else []
+    return found
+
+
+def test_the_shared_memory_of_a_batch_has_no_name() -> None:
+    """A loader process that is killed between naming it and unlinking would leave it in /dev/shm."""
+    with training(random_split(24), workers=1) as batches:
+        batch = next(batches)[1][0]
+        (file,) = mapped_files(batch.inputs)
+    assert file.startswith("/dev/shm/#") and file.endswith(" (deleted)"), file
+
+
+def test_views_of_one_storage_are_sent_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ForkingPickler._extra_reducers, torch.UntypedStorage, transport._reduce)
+    whole = torch.arange(10)
+    first, second = pickle.loads(ForkingPickler.dumps((whole[:5], whole[5:])))
+    assert torch.equal(torch.cat([first, second]), whole)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
 def test_batches_that_do_not_fit_into_shared_memory_go_through_the_pipe() -> None:
     done = in_shared_memory("size=1m")
     assert done.returncode == 0, done.stderr
-    assert "No space left on device (28) (/dev/shm: 1 MiB, of which" in done.stderr
+    assert "No space left on device (/dev/shm: 1 MiB, of which" in done.stderr
     assert done.stderr.count("goes through a pipe") <= 2, "once per loader process"
 
 

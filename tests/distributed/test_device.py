@@ -14,7 +14,7 @@ from hpc_train.errors import BadFileError, BadNodeError
 from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.data_facts.by_name import has_one_shape
 from hpc_train.run.resource_limits import usable_cpus
-from hpc_train.training.distributed.device import choose_device, set_determinism, set_threads
+from hpc_train.training.distributed.device import choose_device, limit_memory, set_determinism, set_threads
 from tests.distributed.scripts import run_script
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -40,6 +40,19 @@ def test_auto_falls_back_to_the_cpu_only_where_no_gpu_was_asked_for() -> None:
     assert choose_device("auto", 0, gpus_expected=False) == torch.device("cpu")
     with pytest.raises(BadNodeError, match=r"^torch finds 0 of the 1 GPUs that Slurm gave it"):
         choose_device("auto", 0, gpus_expected=True)
+
+
+@pytest.mark.parametrize(("runs_per_gpu", "fraction"), [(1, None), (2, 0.5 - 1.5 / 80), (64, 0.0)])
+def test_runs_that_share_a_gpu_are_limited_to_their_part(
+    monkeypatch: pytest.MonkeyPatch, runs_per_gpu: int, fraction: float | None
+) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: limits.append(part))
+    limit_memory(torch.device("cpu"), runs_per_gpu)
+    assert not limits
+    limit_memory(torch.device("cuda", 0), runs_per_gpu)
+    assert limits == ([] if fraction is None else [pytest.approx(fraction)])
 
 
 def show(monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None) -> list[torch.device]:

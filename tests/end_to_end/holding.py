@@ -58,6 +58,11 @@ class Hold:
     def override(self) -> str:
         return f"logging.loggers={{holding: {{file: {self._file}}}}}"
 
+    @property
+    def program_override(self) -> str:
+        """For a program that waits by itself, such as tests/faults/counting.py."""
+        return f"program.env.HELD_AT={self._file}"
+
     def at(self, step: int, *, since_attempt: int = 1, since_row: int = 1) -> None:
         """Hold the attempts from ``since_attempt`` on after the row of ``step``, and no others.
 

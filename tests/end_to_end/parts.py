@@ -124,8 +124,9 @@ def recording(num_classes: int, path: str) -> nn.Module:
 class Poisoned(Net):
     """A net that makes NaN of a micro-batch that contains one certain digit; without augmentation."""
 
-    def __init__(self, num_classes: int, pause_s: float) -> None:
+    def __init__(self, num_classes: int, pause_s: float, factor: float = torch.nan) -> None:
         super().__init__(num_classes, norm=True, dropout=0.2, pause_s=pause_s)
+        self.factor = factor
         source = digits.build("", DataConfig(name="digits"), download=False)
         image, _ = source.train.batch(torch.tensor([POISON]))  # type: ignore[attr-defined]
         normalize = Normalize(source.info, DataConfig(name="digits"))
@@ -134,13 +135,13 @@ class Poisoned(Net):
     def forward(self, images_BCHW: Tensor) -> Tensor:
         poison_1CHW = self.get_buffer("poison")
         if self.training and bool((images_BCHW == poison_1CHW).flatten(1).all(1).any()):
-            images_BCHW = images_BCHW * torch.nan  # reaches BatchNorm's statistics, too
+            images_BCHW = images_BCHW * self.factor  # reaches BatchNorm's statistics, too
         out: Tensor = super().forward(images_BCHW)
         return out
 
 
-def poisoned(num_classes: int, pause_s: float = 0.0) -> nn.Module:
-    return Poisoned(num_classes, pause_s)
+def poisoned(num_classes: int, pause_s: float = 0.0, factor: float = torch.nan) -> nn.Module:
+    return Poisoned(num_classes, pause_s, factor)
 
 
 class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):

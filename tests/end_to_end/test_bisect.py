@@ -14,6 +14,7 @@ from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file
 from tests.cli.json_checks import checked
 from tests.end_to_end import random_faults
+from tests.end_to_end.flips import FLIP
 from tests.end_to_end.runs import COMPILED, hpc_train, only_run, work_tree, write_experiment
 from tests.end_to_end.test_replay import copy_run
 from tests.faults.schedule import chosen_seeds
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 TEXT = random_faults.TEXT.replace("steps: 20", "steps: 16").replace("keep_every: 6", "keep_every: 4")
 FLIP_TEXT = "gradient:10:0:head:18"
 STEP = 10
+PLACE = {"step": STEP, "where": "gradients", "tensor": "head.weight", "num_tensors": 1}
 
 
 def bisected(*words: str | Path, code: int) -> dict[str, Any]:
@@ -53,9 +55,38 @@ def test_without_digests_the_step_is_found_between_checkpoints(quiet_runs: Quiet
     )
     answer = bisected(run.folder, other.folder, code=1)
     assert (answer["compared"], answer["equal_checkpoint"], answer["other_checkpoint"]) == (0, 8, 12)
-    expected = {"step": STEP, "where": "gradients", "tensor": "head.weight", "num_tensors": 1}
+    assert answer["place"] == answer["place"] | PLACE
+    assert answer["replays"] == 2, "all four steps are traced"
+
+
+@pytest.mark.parametrize(("digests", "equal", "last", "replays"), [("off", None, 16, 4), ("parts", 8, 10, 2)])
+def test_recorded_parts_save_replays(
+    digests: str, equal: int | None, last: int, replays: int, quiet_runs: QuietRuns
+) -> None:
+    """Checkpoints 8 and 16; between them are too many steps to trace."""
+    words = ("checkpoint.keep_every=null", f"checkpoint.digests={digests}")
+    words += ("checkpoint.parts_every=2",) * (digests == "parts")
+    flip = f"model.args.flip={FLIP_TEXT}"
+    run, other = (quiet_runs.of(*words, *more, text=TEXT) for more in ((), (flip,)))
+    answer = bisected(run.folder, other.folder, code=1)
+    assert answer["place"] == answer["place"] | PLACE
+    assert (answer["equal_parts"], answer["other_parts"]) == (equal, last if equal else None)
+    assert answer["replays"] == replays, answer["reproduction"]
+
+
+def test_recorded_parts_show_the_module_of_a_fault_of_the_machine(quiet_runs: QuietRuns) -> None:
+    words = ("checkpoint.digests=parts", "checkpoint.parts_every=1", "optimization.clip_grad_norm=null")
+    run = quiet_runs.of(*words, text=TEXT, environment={FLIP: FLIP_TEXT})
+    answer = bisected(run.folder, code=1)
+    expected = {
+        "step": STEP,
+        "where": "part",
+        "module": "head",
+        "tensor": "weights of head",
+        "num_tensors": 2,
+    }
     assert answer["place"] == answer["place"] | expected
-    assert answer["replays"] == 4, "two to find the step, and two to compare it"
+    assert answer["reproduction"][0]["equal_parts"] == STEP - 1 - 4, "from checkpoint 4 on"
 
 
 TENSOR = "optimizer.head.weight.exp_avg"

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import read_digests
+from hpc_train.run.digests import encoded, read_digests
 from hpc_train.training.datasets.sources import digits
 from tests.cli.json_checks import checked
 from tests.end_to_end.runs import COMPILED, hpc_train, rows, status, work_tree
@@ -199,7 +199,7 @@ def test_a_replay_that_differs_is_reported(quiet_runs: QuietRuns, tmp_path: Path
     records = list(read_digests(copy.digests))
     content = bytearray(copy.digests.read_bytes())
     other = records[50].__class__(51, records[50].samples, 1.0, records[50].grad_norm, 1)
-    content[16 + 50 * 40 : 16 + 51 * 40] = other.encoded()
+    content[16 + 50 * 40 : 16 + 51 * 40] = encoded(other)
     copy.digests.write_bytes(content)
     answer = replayed(copy, "--step", "51", code=1)
     assert answer["replays"][0]["steps"][0]["differs"] == ["loss"]

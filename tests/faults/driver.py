@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import verify
 from hpc_train.run.run_status import read_status
 from tests.end_to_end.runs import assert_equal_to_the_bit
-from tests.faults.faults import STEPS_AFTER, Fault
+from tests.faults.faults import STEPS_AFTER, Fault, nothing
 from tests.faults.on_slurm import SlurmRun
-from tests.faults.runs import LocalRun, Run, living_processes, step_of, wait
+from tests.faults.runs import HELD_ROW, LocalRun, Run, living_processes, step_of, wait
 
 _LEAVE_S = 60.0
-#: Until its first step a rank that is asked to stop leaves at once, and the others lose it.
-HELD_ROW = 2
 
 
 def survive(run: Run, faults: Sequence[Fault], quiet: RunPaths) -> None:
@@ -27,10 +27,10 @@ def survive(run: Run, faults: Sequence[Fault], quiet: RunPaths) -> None:
     assert_whole(run, quiet)
 
 
-def strike(run: Run, fault: Fault, **environment: str) -> None:
+def strike(run: Run, fault: Fault, ready: Callable[[], object] = nothing, **environment: str) -> None:
     """Let the fault strike at its step, see the attempt end for the right reason and the next one begin.
 
-    ``environment`` is the next attempt's own, of a local run.
+    ``ready`` is called right before the strike. ``environment`` is the next attempt's own, of a local run.
     """
     wait(lambda: run.attempt() > 0, lambda: f"the first attempt\n{run.account()}")
     attempt = run.attempt()
@@ -40,6 +40,7 @@ def strike(run: Run, fault: Fault, **environment: str) -> None:
         lambda: f"step {fault.step} of attempt {attempt}\n{run.account()}",
     )
     assert not run.is_over(attempt), f"over before {fault} struck\n{run.account()}"
+    ready()
     cure = fault.strike(run)
     if not fault.asks_all:
         run.hold.at(1, since_attempt=attempt + 1, since_row=HELD_ROW)
@@ -105,16 +106,32 @@ def complete(run: Run) -> None:
     assert status.state == "completed", run.account()
     assert status.step == status.total_steps, run.account()
     # The batch script has a few more words to say.
-    wait(lambda: not living_processes(run.paths), "the end of the run's processes", _LEAVE_S)
+    wait(
+        lambda: not living_processes(run.paths),
+        lambda: f"the end of the run's processes: {_commands(living_processes(run.paths))}",
+        _LEAVE_S,
+    )
 
 
-def assert_whole(run: Run, quiet: RunPaths) -> None:
+def _commands(pids: Sequence[int]) -> list[str]:
+    """Return the command lines of processes that live."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            found.append(f"{pid}: {b' '.join(words).decode(errors='replace')}")
+    return found
+
+
+def assert_whole(
+    run: Run, quiet: RunPaths, assert_equal: Callable[[RunPaths, RunPaths], None] = assert_equal_to_the_bit
+) -> None:
     """Raise AssertionError where the run differs from ``quiet``, or contains something half-written."""
     for folder in run.paths.checkpoints.iterdir():
         assert re.fullmatch(r"step-\d{8}", folder.name), f"{folder.name} was left behind"
     for checkpoint in run.paths.checkpoint_folders():
         assert verify(checkpoint) == [], checkpoint
     try:
-        assert_equal_to_the_bit(quiet, run.paths)
+        assert_equal(quiet, run.paths)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{run.account()}") from error

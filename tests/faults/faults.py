@@ -46,6 +46,11 @@ class Fault:
     #: All ranks are asked to stop, some time after ``strike``.
     asks_all: ClassVar[bool] = False
 
+    @property
+    def title(self) -> str:
+        """A few words for a table of faults."""
+        return type(self).__name__
+
     def strike(self, run: Run) -> Cure:
         raise NotImplementedError
 
@@ -239,17 +244,42 @@ class Requeue(Fault):
 
 
 @dataclass(frozen=True)
+class TimeLimit(Fault):
+    """The job's time limit is shortened until Slurm's warning comes, and as long as before afterwards."""
+
+    causes = {"time limit"}
+    reason = "time limit"
+    asks_all = True
+
+    def strike(self, run: SlurmRun) -> Cure:
+        return run.shorten_time_limit()
+
+
+@dataclass(frozen=True)
 class KillNode(Fault):
-    """The daemons of one of the run's nodes die; ``with_ranks``, as in a power cut, its ranks too."""
+    """The daemons of one of the run's nodes die; ``with_ranks``, as in a power cut, its ranks too.
+
+    ``only_slurmd``: slurmd is stopped as by an administrator, and leaves its step daemons and ranks alone.
+    """
 
     node: int
     with_ranks: bool
+    only_slurmd: bool = False
 
     #: Ranks outlive their daemons, and save when Slurm ends what is left of the job.
     causes = {"lost", "crash", "preemption", "bad node"}
 
+    @property
+    def title(self) -> str:
+        return "StopSlurmd" if self.only_slurmd else "PowerCut" if self.with_ranks else "KillDaemons"
+
+    @property
+    def asks_all(self) -> bool:  # type: ignore[override]
+        """Ranks that live on would complete the run before Slurm has noticed."""
+        return not self.with_ranks
+
     def strike(self, run: SlurmRun) -> Cure:
-        return run.kill_node(self.node, with_ranks=self.with_ranks)
+        return run.kill_node(self.node, with_ranks=self.with_ranks, only_slurmd=self.only_slurmd)
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from hpc_train.run.run_status import read_status
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import Done, hpc_train, write_experiment
-from tests.faults.runs import wait
+from tests.faults.runs import HELD_ROW, wait
 from tests.faults.shim import Shim
 from tests.slurm.cluster import Cluster
-from tests.slurm.experiments import ENVIRONMENT, account, job_of
-from tests.slurm.runs import preempt
+from tests.slurm.experiments import ENVIRONMENT, RANK_MODULES, account, job_of
+from tests.slurm.runs import field, preempt
 
 
 class SlurmRun:
@@ -33,13 +39,15 @@ class SlurmRun:
         *overrides: str,
         pace_s: float = 0.0,
         runs: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.cluster = cluster
         self.hold = Hold(folder, 1)
-        self.hold.at(1, since_row=2)
+        self.hold.at(1, since_row=HELD_ROW)
         own = {"HPC_TRAIN_RUNS": str(runs or folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
-        self._environment = ENVIRONMENT | own | cluster.environment
-        words = (*overrides, self.hold.override, "--json")
+        self._environment = ENVIRONMENT | own | cluster.environment | dict(environment)
+        held = self.hold.program_override if "\nprogram:" in text else self.hold.override
+        words = (*overrides, held, "--json")
         done = self._command("submit", write_experiment(folder, text), *words)
         assert done.code == 0, done.err
         self.paths = submitted(done)
@@ -56,7 +64,10 @@ class SlurmRun:
         return record
 
     def ranks(self) -> dict[int, int]:
-        return {int(words["SLURM_PROCID"]): pid for pid, words in self._rank_environments().items()}
+        environments = self._rank_environments()
+        # A loader process is a fork of its rank, with the same environment.
+        own = {pid for pid in environments if psutil.Process(pid).ppid() not in environments}
+        return {int(words["SLURM_PROCID"]): pid for pid, words in environments.items() if pid in own}
 
     def ranks_of_node(self, number: int) -> list[int]:
         """Return the ranks on one of the run's nodes, the first one being 0."""
@@ -80,6 +91,13 @@ class SlurmRun:
         done = self._command("resume", self.paths.folder)
         assert done.code == 0, done.err
 
+    def standing(self) -> dict[str, Any]:
+        """Return the run as ``status --json`` shows it."""
+        done = self._command("status", "--json", self.paths.folder)
+        assert done.code == 0, done.err
+        (run,) = json.loads(done.out)["runs"]
+        return dict(run)
+
     def account(self) -> str:
         return account(self.paths)
 
@@ -94,11 +112,35 @@ class SlurmRun:
         self.cluster.run("scontrol", "requeue", job_of(self.paths))
         self._start_soon(attempt)
 
-    def kill_node(self, number: int, *, with_ranks: bool) -> Callable[[], None]:
+    def shorten_time_limit(self) -> Callable[[], None]:
+        """Let the job reach its time limit as soon as Slurm can; return what lengthens it again.
+
+        Slurm compares every half a minute, and signals jobs that end within the lead and half a minute.
+        """
+        job, now = f"JobId={job_of(self.paths)}", datetime.now()
+        started = datetime.fromisoformat(field(self.cluster, job_of(self.paths), "StartTime"))
+        minutes = 1 + int((now - started).total_seconds() + 35) // 60
+        before = field(self.cluster, job_of(self.paths), "TimeLimit")
+        self.cluster.run("scontrol", "update", job, f"TimeLimit={minutes}")
+        return lambda: str(self.cluster.run("scontrol", "update", job, f"TimeLimit={before}")) and None
+
+    def kill_node(self, number: int, *, with_ranks: bool, only_slurmd: bool = False) -> Callable[[], None]:
         """Kill a node's daemons and see Slurm give it up; return what brings it back."""
         attempt, host = self.attempt(), self.record().hosts[number]
-        self.cluster.kill_node(host, with_jobs=with_ranks)
-        self._start_soon(attempt)
+        if only_slurmd:
+            self.cluster.kill(f"slurmd-{host}", by=signal.SIGTERM)
+        else:
+            self.cluster.kill_node(host, with_jobs=with_ranks)
+        if with_ranks:  # the ranks of other nodes are to notice
+            self.hold.at(1, since_attempt=attempt + 1, since_row=HELD_ROW)
+        try:
+            self._start_soon(attempt)
+            # Not before the next attempt has begun: Slurm sends the end of this start to the node once it is
+            # back (22.05), and it would end the next one there. Ranks that live are held until then.
+            wait(lambda: self.attempt() > attempt or self._has_failed(), self.account)
+        except AssertionError:
+            self.cluster.start_node(host)
+            raise
         return lambda: self.cluster.start_node(host)
 
     def _start_soon(self, attempt: int) -> None:
@@ -123,7 +165,7 @@ class SlurmRun:
             with suppress(OSError, ValueError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 # srun has the same words behind its own name.
-                if b"submitit.core._submit" in words and os.path.basename(words[0]) != b"srun":  # noqa: PTH119
+                if RANK_MODULES.intersection(words) and os.path.basename(words[0]) != b"srun":  # noqa: PTH119
                     variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                     environment = dict(line.split("=", 1) for line in variables if "=" in line)
                     if wanted.items() <= environment.items() and "SLURM_PROCID" in environment:

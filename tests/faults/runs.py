@@ -19,6 +19,8 @@ from tests.faults.shim import Shim
 from tests.waiting import came_true
 
 LIMIT_S = 400.0
+#: Until its first step a rank that is asked to stop leaves at once, and the others lose it.
+HELD_ROW = 2
 
 
 class Run(Protocol):

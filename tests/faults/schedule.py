@@ -25,6 +25,7 @@ from tests.faults.faults import (
     Requeue,
     Signals,
     Stop,
+    TimeLimit,
 )
 
 #: Which seeds tests take: ``1-20``.
@@ -125,6 +126,16 @@ def kill_node(random: Random, frame: Frame, step: int) -> Fault:
     return KillNode(step, random.randrange(frame.nodes), with_ranks=random.random() < 0.5)
 
 
+def lose_node(random: Random, frame: Frame, step: int) -> Fault:
+    how = random.choice(["power", "daemons", "slurmd"])
+    node = random.randrange(frame.nodes)
+    return KillNode(step, node, with_ranks=how == "power", only_slurmd=how == "slurmd")
+
+
+def time_limit(random: Random, frame: Frame, step: int) -> Fault:
+    return TimeLimit(step)
+
+
 def kill_controller(random: Random, frame: Frame, step: int) -> Fault:
     return KillController(step, random.uniform(0, 3))
 
@@ -148,7 +159,10 @@ KINDS: dict[str, Sequence[Draw]] = {
     "node": (kill_node,),
     "requeue": (requeue, kill_ranks_of_a_node),
 }
-SOAK: Sequence[Draw] = (kill_one, kill_ranks_of_a_node, slurm_signal, preemption, requeue)
+#: Kills are drawn more often: what follows one within the same job is what can go wrong.
+SOAK: Sequence[Draw] = (
+    kill_one, kill_one, kill_ranks_of_a_node, slurm_signal, preemption, requeue, time_limit, lose_node,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ class Schedule:
     @classmethod
     def of(cls, seed: int, kind: str, frame: Frame) -> Schedule:
         random = Random(f"{kind} {seed}")
-        draws = list(KINDS[kind]) if kind in KINDS else random.choices(SOAK, k=random.randint(2, 4))
+        draws = list(KINDS[kind]) if kind in KINDS else random.choices(SOAK, k=random.randint(2, 3))
         random.shuffle(draws)
         steps = sorted(random.sample(range(frame.first, frame.last + 1), len(draws)))
         return cls(
@@ -176,6 +190,6 @@ def chosen_seeds(default: str) -> list[int]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Return the seeds of ``a-b`` or ``a``, both ends included. Raises ValueError."""
-    first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
+    """Return the seeds of ``a-b`` or ``a``, both ends included, or several with commas. Raises ValueError."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]

@@ -24,7 +24,7 @@ def test_faults_strike_one_after_the_other_within_the_frame(kind: str) -> None:
 
 
 def test_seeds_are_read_with_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_seeds("3-5") == [3, 4, 5] and parse_seeds("7") == [7]
+    assert parse_seeds("3-5") == [3, 4, 5] and parse_seeds("7") == [7] and parse_seeds("9,2-3") == [9, 2, 3]
     monkeypatch.setenv(SEEDS, "2-3")
     assert chosen_seeds("1") == [2, 3]
     monkeypatch.delenv(SEEDS)

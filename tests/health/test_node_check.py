@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
-from hpc_train.experiment.config.schema import Experiment
+from hpc_train.experiment.config.schema import Experiment, SlurmConfig
 from hpc_train.paths import AttemptPaths
 from hpc_train.rank.env import RankFacts
 from hpc_train.training.health import node_check
@@ -148,6 +148,12 @@ def test_a_gpu_filled_by_others_is_refused(filled: list[int], monkeypatch: pytes
     monkeypatch.setattr(node_check, "_FREED_AFTER_S", 0.0)
     with pytest.raises(HpcTrainError, match=TAKEN):
         check_gpu_memory(owns_gpu=True)
+
+
+def test_a_gpu_that_runs_of_a_job_share_may_be_filled_by_them(filled: list[int]) -> None:
+    slurm = {"gpus_per_node": 1, "runs_per_job": 2, "runs_per_gpu": 2}
+    sharing = small_experiment().model_copy(update={"slurm": SlurmConfig.model_validate(slurm)})
+    check_gpu_memory(sharing, owns_gpu=True)
 
 
 def test_the_memory_of_a_process_that_was_just_killed_is_waited_for(filled: list[int]) -> None:

@@ -66,6 +66,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
         (77, OWN_ERROR, "diverged"),
         (78, "BadNodeError: 2 GB of memory are free", "bad node"),
         (79, "HangError: rank 1 on n1 made no progress", "hang"),
+        (82, "ranks 0 and 1 compute different numbers in step 3", "bad node"),
         (80, "data.workers: a loader process was killed", "worker lost"),
         (81, "ulimit -n: rank 1 may open 64 files", "user error"),
         (3, None, "crash"),
@@ -101,6 +102,14 @@ def test_a_stop_reads_the_same_judged_or_not(name: str | None) -> None:
 def test_a_lost_attempt_that_stopped_on_nobodys_known_order_is_not_called_preempted() -> None:
     found = diagnose_lost(LostAttempt(9, has_stopped=True))
     assert (found.cause, found.reason) == ("lost", "preempted, or requeued by hand, at step 9")
+
+
+def test_nodes_that_compute_different_numbers_are_both_suspects() -> None:
+    error, nodes = "ranks 0, 2 compute different numbers in step 3", dict(enumerate(["n1", "n1", "n2"]))
+    codes = {0: 82, 1: 76, 2: 82}
+    found = diagnose(Evidence(errors={2: error, 0: error}, codes=codes, nodes=nodes, hosts=["n1", "n2"]))
+    assert (found.cause, found.reason) == ("bad node", error)
+    assert found.bad_nodes == dict.fromkeys(["n2", "n1"], "computed other numbers than another node")
 
 
 def test_a_lost_attempt_names_the_nodes_that_died() -> None:

@@ -18,9 +18,9 @@ from hpc_train.report.parted_steps import (
     parted_at,
     place,
     place_text,
-    reproduction,
-    reproduction_text,
 )
+from hpc_train.report.reproduction import near, reproduction, reproduction_text
+from hpc_train.run.digests import PartDigest, part_digests, part_id
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
@@ -186,13 +186,13 @@ def saved(tmp_path: Path) -> tuple[Any, dict[int, Ranks]]:
 
 def test_a_run_is_compared_with_its_replay(tmp_path: Path) -> None:
     checkpoints, replay = saved(tmp_path)
-    answer, where = reproduction("A", checkpoints, replay, STEP - 2)
+    answer, where = reproduction("A", checkpoints, replay, STEP - 2, {})
     assert (answer["is_reproducible"], answer["compared"], answer["equal_checkpoints"]) == (True, 2, [STEP])
     assert where is None
     assert reproduction_text(answer).endswith("2 ranks is bitwise identical: 2 steps, checkpoint 7")
     replay[STEP][1]["tensors"]["optimizer.a.weight.exp_avg"] = "other"
     replay[STEP][0]["digest"]["loss"] = 1.25
-    answer, where = reproduction("A", checkpoints, replay, STEP - 2)
+    answer, where = reproduction("A", checkpoints, replay, STEP - 2, {})
     assert (answer["is_reproducible"], answer["first_difference"], answer["differs"]) == (
         False,
         STEP,
@@ -206,10 +206,57 @@ def test_a_run_is_compared_with_its_replay(tmp_path: Path) -> None:
         answer | {"compared": 0}
     )
     checkpoints[STEP].shard(0).write_bytes(b"damaged")
-    _, where = reproduction("A", checkpoints, replay, STEP - 2)
+    _, where = reproduction("A", checkpoints, replay, STEP - 2, {})
     assert where is not None and (where["where"], where["tensor"]) == ("checkpoint", None)
     for ranks in replay.values():
         ranks[0]["recorded"] = None
-    answer, where = reproduction("A", {}, replay, STEP - 2)
+    answer, where = reproduction("A", {}, replay, STEP - 2, {})
     assert answer["is_reproducible"] is None and where is None
     assert "can't be compared: the run has no digests" in reproduction_text(answer)
+
+
+def test_recorded_parts_name_the_module_that_differs() -> None:
+    replay = lines()
+    sums = [part_digests(of_rank["tensors"], rank)["a"] for rank, of_rank in enumerate(replay[STEP])]
+    weights, optimizer = (sum(digests) % 2**64 for digests in zip(*sums, strict=True))
+    recorded = {STEP: {part_id("a"): PartDigest(STEP, part_id("a"), weights, optimizer, ranks=2)}}
+    answer, where = reproduction("A", {}, replay, STEP - 2, recorded)
+    assert (answer["equal_parts"], answer["other_parts"], where) == (1, None, None)
+    assert "2 steps, parts after 1 step" in reproduction_text(answer)
+    replay[STEP][1]["tensors"]["optimizer.a.weight.exp_avg"] = "other"
+    answer, where = reproduction("A", {}, replay, STEP - 2, recorded)
+    assert (answer["other_parts"], answer["is_reproducible"]) == (STEP, False)
+    expected = {"step": STEP, "where": "part", "module": "a", "tensor": "optimizer state of a"}
+    assert where is not None and where == {**where, **expected}
+    assert (
+        "the optimizer state of a in A after the step; its replay has others" in place_text(where, ["A"])[1]
+    )
+    del replay[STEP][1]
+    assert reproduction("A", {}, replay, STEP - 2, recorded)[0]["other_parts"] is None, "of two ranks"
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "loss", "weights", "differs"),
+    [
+        (0.01, 1.5, 0.0, None),
+        (0.01, 1.51, 1e-6, None),
+        (0.001, 1.51, 0.0, "record"),
+        (0.01, 1.5, 0.04, "checkpoint"),
+        (0.01, float("nan"), 0.0, "record"),
+        (0.01, 1.5, float("nan"), "checkpoint"),
+    ],
+)
+def test_a_tolerance_is_relative(
+    tolerance: float, loss: float, weights: float, differs: str | None, tmp_path: Path
+) -> None:
+    checkpoints, replay = saved(tmp_path)
+    replay[STEP][0]["digest"] = {**replay[STEP][0]["digest"], "loss": loss}
+    replay[STEP][0]["distances"] = {"model.a.weight": [weights, 3.0], "model.a.mean": [0.0, 1.0]}
+    replay[STEP][1]["distances"] = {"model.b.weight": [0.0, 4.0]}
+    answer, where, distance = near("A", checkpoints, replay, STEP - 2, tolerance)
+    assert (where and where["where"]) == differs and answer["is_reproducible"] == (differs is None)
+    expected = max(abs(loss - 1.5) / 1.51, (weights / 8) ** 0.5)
+    is_number = loss == loss and weights == weights
+    assert distance == (pytest.approx(expected) if is_number else float("inf"))
+    if differs == "checkpoint":
+        assert where is not None and where["tensor"] == "model.a.weight"

@@ -24,6 +24,7 @@ from hpc_train.run.checkpoints import (
     counts,
     damaged,
     hash_file,
+    is_set_aside,
     kept_best,
     listing,
     newest_attempt,
@@ -286,6 +287,11 @@ def test_what_is_set_aside_is_kept_under_names_of_its_own(run: RunPaths) -> None
     assert (run.checkpoints / named[2] / "manifest.json").is_file()
     assert (run.checkpoints / named[0] / "why.txt").read_text() == "why not\n"
     assert committed(run) == []
+    unverified = set_aside(write_checkpoint(run, 100, attempt=1), "wrong sums", "unverified")
+    assert (
+        unverified is not None and unverified.name == "step-00000100.unverified" and is_set_aside(unverified)
+    )
+    assert all_set_aside(run).keys() == set(named), "it is not damaged, so a run may start again without it"
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, 2), (2, 2), (3, 3), (9, 5)])
@@ -303,6 +309,12 @@ def test_pruning_keeps_multiples_of_keep_every(run: RunPaths, keep_every: int, s
     save(run, 2, 3, 4, 6, 7)
     prune(run, 2, 1, keep_every)
     assert [checkpoint.step for checkpoint in committed(run)] == steps
+
+
+def test_pruning_keeps_steps_that_are_needed(run: RunPaths) -> None:
+    save(run, 1, 2, 3, 4, 5)
+    prune(run, 2, 1, needed=[2])
+    assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 2]
 
 
 @pytest.mark.fault(13)
@@ -381,6 +393,15 @@ def test_the_best_up_to_each_kept_checkpoint_is_kept(run: RunPaths) -> None:
     assert prune(run, 2, 1) == ["step-00000400", "step-00000100"]
     best = kept_best(run)
     assert best is not None and best.step == 300
+
+
+def test_the_newest_verified_up_to_each_kept_checkpoint_is_kept(run: RunPaths) -> None:
+    """Steps 250 and 50 were compared; a difference at the next comparison goes back to 200."""
+    begin_attempt(run, 1)
+    for step, verified in {100: 50, 200: 50, 300: 250, 400: 250, 500: 250}.items():
+        change_manifest(write_checkpoint(run, step, attempt=1), verified=verified)
+    assert prune(run, 2, 1) == ["step-00000300", "step-00000100"]
+    assert Manifest.read(committed(run)[0]).verified == 250
 
 
 @pytest.mark.parametrize(

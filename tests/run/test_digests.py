@@ -12,7 +12,19 @@ from safetensors.torch import save_file
 
 from hpc_train.errors import BadFileError
 from hpc_train.run import digests as module
-from hpc_train.run.digests import RECORD_BYTES, DigestsFile, StepDigest, read_digests, shard_digests
+from hpc_train.run.digests import (
+    MAX_PARTS,
+    RECORD_BYTES,
+    DigestsFile,
+    PartDigest,
+    RecordsFile,
+    StepDigest,
+    part_digests,
+    parts_of,
+    read_digests,
+    read_parts,
+    shard_digests,
+)
 
 HEADER_BYTES = 16
 
@@ -104,6 +116,50 @@ def test_numbers_are_compared_by_their_bits(path: Path) -> None:
     assert one.differences(StepDigest(1, 5, 0.1, None)) == [], "the other has none to compare"
     assert StepDigest(1, 5, 0.0, None).differences(StepDigest(1, 5, -0.0, None)) == ["loss"]
     assert StepDigest(1, 5, math.nan, None).differences(StepDigest(1, 5, -math.nan, None)) == []
+
+
+def part(step: int, part: int) -> PartDigest:
+    return PartDigest(step, part, step, 2**64 - part, attempt=1, ranks=2)
+
+
+def test_digests_of_parts_are_read_by_step_and_withdrawn(path: Path) -> None:
+    file = RecordsFile(path, 0, PartDigest)
+    for step in (32, 64, 96):
+        file.append([part(step, number) for number in (3, 7, 2**64 - 1)])
+    file.close()
+    assert [step for step, _ in read_parts(path)] == [32, 64, 96]
+    ((step, digests),) = read_parts(path, 33, 95)
+    assert (step, digests) == (64, {number: part(64, number) for number in (3, 7, 2**64 - 1)})
+    assert list(read_digests(path)) == [], "another file"
+    file = RecordsFile(path, 64, PartDigest)
+    file.append([part(128, 3)])
+    file.close()
+    assert [(step, len(digests)) for step, digests in read_parts(path)] == [(32, 3), (64, 3), (128, 1)]
+    assert part(64, 3).differences(PartDigest(64, 3, 1, 1)) == ["weights", "optimizer state"]
+
+
+def test_a_part_is_a_module_or_contains_several() -> None:
+    names = ["model.a.b.weight", "ema.a.b.weight", "optimizer.a.b.weight.exp_avg", "model.scale"]
+    assert parts_of(names) == dict.fromkeys(names[:3], "a.b") | {"model.scale": ""}
+    blocks = [f"model.blocks.{number}.{name}.weight" for number in range(40) for name in ("one", "two")]
+    assert len({*parts_of(blocks).values()}) == 40 <= MAX_PARTS
+    assert {*parts_of([f"model.{number}.weight" for number in range(MAX_PARTS + 1)]).values()} == {""}
+
+
+def test_a_digest_of_a_part_depends_on_all_of_its_tensors() -> None:
+    tensors = {
+        "model.a.weight": "1",
+        "ema.a.weight": "2",
+        "optimizer.a.weight.step": "3",
+        "model.b.bias": "4",
+    }
+    digests = part_digests(tensors, 0)
+    assert digests == part_digests(dict(reversed(tensors.items())), 0)
+    assert digests["b"][1] == 0, "without optimizer state"
+    for changed, place in (("model.a.weight", 0), ("ema.a.weight", 0), ("optimizer.a.weight.step", 1)):
+        others = part_digests(tensors | {changed: "5"}, 0)
+        assert others["a"][place] != digests["a"][place] and others["a"][1 - place] == digests["a"][1 - place]
+    assert part_digests(tensors, 1)["a"] != digests["a"], "swapped ranks would have the same sum"
 
 
 def test_pieces_of_a_saved_tensor_have_one_digest(path: Path) -> None:

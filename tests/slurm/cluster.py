@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes on this machine, in a folder of its own: for tests, demos and benchmarks.
+"""A real Slurm of some nodes on this machine, in a folder of its own: for tests, demos and benchmarks.
 
 ``python -m tests.slurm.cluster up FOLDER`` starts one and prints how to reach it, ``down FOLDER`` ends it.
 Each cluster has its own munge, ports and files, so several run side by side. Needs root and Debian's
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.slurm import configuration, processes
-from tests.slurm.configuration import NODES, NUM_NODES, NUM_PORTS, PARTITIONS, Settings
+from tests.slurm.configuration import NUM_PORTS, PARTITIONS, Settings
 from tests.slurm.host import claimed_ports, clean_environment, program_path, succeeds, why_not
 from tests.waiting import HANG_LIMIT_S, came_true
 
@@ -59,7 +59,7 @@ class Cluster:
         return [
             *(["slurmdbd"] if self.settings.accounting else []),
             "slurmctld",
-            *(f"slurmd-{node}" for node in NODES),
+            *(f"slurmd-{node}" for node in self.settings.nodes),
         ]
 
     def up(self) -> None:
@@ -79,7 +79,7 @@ class Cluster:
                     self._launch(name)
             for name in self.daemons:
                 self.wait(lambda name=name: self._answers(name), name)  # type: ignore[misc]
-            self.wait(self._nodes_are_idle, f"{NUM_NODES} idle nodes")
+            self.wait(self._nodes_are_idle, f"{self.settings.num_nodes} idle nodes")
         except BaseException:
             self.down()
             raise
@@ -157,7 +157,7 @@ class Cluster:
         self.wait(self._is_clear, "the end of all jobs")
         if self._has_restarted:
             self._reset_partitions()
-        self.wait(self._is_usable, f"{NUM_NODES} idle nodes")
+        self.wait(self._is_usable, f"{self.settings.num_nodes} idle nodes")
 
     def run(
         self,
@@ -266,7 +266,7 @@ class Cluster:
             return succeeds("sacctmgr", "-n", "show", "cluster", **self.environment)
         if name == "slurmctld":
             return succeeds("scontrol", "ping", **self.environment)
-        node = NODES.index(name.removeprefix("slurmd-"))
+        node = self.settings.nodes.index(name.removeprefix("slurmd-"))
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port(2 + node)), 1):
             return True
         return False
@@ -291,7 +291,7 @@ class Cluster:
 
     def _nodes_are_idle(self) -> bool:
         states = self._node_states()
-        return len(states) == NUM_NODES and set(states.values()) == {"idle"}
+        return len(states) == self.settings.num_nodes and set(states.values()) == {"idle"}
 
     def _is_usable(self) -> bool:
         """Resume nodes that a test has drained or downed; tell whether all are idle."""

@@ -13,8 +13,9 @@ PARTITIONS = ("low", "high", "short")
 GPUS_PER_NODE = 4
 #: Beyond what the machine has: Slurm is told to believe it (config_overrides).
 CPUS_PER_NODE = 8
-#: Neighbouring ports: slurmctld, slurmdbd and one a node.
-NUM_PORTS = 2 + NUM_NODES
+_MAX_NODES = 8
+#: Neighboring ports: slurmctld, slurmdbd and one per node.
+NUM_PORTS = 2 + _MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Settings:
     """
 
     accounting: bool = True
+    num_nodes: int = NUM_NODES
     #: From SIGTERM to SIGKILL at scancel, requeue, time limit, srun's --kill-on-bad-exit. Slurm's own: 30.
     kill_wait_s: int = 10
     #: From a node's last word to its being down, which takes up to half as long again. Slurm's own: 300.
@@ -40,6 +42,14 @@ class Settings:
     max_array_size: int = 1001
     #: Jobs that slurmctld keeps, each task of an array counted. Slurm's own: 10000.
     max_job_count: int = 10_000
+    #: A SPANK plug-in that srun and slurmd load; none if empty.
+    plug_in: str = ""
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names of the nodes."""
+        assert self.num_nodes <= _MAX_NODES
+        return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
 
 # Without DefMemPerCPU a job takes all memory of its nodes, and no two share one.
@@ -84,7 +94,8 @@ MaxArraySize={settings.max_array_size}
 MaxJobCount={settings.max_job_count}
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
 {accounting}
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[2]}-{ports[5]}] CPUs={cpus} \
+PlugStackConfig={folder}/plugstack.conf
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[2]}-{last_port}] CPUs={cpus} \
 RealMemory=20000 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
 GraceTime={settings.grace_s}
@@ -120,7 +131,7 @@ def write(folder: Path, settings: Settings, ports: list[int]) -> None:
     """Write a cluster's files and the folders that they name."""
     assert len(ports) == NUM_PORTS
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("state", "pids", "gpus", *(f"spool/{node}" for node in NODES)):
+    for name in ("state", "pids", "gpus", *(f"spool/{node}" for node in settings.nodes)):
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
@@ -133,12 +144,16 @@ def write(folder: Path, settings: Settings, ports: list[int]) -> None:
     if settings.accounting:
         accounting = _WITH_ACCOUNTING.format(folder=folder, port=ports[1])
         _write(folder / "slurmdbd.conf", _DBD_CONF.format(folder=folder, port=ports[1]), mode=0o600)
-    values = {"nodes": NUM_NODES, "cpus": CPUS_PER_NODE, "gpus": GPUS_PER_NODE, "accounting": accounting}
+    values = {"nodes": settings.num_nodes, "cpus": CPUS_PER_NODE, "gpus": GPUS_PER_NODE}
     host = socket.gethostname().partition(".")[0]
-    text = _SLURM_CONF.format(folder=folder, settings=settings, host=host, ports=ports, **values)
+    text = _SLURM_CONF.format(
+        folder=folder, settings=settings, host=host, ports=ports, accounting=accounting,
+        last_port=ports[1 + settings.num_nodes], **values,
+    )  # fmt: skip
     _write(folder / "slurm.conf", text)
+    _write(folder / "plugstack.conf", f"required {settings.plug_in}\n" if settings.plug_in else "")
     gpus = f"{folder}/gpus/gpu[0-{GPUS_PER_NODE - 1}]"
-    _write(folder / "gres.conf", f"NodeName=n[1-{NUM_NODES}] Name=gpu File={gpus}\n")
+    _write(folder / "gres.conf", f"NodeName=n[1-{settings.num_nodes}] Name=gpu File={gpus}\n")
 
 
 def _write(path: Path, text: str, mode: int = 0o644) -> None:

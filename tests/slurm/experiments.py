@@ -18,6 +18,8 @@ from tests.slurm.runs import high_job, squeue
 LIMIT_S = 400.0
 #: One thread a rank: the same sums on this machine's quiet run and on the cluster's nodes.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+#: The modules that ranks execute: as Slurm starts them, and those that were on standby.
+RANK_MODULES = {b"submitit.core._submit", b"hpc_train.launchers.entry"}
 
 #: That of the local tests, slow enough to be caught in the act; its saves are those of its signals.
 EXPERIMENT = (
@@ -138,11 +140,16 @@ def ranks_of(paths: RunPaths, rank: int | None = None, attempt: int | None = Non
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            starts = {b"submitit.core._submit", b"hpc_train.launchers.entry"}
-            is_rank = not starts.isdisjoint(words) and Path(words[0].decode()).name != "srun"
+            is_rank = not RANK_MODULES.isdisjoint(words) and Path(words[0].decode()).name != "srun"
             if is_rank and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
+
+
+def standby_files(paths: RunPaths) -> list[Path]:
+    """Return the files in which ranks report that they are on standby."""
+    folders = [submission.folder for submission in paths.siblings.submission_folders()]
+    return [file for folder in folders for file in folder.glob("standby-*/rank-*")]
 
 
 def start_now(cluster: Cluster, paths: RunPaths) -> None:

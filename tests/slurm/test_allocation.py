@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -39,6 +40,7 @@ from tests.slurm.experiments import (
     job_of,
     ranks_of,
     records,
+    standby_files,
     standing,
     standing_of,
     succeed,
@@ -47,7 +49,6 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.test_nodes import PACE_S, quiet
-from tests.slurm.test_standby import standby_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -85,6 +86,7 @@ def here(shell: Shell, folder: Path, *words: str | Path, pace_s: float = 0.0) ->
     return start(*words, "--here", **(ENVIRONMENT | own | shell.environment))
 
 
+@pytest.mark.fault(16, 65)
 def test_a_killed_rank_restarts_in_the_users_own_job(
     cluster: Cluster, shell: Shell, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_killed_rank_restarts_in_the_users_own_job(
     assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
+@pytest.mark.fault(65)
 def test_cancel_and_ctrl_c_end_the_run_and_leave_the_users_job(
     cluster: Cluster, shell: Shell, tmp_path: Path
 ) -> None:
@@ -165,6 +168,42 @@ def test_the_runs_of_a_sweep_follow_each_other(cluster: Cluster, shell: Shell, t
         assert run["save_interval"]["stall_s"] > 0
 
 
+def test_runs_of_a_sweep_train_beside_each_other(
+    cluster: Cluster, shell: Shell, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """Five runs in two slots on each of two nodes; the fifth takes the slot of a run that is killed."""
+    text, _, _ = EXPERIMENT.partition("slurm:")
+    sweep = ("slurm={runs_per_job: 2}", "sweep={grid: {seed: [1, 2, 3, 4, 5]}}", "recovery.max_crashes=0")
+    experiment = write_experiment(tmp_path, text)
+    _, err = here(shell, tmp_path, "submit", experiment, *sweep).communicate(timeout=LIMIT_S)
+    assert f"slurm.runs_per_job: this shell is step 0 of job {shell.job}, which holds cores" in err
+    with Hold(tmp_path, 3) as hold:
+        own = shell.environment | {"SLURM_STEP_ID": "4294967290", "HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+        process = start("submit", experiment, *sweep, hold.override, "--here", **(ENVIRONMENT | own))
+
+        def begun() -> list[RunPaths]:
+            return [paths for paths in found_runs(tmp_path) if records(paths)]
+
+        wait_for(lambda: len(begun()) == 4 or process.poll() is not None, "four runs", LIMIT_S)
+        first = begun()
+        for paths in first:
+            wait_for_step(paths, 3)
+        assert sorted(records(paths)[0].hosts for paths in first) == [["n1"], ["n1"], ["n2"], ["n2"]]
+        assert len(begun()) == 4, "the nodes have four slots"
+        (victim,) = ranks_of(first[0])
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: len(begun()) == 5 or process.poll() is not None, "the fifth run", LIMIT_S)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == ExitCode.FAILED, err
+    assert [read_status(paths).state for paths in first] == ["failed", *["completed"] * 3], err
+    (last,) = [paths for paths in begun() if paths not in first]
+    assert read_status(last).state == "completed" and records(last)[0].hosts == records(first[0])[0].hosts
+    assert runs.state(cluster, shell.job) == "RUNNING"
+    seed = json.loads(first[1].resolved.read_text())["seed"]
+    alone = quiet_runs.of(f"seed={seed}", text=text, ranks=1, environment=ENVIRONMENT)
+    assert_equal_to_the_bit(alone, first[1])
+
+
 def script(folder: Path, *words: str | Path) -> str:
     """Return shell commands of a batch script of the user's own that calls hpc-train."""
     own = {
@@ -185,6 +224,7 @@ def run_of(cluster: Cluster, job: str, folder: Path) -> RunPaths:
     return only_run(folder)
 
 
+@pytest.mark.fault(65)
 def test_the_end_of_the_users_job_leaves_a_run_that_resumes_in_the_queue(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -207,6 +247,7 @@ def test_the_end_of_the_users_job_leaves_a_run_that_resumes_in_the_queue(
     assert records(paths)[1].launcher == "slurm"
 
 
+@pytest.mark.fault(65)
 def test_the_time_limit_of_the_users_job_reaches_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     """The command signals the ranks before Slurm ends the job, as Slurm does for a job of submit."""
     experiment = write_experiment(tmp_path, EXPERIMENT)

@@ -357,7 +357,7 @@ def test_scancel_is_final_in_every_state(cluster_without_accounting: Cluster, tm
 CRASHING = TWO_RANKS.replace("tests.end_to_end.paced:net", "tests.slurm.crashing:net")
 
 
-@pytest.mark.fault(16, 36)
+@pytest.mark.fault(16, 36, 56)
 def test_of_three_more_attempts_after_a_crash_the_first_is_in_place(cluster: Cluster, tmp_path: Path) -> None:
     paths = submit_one(tmp_path, "slurm.nodes=1", text=CRASHING)
     assert wait_for_state(paths, "failed", "completed") == "failed"

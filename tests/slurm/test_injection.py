@@ -42,7 +42,9 @@ KEYS: dict[str, dict[str, Any]] = {
     "slurm.extra.wckey": {},
     "environment.python": {},
     "environment.modules": {},
-    "environment.container": {},
+    "environment.container.image": {},
+    "environment.container.mounts": {},
+    "environment.container.options": {},
 }
 #: {} is a command that leaves a file behind.
 HOSTILE = [
@@ -98,7 +100,9 @@ def experiment_file(folder: Path, key: str, value: str) -> Path:
     node = data
     for section in sections:
         node = node.setdefault(section, {})
-    node[last] = [value] if last == "modules" else value
+    if "container" in sections:
+        node["image"] = "a.sif"
+    node[last] = [value] if last in {"modules", "mounts", "options"} else value
     path = folder / "exp.yaml"
     path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return path

@@ -29,6 +29,7 @@ from tests.slurm.experiments import (
     records,
     submit_one,
     wait_for_attempt_end,
+    wait_for_completion,
     wait_for_state,
     wait_for_step,
 )
@@ -62,7 +63,7 @@ def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet_runs: Quiet
     assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
-@pytest.mark.fault(16)
+@pytest.mark.fault(16, 56)
 def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
@@ -86,6 +87,26 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     assert second.in_place and (second.job, second.restart) == (record.job, 0), account(paths)
     assert second.hosts == record.hosts
     assert second.events["begin"] > record.events["end"]
+
+
+@pytest.mark.fault(17, 57)
+def test_a_rank_that_hangs_is_gone_before_the_next_attempt_begins_in_the_same_job(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """A stopped process, which only SIGKILL ends."""
+    limits = ("checkpoint.every_steps=5", "recovery.hang_after_min=0.25")
+    paths = submit_one(tmp_path, *limits, text=TWO_RANKS, pace_s=0.1)
+    wait_for_step(paths, 12)
+    (victim,) = ranks_of(paths, rank=1, attempt=1)
+    os.kill(victim, signal.SIGSTOP)
+    first = wait_for_attempt_end(paths, 1)
+    assert "HangError: rank 1 on n2 made no progress" in str(first.reason), account(paths)
+    wait_for(lambda: len(records(paths)) > 1, f"attempt 2\n{account(paths)}", LIMIT_S)
+    assert not ranks_of(paths, attempt=1), account(paths)
+    wait_for_completion(paths)
+    second = wait_for_attempt_end(paths, 2)
+    assert (second.in_place, second.job, second.hosts) == (True, first.job, first.hosts), account(paths)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
 
 
 @pytest.mark.fault(2, 3)

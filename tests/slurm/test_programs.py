@@ -144,7 +144,7 @@ if os.environ["HPC_TRAIN_ATTEMPT"] == "1":
 """
 
 
-@pytest.mark.fault(16)
+@pytest.mark.fault(16, 60)
 def test_a_killed_rank_of_a_program_restarts_in_the_same_job(cluster: Cluster, tmp_path: Path) -> None:
     (script := tmp_path / "dying.py").write_text(DYING_SCRIPT)
     text = "name: prog\nprogram: {command: [python, train.py]}\n"

@@ -104,7 +104,8 @@ def test_jobs_that_slurm_would_refuse_or_never_start_are_refused(cluster: Cluste
     file.write_text(f"{EXPERIMENT}slurm: {{partition: low, time_limit: 30min}}\n")
     small = ("optimization.micro_batch_size=1", "optimization.global_batch_size=32")
     submit_limit = (_SWEEP, "slurm: Slurm refuses it: AssocMaxSubmitJobLimit")
-    for overrides, message in (*_REFUSED, submit_limit):
+    fewer_jobs = (_SWEEP, "you may have 2 jobs; slurm.runs_per_job: 2 makes 2 jobs of 3 runs")
+    for overrides, message in (*_REFUSED, submit_limit, fewer_jobs):
         for command in ("plan", "submit"):
             done = hpc_train(command, file, *small, *overrides)
             assert (done.code, message in done.err) == (65, True), (command, overrides, done.err)

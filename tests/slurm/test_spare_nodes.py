@@ -56,7 +56,7 @@ def _is_active(paths: RunPaths) -> bool:
     return str(json.loads(paths.status.read_text())["state"]) not in {"failed", "completed"}
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, 58)
 def test_a_lost_node_is_replaced_in_the_same_job(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_lost_node_is_replaced_in_the_same_job(
     assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, 58)
 def test_a_node_that_fails_its_check_is_replaced_in_the_same_job(cluster: Cluster, tmp_path: Path) -> None:
     """The node of the batch script, which stays there."""
     paths = submit_one(tmp_path, SPARE, text=BAD_NODE)
@@ -96,7 +96,7 @@ def test_a_node_that_fails_its_check_is_replaced_in_the_same_job(cluster: Cluste
     assert "n2, n3 (spare: n1)" in command(tmp_path, "status", paths.folder).out
 
 
-@pytest.mark.fault(14)
+@pytest.mark.fault(14, 58)
 def test_the_loss_of_the_first_node_requeues_the_job(cluster: Cluster, tmp_path: Path) -> None:
     with Hold(tmp_path, 12) as hold:
         paths = submit_one(tmp_path, SPARE, "checkpoint.every_steps=5", hold.override, text=TWO_RANKS)

@@ -20,6 +20,7 @@ from tests.slurm.experiments import (
     account,
     ranks_of,
     records,
+    standby_files,
     submit_one,
     wait_for_attempt_end,
     wait_for_state,
@@ -30,12 +31,6 @@ from tests.slurm.test_spare_nodes import wait_until_held
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
 
 STANDBY = ("recovery.standby=true", "recovery.restart=in_place", "checkpoint.every_steps=5")
-
-
-def standby_files(paths: RunPaths) -> list[Path]:
-    """Return the files in which ranks report that they are on standby."""
-    folders = [submission.folder for submission in paths.siblings.submission_folders()]
-    return [file for folder in folders for file in folder.glob("standby-*/rank-*")]
 
 
 def wait_for_standby(paths: RunPaths, attempt: int) -> set[int]:
@@ -51,7 +46,7 @@ def kill(paths: RunPaths, rank: int, attempt: int) -> None:
     os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.fault(16)
+@pytest.mark.fault(16, 56, 59)
 def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """After a kill of one of those the next restart starts ranks as usual."""
     with Hold(tmp_path, 12) as hold:
@@ -77,6 +72,36 @@ def test_a_restart_uses_the_ranks_on_standby(cluster: Cluster, quiet_runs: Quiet
     assert first.job == second.job == third.job
     for record, victim in ((first, "rank 1 on n2"), (second, "rank 0 on n1")):
         assert (record.cause, f"{victim}: killed by SIGKILL" in str(record.reason)) == ("crash", True), record
+    wait_for(lambda: not ranks_of(paths) and not standby_files(paths), "the end of all ranks", LIMIT_S)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+
+
+@pytest.mark.fault(14, 58, 59)
+def test_a_lost_node_is_replaced_while_ranks_are_on_standby(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """Ranks start as usual on the spare node, and others are on standby there for the next restart."""
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, "slurm.spare_nodes=1", *STANDBY, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        (first,) = records(paths)
+        assert (first.hosts, first.spare_hosts) == (["n1", "n2"], ["n3"]), account(paths)
+        waiting = wait_for_standby(paths, 2)
+        cluster.kill_node("n2", with_jobs=True)
+        hold.at(14, since_attempt=2)
+        assert wait_for_attempt_end(paths, 1).bad_nodes == {"n2": "died"}, account(paths)
+        wait_until_held(hold, paths)
+        assert waiting.isdisjoint(ranks_of(paths, attempt=2)), account(paths)
+        waiting = wait_for_standby(paths, 3)
+        kill(paths, rank=1, attempt=2)
+        hold.at(16, since_attempt=3)
+        wait_until_held(hold, paths)
+        assert set(ranks_of(paths, attempt=3)) == waiting, account(paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    wait_for_attempt_end(paths, 3)
+    _, second, third = records(paths)
+    for record in (second, third):
+        assert (record.in_place, record.job, record.hosts) == (True, first.job, ["n1", "n3"]), account(paths)
     wait_for(lambda: not ranks_of(paths) and not standby_files(paths), "the end of all ranks", LIMIT_S)
     assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
 

@@ -322,6 +322,14 @@ def test_evaluations_are_due_at_their_interval_and_at_the_end(
     assert [step for step in range(TOTAL_STEPS + 1) if schedule.evaluates(step)] == steps
 
 
+def test_a_save_takes_the_place_of_an_evaluation_by_a_job() -> None:
+    found = Cadence(total_steps=12, evaluate_every=5, save_every=4, save_every_s=None, by_job=True)
+    steps = range(TOTAL_STEPS + 1)
+    assert [step for step in steps if found.evaluates_by_job(step)] == [5, 10, 12]
+    assert not any(map(found.evaluates, steps))
+    assert [step for step in steps if step and found.saves(step)] == [4, 5, 8, 10, 12]
+
+
 @pytest.mark.parametrize(("checkpoint", "steps", "every_s"), [
     ({}, [12], DEFAULT_SAVE_EVERY_MIN * 60),
     ({"every_min": 0.5}, [12], 30.0),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +43,12 @@ class FakeCopy:
         self.was_waited_for = not self.is_ready
         self.is_ready = True
         return (self.values,)
+
+
+def wait_for(writer: StatusWriter) -> None:
+    """Return when its thread has written."""
+    while writer._in_background.is_under_way:
+        time.sleep(0.001)
 
 
 @dataclass
@@ -263,19 +272,42 @@ def test_status_is_written_no_more_often_than_somebody_could_read_it(
     paths, now = RunPaths(tmp_path), 100.0
     monkeypatch.setattr("hpc_train.training.meters.time.monotonic", lambda: now)
     writer = StatusWriter(paths, attempt=2, total_steps=40, steps_per_epoch=10)
-    writer.step_done(1)
-    assert json.loads(paths.status.read_text())["step"] == 1
-    now += STATUS_EVERY_S * 0.9
-    writer.step_done(2)
-    assert json.loads(paths.status.read_text())["step"] == 1
-    now += STATUS_EVERY_S * 0.2
-    writer.step_done(3)
-    assert json.loads(paths.status.read_text())["step"] == 3
+    for step, after_s in enumerate((0.0, STATUS_EVERY_S * 0.9, STATUS_EVERY_S * 0.2), start=1):
+        now += after_s
+        writer.step_done(step)
+        wait_for(writer)
+        assert read_status(paths).step == (1 if step < 3 else 3)
     writer.write("completed", 40)
     assert json.loads(paths.status.read_text()) == {
         "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 2,
         "reason": None,
     }  # fmt: skip
+
+
+def test_training_does_not_wait_until_a_status_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on while the disk hangs, and the late status doesn't replace that of the end."""
+    paths, disk = RunPaths(tmp_path), threading.Event()
+    really, begun = status_module.try_status, []
+
+    def slow(*arguments: Any) -> None:
+        begun.append(arguments)
+        disk.wait()
+        really(*arguments)
+
+    monkeypatch.setattr("hpc_train.training.meters.STATUS_EVERY_S", 0.0)
+    monkeypatch.setattr("hpc_train.training.meters.try_status", slow)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    for step in range(1, 40):
+        writer.step_done(step)
+    assert not paths.status.exists()
+    while not begun:
+        time.sleep(0.001)
+    threading.Timer(0.05, disk.set).start()
+    writer.write("completed", 40)
+    wait_for(writer)
+    assert read_status(paths).state == "completed" and len(begun) == 1
 
 
 def test_a_status_says_what_is_compiled_and_keeps_the_step(tmp_path: Path) -> None:
@@ -310,6 +342,11 @@ def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
         paths.attempt(number).record.write_text("{}")
     with pytest.raises(SupersededError, match="another attempt continues this run; attempt 1 ends"):
         writer.write("running", 1)
+    writer._written_at = -math.inf
+    writer.step_done(2)
+    wait_for(writer)
+    with pytest.raises(SupersededError, match="attempt 1 ends"):  # at the next step, not in the thread
+        writer.step_done(3)
     assert not paths.status.exists()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from hpc_train.errors import ExitCode, NonFiniteError
 from hpc_train.experiment.config.training_sections import OptimizationConfig
+from hpc_train.run.spikes import WARM_UP, Reaction, Spike, SpikeRule
 from hpc_train.training.non_finite import Guard, check_evaluation, check_rollbacks
 from tests.experiments import tiny_experiment
 from tests.ranks import run_ranks
@@ -68,6 +69,36 @@ def test_clipping_by_no_bound_yields_the_norm_and_changes_nothing() -> None:
     assert Guard(config("stop"), layer, norm_counts=True).clip(lambda most: FINE, None) is None
 
 
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize(
+    ("on_spike", "on_non_finite"), [("skip", "stop"), ("rollback", "skip"), ("skip", "rollback")]
+)
+def test_a_spike_is_refused_and_handled_by_its_own_key(on_spike: str, on_non_finite: str) -> None:
+    rule, recorded = SpikeRule(), []
+
+    def record(spike: Spike, reaction: Reaction) -> Spike:
+        recorded.append((spike.step, reaction))
+        return spike
+
+    for _ in range(WARM_UP):
+        rule.add(1.0, 1.0)
+    keys = {"on_spike": on_spike, "on_non_finite": on_non_finite, "max_non_finite": 1}
+    model = nn.BatchNorm1d(2)
+    guard = Guard(tiny_experiment(keys).optimization, model, norm_counts=True, rule=rule, record=record)
+    guard.before_step()
+    assert guard.needs_norm and guard.allows(FINE, FINE, 5)
+    assert not guard.allows(FINE * 2, FINE, 6) and guard.reaction == on_spike and recorded == [(7, on_spike)]
+    if on_spike == "skip":
+        model(torch.full((4, 2), 3.0))
+        guard.after_skip(7)
+        assert model.running_mean is not None and model.running_mean.tolist() == [0.0, 0.0]
+        assert guard.skips == 0, "spikes have no maximum"
+    assert guard.allows(NAN, FINE, 7) == (on_non_finite == "stop")
+    assert guard.has_seen == (on_non_finite == "stop")
+    assert guard.spike is None and (on_non_finite == "stop" or guard.reaction == on_non_finite)
+    assert guard.allows(FINE, FINE, 8) and guard.spike is None and len(recorded) == 1
+
+
 def on_rank(rank: int, world_size: int) -> list[bool]:
     guard = Guard(config("skip"), nn.Linear(1, 1), norm_counts=True)
     return [guard.allows(NAN if rank == 1 else FINE, FINE), guard.allows(FINE, FINE)]
@@ -84,5 +115,5 @@ def test_an_evaluation_and_too_many_rollbacks_end_the_run() -> None:
     with pytest.raises(NonFiniteError, match="the val loss is nan at step 3; lower"):
         check_evaluation(3, {"loss": math.nan})
     check_rollbacks((3, 9), config("rollback"))
-    with pytest.raises(NonFiniteError, match=r"3 times; .* allows 2 rollbacks"):
+    with pytest.raises(NonFiniteError, match=r"a spike 3 times; .* allows 2 rollbacks"):
         check_rollbacks((3, 9, 12), config("rollback"))

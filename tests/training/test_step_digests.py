@@ -14,11 +14,13 @@ from torch import Tensor
 
 from hpc_train.experiment.config.schema import CheckpointConfig
 from hpc_train.paths import RunPaths
-from hpc_train.run.digests import StepDigest, read_digests
+from hpc_train.run.digests import PartDigest, StepDigest, part_digests, part_id, read_digests, read_parts
+from hpc_train.training import state_digests
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
+from hpc_train.training.state_digests import PartDigests
 from hpc_train.training.step import StepResult
-from hpc_train.training.step_digests import EVERY_STEPS, StepDigests, digests_file, samples_digest
+from hpc_train.training.step_digests import EVERY_STEPS, StepDigests, digest_files, samples_digest
 from tests.ranks import run_ranks
 from tests.training.test_step import Training, micro_batches
 
@@ -29,9 +31,9 @@ class Collected:
     """Keeps digests in place of a file."""
 
     def __init__(self) -> None:
-        self.digests: list[StepDigest] = []
+        self.digests: list[Any] = []
 
-    def append(self, digests: list[StepDigest]) -> None:
+    def append(self, digests: Sequence[Any]) -> None:
         self.digests += digests
 
     def sync(self) -> None:
@@ -173,29 +175,104 @@ def test_losses_are_added_in_the_order_of_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "deterministic", "device", "is_on"),
+    ("mode", "deterministic", "device", "on_spike", "is_on"),
     [
-        (None, None, "cpu", True),
-        (None, None, "cuda", False),
-        (None, True, "cuda", True),
-        (None, False, "cpu", False),
-        ("off", None, "cpu", False),
-        ("steps", False, "cuda", True),
+        (None, None, "cpu", None, True),
+        (None, None, "cuda", None, False),
+        (None, None, "cuda", "report", True),
+        (None, True, "cuda", None, True),
+        (None, False, "cpu", None, False),
+        ("off", None, "cpu", None, False),
+        ("steps", False, "cuda", None, True),
     ],
 )
 def test_the_default_is_that_of_deterministic(
-    mode: Any, deterministic: bool | None, device: str, is_on: bool, tmp_path: Path
+    mode: Any, deterministic: bool | None, device: str, on_spike: str | None, is_on: bool, tmp_path: Path
 ) -> None:
     """A file of an earlier attempt loses its later digests even if this one has none."""
-    config = cast(
-        Any, SimpleNamespace(checkpoint=CheckpointConfig(digests=mode), deterministic=deterministic)
-    )
+    keys = {"deterministic": deterministic, "optimization": SimpleNamespace(on_spike=on_spike)}
+    config = cast(Any, SimpleNamespace(checkpoint=CheckpointConfig(digests=mode), **keys))
     run = RunPaths(tmp_path)
-    assert (digests_file(config, torch.device(device), run, 0) is not None) == is_on
-    steps = cast(Any, SimpleNamespace(checkpoint=CheckpointConfig(digests="steps"), deterministic=None))
-    file = digests_file(steps, CPU, run, 0)
-    assert file is not None
-    file.append([StepDigest(step, 0, 0.0, None) for step in (1, 2, 3)])
-    file.close()
-    digests_file(config, torch.device(device), run, 2)
+    assert (digest_files(config, torch.device(device), run, 0) is not None) == is_on
+    parts = cast(Any, SimpleNamespace(checkpoint=CheckpointConfig(digests="parts"), deterministic=None))
+    files = digest_files(parts, CPU, run, 0)
+    assert files is not None and files.parts is not None
+    files.steps.append([StepDigest(step, 0, 0.0, None) for step in (1, 2, 3)])
+    files.parts.append([PartDigest(step, 5, 0, 0) for step in (1, 2, 3)])
+    files.close()
+    files = digest_files(config, torch.device(device), run, 2)
+    assert files is None or files.parts is None
     assert [digest.step for digest in read_digests(run.digests)] == [1, 2]
+    assert [step for step, _ in read_parts(run.part_digests)] == [1, 2]
+
+
+def parts_of_training(what: str = "", every: int | None = 2, steps: int = 6) -> list[PartDigest]:
+    """Train; before the fourth step flip a bit that the next steps hardly show."""
+    training, collected = Training(), Collected()
+    parts = PartDigests(training.state, collected, 7, every, steps)
+    digests = StepDigests(None, 7, owns_loss=True, parts=parts)
+    for step in range(steps):
+        if step == 3 and what == "moment":
+            flip(next(iter(training.state.optimization.optimizer.state.values()))["exp_avg"])
+        if step == 3 and what == "average":
+            assert training.state.ema is not None
+            flip(next(iter(training.state.ema.averages.values())), bit=9)
+        training.step(step, observer=digests)
+    return collected.digests
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize(("what", "kind"), [("moment", "optimizer state"), ("average", "weights")])
+def test_a_changed_bit_of_the_state_shows_in_its_module(what: str, kind: str) -> None:
+    before, after = parts_of_training(), parts_of_training(what)
+    assert before == parts_of_training() and {digest.step for digest in before} == {2, 4, 6}
+    assert {(digest.attempt, digest.ranks) for digest in before} == {(7, 1)}
+    first = next(one.differences(other) for one, other in zip(before, after, strict=True) if one != other)
+    differing = [one for one, other in zip(before, after, strict=True) if one.differences(other)]
+    first_module = next(name for name, _ in Training().model.named_parameters()).rpartition(".")[0]
+    assert first == [kind] and min(digest.step for digest in differing) == 4
+    assert {digest.part for digest in differing if digest.step == 4} == {part_id(first_module)}
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_digests_of_parts_become_rarer_until_they_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock: every step takes a second, and an exchange three."""
+    clock = [0.0]
+    monkeypatch.setattr(state_digests, "PARTS_EVERY", 4)
+    monkeypatch.setattr(state_digests.time, "perf_counter", lambda: clock[0])
+    exchange = PartDigests._exchange
+
+    def slow(self: PartDigests, *arguments: Any) -> None:
+        exchange(self, *arguments)
+        clock[0] += 3.0
+
+    monkeypatch.setattr(PartDigests, "_exchange", slow)
+    collected = Collected()
+    parts = PartDigests(Training().state, collected, 1, None, 4000)
+    for step in range(1, 4001):
+        clock[0] += 1.0
+        parts.step_done(step, torch.zeros(()))
+    steps = sorted({digest.step for digest in collected.digests})
+    assert steps[:3] == [4, 8, 1024] and parts.every == 1024, "3 s of 1024 are below 0.5 %"
+    assert PartDigests(Training().state, None, 1, 1, 3 * state_digests.MAX_PART_STEPS).every == 4
+
+
+def _parts_of_ranks(rank: int, world_size: int) -> list[PartDigest]:
+    collected = Collected()
+    parts = PartDigests(Training().state, collected if rank == 0 else None, 1, 1, 4)
+    for step in (1, 2):
+        parts.step_done(step, torch.zeros(()))
+    return collected.digests
+
+
+@pytest.mark.slow
+def test_the_digests_of_all_ranks_are_added_up(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _parts_of_ranks, folder=tmp_path)
+    assert second == [] and [digest.step for digest in first] == [1, 1, 2, 2]
+    expected: dict[int, int] = {}
+    for rank in (0, 1):
+        tensors = state_digests.tensor_digests(Training().state)
+        for part, (weights, _) in part_digests(tensors, rank).items():
+            expected[part_id(part)] = (expected.get(part_id(part), 0) + weights) % 2**64
+    assert {digest.part: digest.weights for digest in first} == expected
+    assert {digest.ranks for digest in first} == {2}

@@ -32,7 +32,7 @@ from hpc_train.experiment.validate import model_facts
 from hpc_train.experiment.validate.loading import load
 from hpc_train.experiment.validate.rules import check_start
 from hpc_train.registry import load as load_part
-from hpc_train.training import batch_size_search, optimization, prepare, rank
+from hpc_train.training import batch_size_search, optimization, prepare, rank, verification
 from hpc_train.training.datasets import batches
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.joint import JointTransform
@@ -289,6 +289,10 @@ SHARED = {
         lambda experiment: batch_size_search._refuse_batchnorm(
             experiment, cast(Any, SimpleNamespace(model=nn.BatchNorm1d(1)))
         ),
+    ),
+    "training.verification.refuse_inexact: unverifiable_results": Shared(
+        {"recovery": {"verify_every_steps": 5}, "deterministic": False},
+        lambda experiment: verification.refuse_inexact(experiment, CPU),
     ),
     "training.optimization._arguments: not_an_argument": Shared(
         {"optimization.optimizer": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}}}, optimize

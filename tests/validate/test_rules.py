@@ -95,6 +95,8 @@ def test_each_metric_of_a_built_in_task_has_a_direction(tmp_path: Path, task: st
         ("slurm.nodes=2", True, []),
         ("recovery.standby=true", True, ["standby"]),
         ("recovery.standby=true", False, []),
+        ("evaluation.as_job=true", True, ["as_job"]),
+        ("evaluation.as_job=true", False, ["as_job"]),
     ],
 )
 def test_keys_without_effect_are_reported(

@@ -38,6 +38,8 @@ NOT_IDENTITY = (
     "data.cache_pixels",
     "data.stage",
     "data.workers",
+    "evaluation.as_job",
+    "evaluation.job_time_limit",
     "program.metrics",
     "program.kill_after_s",
     "program.check",
@@ -336,6 +338,8 @@ def cached_schema() -> Node:
     outputs["anyOf"] = [kept, deepcopy(kept["items"])]
     name = schema["$defs"]["TransformConfig"]["properties"]["name"]
     _allow_also(schema["$defs"]["DataConfig"]["properties"]["transform"], deepcopy(name))
+    image = schema["$defs"]["ContainerConfig"]["properties"]["image"]
+    _allow_also(schema["$defs"]["EnvironmentConfig"]["properties"]["container"], deepcopy(image))
     _for_editors(schema)
     return schema
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from hpc_train.errors import BadFileError
+from hpc_train.experiment.config.container_section import ContainerConfig
 from hpc_train.experiment.config.fields import (
     GPU_TYPE_PATTERN,
     MAIL_PATTERN,
@@ -68,10 +69,13 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
     """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
     evaluated. Default: off."""
-    digests: Literal["off", "steps"] | None = None
+    digests: Literal["off", "steps", "parts"] | None = None
     """``steps``: record the samples, the loss and the gradients' norm of each step in ``digests.bin``, 40
-    bytes per step, with which ``hpc-train replay`` compares. Default: ``steps`` if ``deterministic``, else
-    ``off``."""
+    bytes per step, with which ``hpc-train replay`` compares. ``parts``: also record digests of weights and
+    optimizer state by module in ``parts.bin``, every ``parts_every`` steps. Default: ``steps`` if
+    ``deterministic``, else ``off``."""
+    parts_every: PositiveInt | None = None
+    """Steps between them (at most 4,096 times). Default: 32, doubled until they take 0.5 % of the time."""
 
 
 class BestConfig(Section):
@@ -128,6 +132,10 @@ class RecoveryConfig(Section):
     check_nodes: bool = True
     """Check device, memory, arithmetic, network and disk of every rank before the first step. ``false``: skip
     the check."""
+    verify_every_steps: PositiveInt | None = None
+    """Steps after which a step's gradients are computed twice, the second time on another rank, and compared
+    bitwise. A node that computes otherwise is excluded, and the run continues from the newest checkpoint
+    before the last comparison. For ``ddp`` and ``zero1``, if the run is deterministic. Default: off."""
     exclude_nodes_for_h: Hours = 24.0
     """Hours for which a node that failed its check, or ended two attempts, is excluded. 0: never exclude
     nodes."""
@@ -146,6 +154,12 @@ class EvaluationConfig(Section):
     images: Annotated[int, Field(ge=0, le=64)] = 8
     """``classification``, ``segmentation``, ``detection``: validation images that each evaluation keeps in
     the run folder with the predictions drawn on them, evenly spaced over the validation data. 0: none."""
+    as_job: bool = False
+    """Save a checkpoint at the step of each evaluation and evaluate it in a Slurm job of its own, with one
+    rank, while training continues. Such an evaluation keeps no text and no images. Needs a job of its own:
+    with ``--local`` and ``--here`` the run's ranks evaluate."""
+    job_time_limit: DurationMin | None = None
+    """``as_job``: time limit of such a job. Default: 1 hour, or ``slurm.time_limit`` if that is shorter."""
 
 
 class SlurmConfig(Section):
@@ -181,6 +195,10 @@ class SlurmConfig(Section):
     """Number of runs of a sweep that train in one job at the same time, each in a slot of its own. The other
     keys are the request of one run: the job requests as many times the ranks, cores, memory and GPUs, on one
     node. 1: a job for each run."""
+    runs_per_gpu: PositiveInt = 1
+    """Number of runs of a job with ``runs_per_job`` that share each GPU, by NVIDIA's MPS if the node has it.
+    Each run may use its part of the GPU's memory, and its ``cpus_per_gpu`` are its own. Needs
+    ``gpus_per_node: 1``, and ``runs_per_job`` as a multiple of it. 1: each run has its own GPUs."""
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     """Budget of GPU-hours for all runs of the file, divided evenly among them. ``plan`` and ``submit`` refuse
     a file that is predicted to need more, or a run of it more than its share; where nothing predicts it, one
@@ -216,8 +234,10 @@ class EnvironmentConfig(Section):
     ``python3``."""
     modules: list[Annotated[str, pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
     """Modules to load with ``module load``, in this order. Default: none."""
-    container: ScriptPath | None = None
-    """Apptainer image to run in. Default: no container."""
+    container: Annotated[
+        ContainerConfig | None, BeforeValidator(lambda v: {"image": v} if isinstance(v, str) else v)
+    ] = None
+    """Container for the ranks: an Apptainer image, or a section of settings. Default: no container."""
     strict: bool = False
     """Refuse to resume with other versions of Python, torch or this package than the checkpoint was saved
     with. ``false``: warn only."""

@@ -358,7 +358,13 @@ class OptimizationConfig(Section):
     """What to do when a loss or gradient is NaN or infinite on any rank: ``stop`` ends the run; ``skip``
     skips the weight update; ``rollback`` returns to the newest checkpoint and skips the data of that step."""
     max_non_finite: PositiveInt = 10
-    """With ``skip`` or ``rollback``: maximum number of such steps in the whole run. One more ends it."""
+    """With ``skip`` or ``rollback``: maximum number of such steps in the whole run. One more ends it. Data
+    that ``on_spike: rollback`` leaves out count, too."""
+    on_spike: Literal["report", "skip", "rollback"] | None = None
+    """What to do when the loss or the gradients' norm rises far above those of the last 128 steps:
+    ``report`` records the step and its samples in ``spikes.jsonl``; ``skip`` also skips the weight update;
+    ``rollback`` returns to the newest checkpoint and skips the data of that step, at most
+    ``max_non_finite`` times. Default: off."""
     ema: EmaConfig | None = None
     """Exponential moving average of the weights. Default: off."""
     mixup: NotNegativeFloat = 0.0

@@ -29,6 +29,7 @@ _COMMUNICATOR_GIB = 0.5
 #: above the 10.8 of a ResNet-50. On a CPU, the part of all memory (assumed).
 _USABLE = 0.9
 _GIB = 2**30
+CONTEXT_BYTES = int(_CONTEXT_GIB * _GIB)
 _SMI_LIMIT_S = 30.0
 
 

@@ -66,7 +66,7 @@ class Ranks(NamedTuple):
     #: Upper bound for one attempt: all its GPUs for the whole time limit.
     gpu_hours: float | None = None
     #: Maximum numbers of GPUs and CPU cores that the run occupies; it may occupy more cores.
-    gpus: int | None = None
+    gpus: float | None = None
     cores: int | None = None
     #: Training time of one attempt: its time limit without the time to save and stop; None: no limit.
     attempt_s: float | None = None

@@ -41,6 +41,8 @@ class StrategyTraits:
     has_schedule: bool = False
     #: Whether a rank runs its micro-batches one after the other, so that two need as much memory as all.
     runs_one_by_one: bool = False
+    #: Whether a rank can compute another rank's micro-batches without communication, with the same result.
+    computes_alone: bool = False
     #: Whether a DeviceMesh is created, with process groups along its axes.
     has_mesh: bool = True
     #: ``module:attr`` of a built-in strategy's class. A plug-in has an entry point instead.
@@ -63,6 +65,7 @@ BUILT_IN = {
     "ddp": StrategyTraits(
         arguments=_UNUSED,
         runs_one_by_one=True,
+        computes_alone=True,
         has_mesh=False,
         implementation="hpc_train.training.strategies.ddp:DDPStrategy",
     ),
@@ -78,6 +81,7 @@ BUILT_IN = {
         _SHARDED,
         arguments=_UNUSED,
         shards_parameters=False,
+        computes_alone=True,
         implementation="hpc_train.training.strategies.zero1:ZeRO1Strategy",
     ),
     "zero2": replace(_SHARDED, implementation="hpc_train.training.strategies.fully_sharded:ZeRO2Strategy"),

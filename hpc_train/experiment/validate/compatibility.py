@@ -33,6 +33,7 @@ def _has_batchnorm(experiment: Experiment) -> bool:
     return model_facts.has_batchnorm(experiment.model.name, experiment.model.args) or False
 
 
+_VERIFY = ("recovery", "verify_every_steps")
 _FP32_OR_DDP = "write fp32, or parallel.strategy: ddp"
 _WRITE_A_NUMBER = "write a number, like 64"
 
@@ -67,6 +68,15 @@ def no_float8(found: str) -> Problem:
     return Problem(("precision",), message, "write bf16, or use such a GPU")
 
 
+def unverifiable_results(experiment: Experiment, *, is_on_gpu: bool) -> Problem | None:
+    """Return the problem with ``recovery.verify_every_steps`` if a step does not repeat bitwise."""
+    if experiment.deterministic or (experiment.deterministic is None and not is_on_gpu):
+        return None
+    cause = "a GPU does not without deterministic: true" if is_on_gpu else "deterministic is false"
+    message = f"compares two computations of a step bitwise, which must repeat exactly, and {cause}"
+    return Problem(_VERIFY, message, "write deterministic: true, or take it out")
+
+
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
     """Return the problem if SyncBN's ranks have spare slots, whose samples would count twice."""
     if micro_batches % ranks == 0:
@@ -75,6 +85,43 @@ def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
     fitting = max(size for size in range(1, ranks) if micro_batches % size == 0)
     path, remedy = ("parallel", "sync_batchnorm"), f"start {fitting}, or write false"
     return Problem(path, message, remedy, code="parallel.sync-batchnorm-ranks")
+
+
+@rule(
+    "recovery.verify",
+    "recovery.verify_every_steps",
+    "parallel",
+    "compile",
+    "deterministic",
+    "device",
+    "slurm.gpus_per_node",
+)
+def steps_can_be_verified(experiment: Experiment) -> Iterator[Problem]:
+    """``verify_every_steps`` needs steps that any rank can repeat bitwise and alone."""
+    if experiment.recovery.verify_every_steps is None:
+        return
+    slurm, parallel, take_out = experiment.slurm, experiment.parallel, "or take it out"
+    uses_gpus = experiment.device == "cuda" or (slurm is not None and slurm.gpus_per_node > 0)
+    if problem := unverifiable_results(experiment, is_on_gpu=uses_gpus and experiment.device != "cpu"):
+        yield problem
+    if not _traits(experiment).computes_alone:
+        message = f"a rank can't repeat the micro-batches of another one alone under {parallel.strategy}"
+        yield Problem(_VERIFY, message, f"write parallel.strategy: ddp or zero1, {take_out}")
+    elif parallel.sync_batchnorm:
+        message = "parallel.sync_batchnorm takes statistics over all ranks, and a rank repeats a step alone"
+        yield Problem(_VERIFY, message, f"write parallel.sync_batchnorm: false, {take_out}")
+    if experiment.compile.enabled and experiment.compile.mode == "max-autotune":
+        message = "compile.mode: max-autotune chooses kernels by their times, so ranks round differently"
+        yield Problem(_VERIFY, message, f"write compile.mode: default, {take_out}")
+
+
+@rule("checkpoint.digests-off", "checkpoint.digests", "optimization.on_spike")
+def spikes_have_digests(experiment: Experiment) -> Iterator[Problem]:
+    """A resumed run takes the window of ``on_spike`` from the digests."""
+    if experiment.optimization.on_spike is not None and experiment.checkpoint.digests == "off":
+        message = "off records no losses, with which optimization.on_spike compares those after a resume"
+        remedy = "write steps, or take optimization.on_spike out"
+        yield Problem(("checkpoint", "digests"), message, remedy)
 
 
 @rule("optimizer.clips-itself", "optimization.optimizer", "parallel.strategy")

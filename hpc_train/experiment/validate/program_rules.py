@@ -107,6 +107,14 @@ def runs_share_a_job_by_ranks(job: Job) -> Iterator[Problem]:
         yield Problem(("program", "per"), message, "write rank, or take slurm.runs_per_job out")
 
 
+@rule("program.verify", "program", "recovery.verify_every_steps")
+def programs_are_not_verified(job: Job) -> Iterator[Problem]:
+    """Only steps of hpc-train's own training loop can be repeated."""
+    if job.recovery.verify_every_steps is not None:
+        message = "repeats steps of hpc-train's training, and a program trains by itself"
+        yield Problem(("recovery", "verify_every_steps"), message, "take it out")
+
+
 @rule("program.shell", "program")
 def words_need_no_shell(job: Job) -> Iterator[Problem]:
     """No word of the command is syntax of a shell, unless it is a shell's own."""

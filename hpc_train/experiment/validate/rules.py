@@ -25,6 +25,7 @@ from hpc_train.experiment.topology.batch_arithmetic import (
 from hpc_train.experiment.topology.degrees import find_degrees, problem_of_schedule
 from hpc_train.experiment.validate import (  # noqa: F401 (they register their rules)
     compatibility,
+    container_rules,
     data_rules,
     layer_rules,
     logging_rules,
@@ -47,6 +48,10 @@ def unused_without_queue(job: Job, *, is_local: bool) -> list[Problem]:
     if job.slurm is not None and job.slurm.spare_nodes:
         message, remedy = "has no effect without a job of its own", "omit --local and --here to use it"
         remarks.append(Problem(("slurm", "spare_nodes"), message, remedy, code="slurm.spare-nodes"))
+    if isinstance(job, Experiment) and job.evaluation.as_job:
+        message = "has no effect without a job of its own: the run's ranks evaluate"
+        remedy = "omit --local and --here to use it"
+        remarks.append(Problem(("evaluation", "as_job"), message, remedy, code="evaluation.as-job"))
     if is_local and job.recovery.standby:
         message, remedy = "has no effect on this machine", "omit --local to use it"
         remarks.append(Problem(("recovery", "standby"), message, remedy, code="recovery.standby"))
@@ -109,6 +114,14 @@ def _beside(one: str, other: str) -> Find:
 
 for _code, _keys in _EXCLUSIVE.items():
     rule(_code, *_keys)(_beside(*_keys))
+
+
+@rule("checkpoint.unused-parts", "checkpoint.digests", "checkpoint.parts_every")
+def parts_have_digests(experiment: Experiment) -> Iterator[Problem]:
+    """``checkpoint.parts_every`` needs ``digests: parts``."""
+    if experiment.checkpoint.parts_every is not None and experiment.checkpoint.digests != "parts":
+        message = "has no effect without checkpoint.digests: parts"
+        yield Problem(("checkpoint", "parts_every"), message, "write digests: parts, or take it out")
 
 
 @rule("batch.undivided", "optimization.global_batch_size", "optimization.micro_batch_size")
@@ -242,18 +255,22 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
 #: Paths, and names of runs.
 _TEXTS = (
     "data.root", "data.cache", "data.stage", "model.pretrained", "model.init_from", "environment.python",
-    "environment.container",
 )  # fmt: skip
 
 
-@rule("text.unclean", *_TEXTS, "logging.wandb.tags")
+@rule("text.unclean", *_TEXTS, "logging.wandb.tags", "environment.container")
 def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     """Paths and text must not be empty or contain control characters."""
-    wandb = experiment.logging.wandb
+    wandb, container = experiment.logging.wandb, experiment.environment.container
     texts: list[tuple[KeyPath, object]] = [
         (tuple(key.split(".")), attrgetter(key)(experiment)) for key in _TEXTS
     ]
     texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
+    if container is not None:
+        section: KeyPath = ("environment", "container")
+        texts.append(((*section, "image"), container.image))
+        texts += [((*section, "mounts", i), mount) for i, mount in enumerate(container.mounts)]
+        texts += [((*section, "options", i), option) for i, option in enumerate(container.options)]
     for path, text in texts:
         if isinstance(text, str) and not is_clean(text):
             yield Problem(path, "has a control character or line break", "take it out")

@@ -204,6 +204,36 @@ def runs_can_share_a_job(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, message, "take it out, or write a sweep.grid, list or random")
 
 
+@rule("slurm.runs-per-gpu", "slurm.runs_per_gpu", "slurm.runs_per_job", "slurm.gpus_per_node")
+def runs_can_share_a_gpu(job: Job) -> Iterator[Problem]:
+    """Runs that share a GPU share a job, and use one GPU each."""
+    slurm = job.slurm
+    if slurm is None or slurm.runs_per_gpu == 1:
+        return
+    path, count = ("slurm", "runs_per_gpu"), slurm.runs_per_gpu
+    if slurm.runs_per_job % count:
+        message = f"{count} runs share each GPU of a job, but slurm.runs_per_job: {slurm.runs_per_job} is not"
+        multiple = count * -(-slurm.runs_per_job // count)
+        remedy = f"write slurm.runs_per_job: {multiple}, or take runs_per_gpu out"
+        yield Problem(path, f"{message} a multiple of {count}", remedy)
+    if slurm.gpus_per_node != 1:
+        message = f"a run shares one GPU, but slurm.gpus_per_node is {slurm.gpus_per_node}"
+        yield Problem(path, message, "write slurm.gpus_per_node: 1, or take runs_per_gpu out")
+
+
+@rule("slurm.shared-gpu-use", "slurm.runs_per_gpu", "device", "optimization.micro_batch_size")
+def training_can_share_a_gpu(experiment: Experiment) -> Iterator[Problem]:
+    """Runs that share a GPU use it, and do not search for the micro-batch size that fills it."""
+    if experiment.slurm is None or experiment.slurm.runs_per_gpu == 1:
+        return
+    if experiment.device == "cpu":
+        yield Problem(("slurm", "runs_per_gpu"), "device: cpu uses no GPU", "take one of the two out")
+    if experiment.optimization.micro_batch_size == "auto":
+        message = "auto fills the free memory of a GPU, which the other runs on it change meanwhile"
+        remedy = "write a number, or take slurm.runs_per_gpu out"
+        yield Problem(("optimization", "micro_batch_size"), message, remedy)
+
+
 @rule(
     "recovery.standby", "recovery.standby", "recovery.restart", "slurm.runs_per_job", "environment.container"
 )
@@ -218,6 +248,59 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
         message = "recovery.restart: requeue starts the ranks of the next attempt in another job"
         yield Problem(key, message, "write recovery.restart: auto, or take it out")
     if experiment.slurm is not None and experiment.slurm.runs_per_job > 1:
+        yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
+    if experiment.environment.container is not None:
+        message = "has not been tested with environment.container and is not supported with it"
+        yield Problem(key, message, remedy)
+
+
+@rule(
+    "evaluation.as-job",
+    "evaluation",
+    "parallel",
+    "checkpoint.best",
+    "early_stopping",
+    "sweep.search",
+    "optimization.on_non_finite",
+    "optimization.on_spike",
+    "recovery.verify_every_steps",
+    "logging",
+    "slurm.runs_per_job",
+    "environment.container",
+)
+def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
+    """``as_job`` evaluates on one rank, and nothing in training may wait for the result."""
+    evaluation, slurm = experiment.evaluation, experiment.slurm
+    key, remedy = ("evaluation", "as_job"), "take one of them out"
+    if not evaluation.as_job:
+        if evaluation.job_time_limit is not None:
+            message = "is the limit of evaluations by jobs, and evaluation.as_job is false"
+            yield Problem(("evaluation", "job_time_limit"), message, "write as_job: true, or take it out")
+        return
+    if experiment.checkpoint.best is not None:
+        message = "the best checkpoint is chosen in training (checkpoint.best), before such a job has ended"
+        yield Problem(key, message, remedy)
+    if experiment.early_stopping is not None:
+        yield Problem(key, "early_stopping decides in training, before such a job has ended", remedy)
+    if experiment.sweep.search is not None:
+        yield Problem(key, "a trial of sweep.search ends before such a job has ended", remedy)
+    going_back = [
+        name for name in ("on_non_finite", "on_spike") if getattr(experiment.optimization, name) == "rollback"
+    ]
+    if going_back:
+        message = f"{going_back[0]}: rollback may replace a checkpoint while such a job evaluates it"
+        yield Problem(key, message, f"write optimization.{going_back[0]}: skip, or take it out")
+    if experiment.recovery.verify_every_steps is not None:
+        message = "recovery.verify_every_steps may reject a checkpoint while such a job evaluates it"
+        yield Problem(key, message, remedy)
+    named = [name for name in ("wandb", "mlflow", "tensorboard", "csv") if getattr(experiment.logging, name)]
+    if named:
+        message = f"logging.{named[0]} receives rows while a run trains, and not those of such jobs"
+        yield Problem(key, message, remedy)
+    if isinstance(degrees := find_degrees(experiment.parallel, 1, 1), Problem):
+        message = f"such a job has one rank: {degrees.message}"
+        yield Problem(key, message, remedy)
+    if slurm is not None and slurm.runs_per_job > 1:
         yield Problem(key, "is not supported for runs that share a job (slurm.runs_per_job)", remedy)
     if experiment.environment.container is not None:
         message = "has not been tested with environment.container and is not supported with it"

@@ -26,7 +26,7 @@ from hpc_train.errors import ExitCode, HpcTrainError, listed
 from hpc_train.experiment.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import telling_line
-from hpc_train.launchers.slurm import begin
+from hpc_train.launchers.slurm import begin, evaluations
 from hpc_train.launchers.slurm.batch_job import (
     IN_PLACE,
     NUM_NODES,
@@ -58,7 +58,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import Stop, one_line, stopped_by_signal
 from hpc_train.recovery.history import effective_recovery, records, step_for_budgets
-from hpc_train.run import resource_limits
+from hpc_train.run import evaluation_jobs, resource_limits
 from hpc_train.run.attempts import (
     AttemptRecord,
     exit_codes,
@@ -126,6 +126,8 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first, since the disk may be full for all else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
+    if evaluation_jobs.VARIABLE in environ:
+        evaluations.end_attempt(job, environ)
     if job.is_shared and diagnosis.state == "requeued" and (_stops or diagnosis.cause in _OF_THE_JOB):
         with _reporting_errors(job.paths):
             job.stopping.touch()
@@ -165,6 +167,10 @@ def _has_nodes(
     """Return True if the job has enough nodes that respond and that the next attempt may use."""
     last = attempts[-1]
     allocated = allocated_hosts(environ) if NUM_NODES in environ else last.hosts
+    if NUM_NODES in environ and environ.get("SLURMD_NODENAME") not in {None, *allocated}:
+        # A job that outlives its first node is requeued from another one: an attempt would soon be ended.
+        say("Slurm has given up the node of the batch script, so there is no restart in place")
+        return False
     hosts, are_fit = nodes_of_ranks(allocated, excluded, environ)
     if not are_fit:
         say("too few of the job's nodes respond and may be used, so there is no restart in place")
@@ -308,7 +314,9 @@ def _ended_record(
         cause=diagnosis.cause,
         reason=diagnosis.reason,
         events=record.events | {"end": ended},
-        exit_codes=_all_codes(record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code),
+        exit_codes=_all_codes(
+            record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code, diagnosis
+        ),
         bad_nodes=diagnosis.bad_nodes,
         saved_step=step_for_budgets(paths, record.attempt),
     )
@@ -339,9 +347,12 @@ def _reporting_errors(paths: RunPaths) -> Iterator[None]:
         say(f"how the attempt ended can't be written: {storage_error(error, paths.folder)}")
 
 
-def _all_codes(num_ranks: int, reported: dict[int, int], srun_code: int) -> list[int] | None:
-    """Return the ranks' codes if all are known; srun's code is the highest of them."""
-    if srun_code == 0 or (srun_code == 75 and reported.get(0) == 75):
+def _all_codes(
+    num_ranks: int, reported: dict[int, int], srun_code: int, diagnosis: Diagnosis
+) -> list[int] | None:
+    """Return the ranks' codes if all are known; srun's is the highest of them, but 0 after a lost node."""
+    is_completed = srun_code == 0 and diagnosis.cause == "completed"
+    if is_completed or (srun_code == 75 and reported.get(0) == 75):
         return [srun_code] * num_ranks
     return [reported[rank] for rank in range(num_ranks)] if reported.keys() >= set(range(num_ranks)) else None
 

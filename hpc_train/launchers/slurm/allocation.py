@@ -57,6 +57,8 @@ _LOOK_S, _STEP_S = 0.5, 2.0
 _OUTPUT_BYTES = 1 << 16
 #: From an attempt's last sign of life to its diagnosis by another process. Assumed.
 _GRACE_S = 5.0
+#: Variable of a command whose run trains beside others: the node of its slot.
+_SLOT_NODE = "HPC_TRAIN_SLOT_NODE"
 #: Causes after which the allocation, or the user, lets no further run begin.
 _ENDS_SERIES = {"preemption", "time limit", "interrupted", "requeue"}
 
@@ -92,6 +94,17 @@ class AllocationLauncher(SlurmBase):
             remedy = "write `slurm: {}` for one rank per node, or add --local to use this machine alone"
             return [KeyProblem("slurm", "is missing, so the number of ranks per node is unknown", remedy)]
         return [] if self._allocation is None else self._allocation.excesses(slurm, self._count)
+
+    def slots(self, experiment: Job) -> list[dict[str, str]]:
+        """Return the slots of ``runs_per_job`` on each node, those of different nodes first."""
+        from hpc_train.launchers.slurm.profiles import slurm_of
+
+        slurm = slurm_of(experiment)
+        if slurm is None or slurm.runs_per_job == 1 or self._allocation is None:
+            return []
+        gone = gone_nodes(names := [node.name for node in self._allocation.nodes])
+        nodes = [name for name in names if name not in gone][: self._count]
+        return [{_SLOT_NODE: node} for _ in range(slurm.runs_per_job) for node in nodes]
 
     def ranks(self, experiment: Job, devices: int | None) -> Ranks:
         """Return the ranks on the nodes of the allocation; ``devices``: of an attempt that had as many."""
@@ -150,6 +163,8 @@ class AllocationLauncher(SlurmBase):
     def _nodes(self, paths: RunPaths, allocation: Allocation) -> list[str]:
         """Return the nodes to use: those that respond, without excluded ones if enough are left."""
         names = [node.name for node in allocation.nodes]
+        if slot := os.environ.get(_SLOT_NODE):
+            return [slot]
         gone, excluded = gone_nodes(names), nodes_to_exclude(paths)
         healthy = [name for name in names if name not in gone]
         good = [name for name in healthy if name not in excluded]
@@ -198,9 +213,12 @@ def _batch(
         problem=run.problem,
     )
     per_node = ranks_on_each_node(slurm)
+    share = ["--overlap"]  # a shell that srun started holds the job's cores in a step of its own
+    if _SLOT_NODE in os.environ:
+        mem_mb = min(node.mem_mb for node in allocation.nodes if node.name in nodes) // slurm.runs_per_job
+        share = ["--exact", *([f"--mem={mem_mb}M"] if mem_mb else [])]
     options = [
-        # A shell that srun started holds the job's cores in a step of its own.
-        "--overlap",
+        *share,
         f"--job-name={scancel.step_name(run.paths)}",
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",

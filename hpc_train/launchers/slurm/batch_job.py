@@ -419,19 +419,21 @@ def used_gpu_hours(paths: RunPaths, final: AttemptRecord) -> GpuHours | None:
     return GpuHours(gpu_hours_of([*earlier, final], gpus_per_node), budget, "slurm.max_gpu_hours")
 
 
-def _gpu_budget(paths: RunPaths, attempt: int) -> tuple[float | None, int]:
-    """Return the run's budget, which is its share of the file's, and the GPUs of a node."""
+def _gpu_budget(paths: RunPaths, attempt: int) -> tuple[float | None, float]:
+    """Return the run's budget, which is its share of the file's, and its GPUs of a node."""
     if not run_facts(paths).get("changes"):
         section = (read_json(paths.resolved) or {}).get("slurm")
         if isinstance(section, dict):
             budget, gpus = section.get("max_gpu_hours"), section.get("gpus_per_node")
             if isinstance(budget, int | float) and isinstance(gpus, int) and budget > 0:
-                return float(budget), gpus
+                return float(budget), gpus / (section.get("runs_per_gpu") or 1)
         return None, 0
     from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
 
     slurm = effective_experiment(paths, attempt).slurm
-    return (None, 0) if slurm is None else (slurm.max_gpu_hours, slurm.gpus_per_node)
+    if slurm is None:
+        return None, 0
+    return slurm.max_gpu_hours, slurm.gpus_per_node / slurm.runs_per_gpu
 
 
 def limit_words(record: AttemptRecord) -> str | None:

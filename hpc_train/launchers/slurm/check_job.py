@@ -34,7 +34,7 @@ from hpc_train.launchers.machine_checks import (
     unusable_runs,
 )
 from hpc_train.launchers.outcome import last_line
-from hpc_train.launchers.slurm import commands, job_refusals, profiles, queue, sbatch, script
+from hpc_train.launchers.slurm import commands, container, job_refusals, profiles, queue, sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.package_path import PACKAGE_PARENT
 from hpc_train.paths import runs_root
@@ -133,9 +133,13 @@ def _hostnames(nodes: Sequence[str]) -> list[str]:
 
 
 def _submit(job: CheckJob, experiment: Job | None, slurm: SlurmConfig, profile: Profile, folder: Path) -> str:
-    python = [sys.executable]
+    python, pyxis = [sys.executable], list[str]()
     if experiment is not None:
-        python = script.python_command(experiment, profile, (runs_root(), Path.cwd()))
+        folders = (runs_root(), Path.cwd())
+        python = script.python_command(experiment, profile, folders)
+        pyxis = container.srun_args(experiment, profile, folders)
+    if pyxis and job.num_nodes == 1:  # only srun creates the container
+        python = ["srun", "--ntasks=1", *pyxis, *python]
     values = {
         "python": python,
         "folder": folder,
@@ -147,7 +151,7 @@ def _submit(job: CheckJob, experiment: Job | None, slurm: SlurmConfig, profile: 
         "site": script.site(slurm, profile),
         "num_nodes": job.num_nodes,
         "pair_script": folder / _PAIR_SCRIPT.name,
-        "srun_args": profile.srun_args,
+        "srun_args": [*profile.srun_args, *pyxis],
     }
     text = "\n".join(script.rendered("check.sh.j2", values)) + "\n"
     parameters = {key: getattr(slurm, key) for key in _KEYS} | {"additional_parameters": dict(slurm.extra)}

@@ -7,6 +7,7 @@ Names are set by the site and may contain any character: escape them before prin
 from __future__ import annotations
 
 import getpass
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from hpc_train.experiment.validate.slurm_rules import min_nodes, ranks_on_each_n
 from hpc_train.launchers.base import JobSection, KeyProblem
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.accounting import seconds
-from hpc_train.launchers.slurm.job_refusals import Node
+from hpc_train.launchers.slurm.job_refusals import Node, too_many_slots
 from hpc_train.launchers.slurm.options import cpus_per_node
 
 #: Slurm's notations for a missing value.
@@ -41,6 +42,8 @@ _ENFORCE_ASSOCIATIONS = {"associations", "all", "limits", "qos", "safe", "wckeys
 _ALLOCATED = re.compile(r"(?:^|\s)Nodes=(\S+) CPU_IDs=(\S*) Mem=(\d+)(?: GRES=(\S*))?")
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
 _SALLOC = "salloc --nodes=2, for example"
+#: Above the ids of steps by srun: Slurm's own, such as the shell of salloc, hold no cores.
+_OWN_STEPS = 0xFFFF0000
 
 
 @dataclass(frozen=True)
@@ -364,7 +367,22 @@ class Allocation:
             message = f"{slurm.mem_gb} exceeds the {least.mem_mb / 1024:.1f} GB per node of job {job}"
             remedy = f"write less, or allocate more: salloc --mem={slurm.mem_gb}G"
             problems.append(KeyProblem("slurm.mem_gb", message, remedy))
-        return problems
+        return problems or self._slot_problems(slurm)
+
+    def _slot_problems(self, slurm: SlurmConfig) -> list[KeyProblem]:
+        """Return why ``runs_per_job`` runs can't train at the same time on a node, each in a step by srun."""
+        if slurm.runs_per_job == 1:
+            return []
+        if slurm.runs_per_gpu > 1:
+            return [KeyProblem("slurm.runs_per_gpu", "is not supported with --here", "take it out")]
+        step = os.environ.get("SLURM_STEP_ID", "")
+        if step.isdecimal() and int(step) < _OWN_STEPS:
+            message = f"this shell is step {step} of job {self.job}, which holds cores that the runs wait for"
+            remedy = "start it in the shell of salloc or in a batch script, or take runs_per_job out"
+            return [KeyProblem("slurm.runs_per_job", message, remedy)]
+        least = self.least
+        node = Node(least.cpus, least.mem_mb or 1 << 40, frozenset(), {"": least.gpus})
+        return list(too_many_slots(slurm, [node]))
 
 
 def _num_cpus(listed: str) -> int:

@@ -109,14 +109,14 @@ def shared_jobs(runs: Sequence[StartRequest]) -> list[str]:
         assert of_job.slurm is not None
         size = options.ranks(of_job.slurm)
         parts = [counted(size.most or 0, "rank"), counted(size.cores or 0, "core")]
-        parts += [counted(size.gpus, "GPU")] if size.gpus else []
+        parts += [counted(of_job.slurm.gpus_per_node, "GPU")] if size.gpus else []
         parts += [f"{of_job.slurm.mem_gb} GB"] if of_job.slurm.mem_gb else []
-        hours = f", at most {size.gpu_hours:g} GPU-hours" if size.gpu_hours else ""
+        hours = (size.gpu_hours or 0.0) * slurm.runs_per_gpu  # of the job, which has whole GPUs
+        parts += [f"at most {hours:g} GPU-hours"] if hours else []
         jobs = counted(-(-len(group) // sharing.runs_per_task), "job")
-        lines.append(
-            f"{len(group)} runs in {jobs}, {sharing.slots} at a time in each; a job requests "
-            f"{', '.join(parts)}{hours}"
-        )
+        on_gpu = f" ({slurm.runs_per_gpu} on each GPU)" if slurm.runs_per_gpu > 1 else ""
+        text = f"{len(group)} runs in {jobs}, {sharing.slots} at a time in each{on_gpu}"
+        lines.append(f"{text}; a job requests {', '.join(parts)}")
     return lines
 
 

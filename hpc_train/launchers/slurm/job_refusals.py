@@ -257,7 +257,7 @@ def node_problems(experiment: Job) -> list[KeyProblem]:
     total = limits.get("TotalNodes", "")
     if not nodes or (total.isdecimal() and len(nodes) < int(total)):  # powered-down nodes may be hidden
         return []
-    return [*_too_much(slurm, nodes), *_too_many_slots(slurm, nodes), *_node_counts(slurm, limits)]
+    return [*_too_much(slurm, nodes), *too_many_slots(slurm, nodes), *_node_counts(slurm, limits)]
 
 
 def _partition(slurm: SlurmConfig) -> str:
@@ -297,12 +297,13 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
         yield KeyProblem("slurm.spare_nodes", message, f"write at most {len(nodes) - min_nodes(slurm)}")
 
 
-def _too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
+def too_many_slots(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[KeyProblem]:
     """Yield a problem if no node has room for as many runs as are to share a job."""
     room = max(_room(slurm, node) for node in nodes)
     if slurm.runs_per_job > 1 and 0 < room < slurm.runs_per_job:
         needs = [f"{slurm.runs_per_job * cpus_per_node(slurm)} cores"]
-        needs += [f"{slurm.runs_per_job * slurm.gpus_per_node} GPUs"] if slurm.gpus_per_node else []
+        gpus = slurm.runs_per_job * slurm.gpus_per_node // slurm.runs_per_gpu
+        needs += [f"{gpus} GPUs"] if gpus else []
         needs += [f"{slurm.runs_per_job * slurm.mem_gb} GB"] if slurm.mem_gb else []
         message = f"{slurm.runs_per_job} runs need {', '.join(needs)}; a node has room for {room} of them"
         yield KeyProblem("slurm.runs_per_job", message, f"write at most {room}, or request less for a run")
@@ -313,7 +314,7 @@ def _room(slurm: SlurmConfig, node: Node) -> int:
     room = [node.cpus // cpus_per_node(slurm)]
     if slurm.gpus_per_node:
         gpus = node.gpus.get((slurm.gpu_type or "").lower()) or sum(node.gpus.values())
-        room.append(gpus // slurm.gpus_per_node)
+        room.append(gpus // slurm.gpus_per_node * slurm.runs_per_gpu)
     if slurm.mem_gb:
         room.append(node.memory_mb // (1024 * slurm.mem_gb))
     return min(room)

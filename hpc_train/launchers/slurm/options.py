@@ -15,7 +15,7 @@ from typing import Any
 from hpc_train.errors import BadFileError
 from hpc_train.experiment.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job, SlurmConfig
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.plan.devices import Device, gpu_memory_gib
 from hpc_train.experiment.topology.degrees import Ranks
 from hpc_train.experiment.validate.slurm_rules import (
@@ -34,6 +34,8 @@ from hpc_train.run.attempts import read_record
 
 #: Seconds before the time limit, until the duration of a save is known.
 FIRST_LEAD_S = 120
+#: The longest time limit of a job that evaluates a checkpoint, unless the file has one. Assumed.
+EVALUATION_LIMIT_MIN = 60
 #: Maximum number of runs whose saves are read for the lead: reading thousands of records is too slow.
 _RUNS_LOOKED_AT = 200
 #: Above any array: submitit's own default would throttle to 256.
@@ -106,21 +108,50 @@ def of_slots(experiment: Job, slots: int) -> Job:
         return experiment
     more = {
         "ranks_per_node": slots * ranks_on_each_node(slurm),
-        "gpus_per_node": slots * slurm.gpus_per_node,
+        "gpus_per_node": -(-slots * slurm.gpus_per_node // slurm.runs_per_gpu),
         "mem_gb": slurm.mem_gb and slots * slurm.mem_gb,
     }
     return experiment.model_copy(update={"slurm": slurm.model_copy(update=more)})
 
 
-def slot_args(experiment: Job, profile: Profile) -> list[str]:
+def of_evaluation(experiment: Experiment) -> Experiment:
+    """Return the experiment with the request of a job that evaluates one checkpoint: that of one rank."""
+    slurm = experiment.slurm
+    assert slurm is not None
+    longest = min(EVALUATION_LIMIT_MIN, slurm.time_limit or EVALUATION_LIMIT_MIN)
+    of_run = {"hold", "exclusive"}
+    changed = {
+        "nodes": 1,
+        "spare_nodes": 0,
+        "ranks_per_node": 1,
+        "gpus_per_node": min(1, slurm.gpus_per_node),
+        "cpus_per_gpu": cpus_per_rank(slurm),
+        "mem_gb": slurm.mem_gb and -(-slurm.mem_gb // ranks_on_each_node(slurm)),
+        "time_limit": experiment.evaluation.job_time_limit or longest,
+        "signal_lead_s": None,
+        "dependency": None,
+        "mail": None,
+        "extra": {key: value for key, value in slurm.extra.items() if sbatch_option(key) not in of_run},
+    }
+    return experiment.model_copy(update={"slurm": slurm.model_copy(update=changed)})
+
+
+def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
     """Return srun's options for one run of a job that several share: its ranks, and only its cores and GPUs.
 
-    The batch script divides the memory that the job has received.
+    The batch script divides the memory that the job has received. Steps can't share GPUs and have their own
+    cores: for runs that share GPUs each step gets all of the job, and the script chooses from it.
     """
     slurm = profile.applied(experiment).slurm
     assert slurm is not None
+    flags = ["--exact"]
+    if slurm.runs_per_gpu > 1:
+        of_job = of_slots(experiment, slots).slurm
+        assert of_job is not None
+        slurm = slurm.model_copy(update={"gpus_per_node": of_job.gpus_per_node, "ranks_per_node": 1})
+        flags = ["--overlap", "--cpu-bind=none"]
     gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
-    return ["--exact", "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
+    return [*flags, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
 
 
 def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
@@ -132,7 +163,7 @@ def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
 
 def cpus_per_rank(slurm: SlurmConfig) -> int | None:
     """Return the cores per rank, None for the site's default."""
-    if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
+    if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0 or slurm.runs_per_gpu > 1:
         return slurm.cpus_per_gpu
     cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_on_each_node(slurm)
     if cores % ranks:  # a profile's default, which was not validated with the file
@@ -183,7 +214,9 @@ def shape(experiment: Job, profile: Profile) -> Hashable:
     assert slurm is not None
     bound = workload_of(experiment).data_paths(experiment) if environment.container else []
     parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
-    return json.dumps([*parts, experiment.recovery.standby], sort_keys=True)
+    evaluation = experiment.evaluation if isinstance(experiment, Experiment) else None
+    by_job = [evaluation.as_job, evaluation.job_time_limit] if evaluation else []
+    return json.dumps([*parts, experiment.recovery.standby, *by_job], sort_keys=True)
 
 
 def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
@@ -254,7 +287,7 @@ def ranks(slurm: SlurmConfig) -> Ranks:
     per_node, nodes = ranks_on_each_node(slurm), max_nodes(slurm)
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     occupied = nodes + slurm.spare_nodes
-    gpus = occupied * slurm.gpus_per_node
+    gpus = occupied * slurm.gpus_per_node / slurm.runs_per_gpu
     gpu_hours = None if limit_s is None else gpus * limit_s / 3600
     return Ranks(
         most=nodes * per_node,
@@ -270,6 +303,8 @@ def ranks(slurm: SlurmConfig) -> Ranks:
 def cpus_per_node(slurm: SlurmConfig) -> int:
     """Return the minimum number of cores that the job needs on each node."""
     per_node = ranks_on_each_node(slurm)
+    if slurm.runs_per_gpu > 1:
+        return per_node * (slurm.cpus_per_gpu or 1)
     return max(per_node, (slurm.gpus_per_node or per_node) * (slurm.cpus_per_gpu or 1))
 
 
@@ -284,7 +319,9 @@ def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
     names = (slurm.gpu_type, gres, slurm.constraint)
     for name in (text for text in names if isinstance(text, str)):
         if (gib := gpu_memory_gib(name)) is not None:
-            return Device(name, is_gpu=True, memory_bytes=int(gib * _GIB))
+            count = slurm.runs_per_gpu
+            shown = name if count == 1 else f"1/{count} of {name}"
+            return Device(shown, is_gpu=True, memory_bytes=int(gib * _GIB) // count)
     why = (
         "the file names no type of GPU"
         if slurm.gpu_type is None

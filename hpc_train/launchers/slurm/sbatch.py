@@ -114,6 +114,10 @@ def sbatch(batch: Batch, runs: int = 1) -> str:
     """
     path = batch.submission / "batch.sh"
     path.write_text(script.script_text(batch, runs), encoding="utf-8")
+    if batch.evaluation is not None:
+        evaluation = SubmissionPaths(batch.submission).evaluation_script
+        evaluation.write_text(batch.evaluation, encoding="utf-8")
+        evaluation.chmod(0o600)  # it is refused if others can write it
     environ = script.job_environment(batch.parameters, os.environ)
     return submitted_number(["--parsable", str(path)], environ)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hpc_train.console import say
 from hpc_train.errors import HpcTrainError, NoSchedulerError, TryAgainError
-from hpc_train.launchers.slurm import commands, submission
+from hpc_train.launchers.slurm import commands, evaluations, submission
 from hpc_train.launchers.slurm.queue import ELSEWHERE, JobState, ask
 from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled, other_cluster
 from hpc_train.launchers.slurm.submission import Submissions
@@ -47,6 +47,7 @@ def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
     try:
         if not problems and _record_jobs(runs):
             folders, problems = _marked(runs)
+        evaluations.cancel(runs)  # first: the end of the others would make room for them
         _end_jobs(folders)
     except NoSchedulerError as error:
         raise NoSchedulerError(f"{error}\n{_left(folders)}") from error

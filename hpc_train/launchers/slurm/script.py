@@ -14,10 +14,9 @@ from typing import Any
 
 from hpc_train.errors import UsageError
 from hpc_train.experiment.config.problems import is_clean, shown
-from hpc_train.experiment.config.schema import Job, SlurmConfig
+from hpc_train.experiment.config.schema import Experiment, Job, SlurmConfig
 from hpc_train.experiment.validate.slurm_rules import MEMORY_SHARES, min_nodes, ranks_on_each_node
-from hpc_train.experiment.workload import workload_of
-from hpc_train.launchers.slurm import options, profiles
+from hpc_train.launchers.slurm import container, options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.launchers.slurm.submission import ALONE, Batch, Sharing
 from hpc_train.package_path import LATE_VARIABLE, path_variables
@@ -55,7 +54,11 @@ _NEVER_KEPT = (
     "HPC_TRAIN_GRACE_S",
     "HPC_TRAIN_SLOT",
     "HPC_TRAIN_NUM_NODES",
+    "HPC_TRAIN_GPUS",
     "HPC_TRAIN_STANDBY",
+    "HPC_TRAIN_EVALUATION_JOBS",
+    # Processes of a run are found by it.
+    "HPC_TRAIN_RUN_FOLDER",
 )
 #: The devices granted to the job in which the shell is; the new job gets its own.
 _GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
@@ -95,7 +98,8 @@ def batch(
     _refuse_paths(
         submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
     )
-    python = python_command(experiment, profile, (submission.parents[2], folder))
+    folders = (submission.parents[2], folder)
+    python = python_command(experiment, profile, folders)
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
     parameters = options.sbatch_parameters(
         options.of_slots(experiment, sharing.slots),
@@ -106,6 +110,7 @@ def batch(
         exclude=exclude,
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
+    parameters["srun_args"] += container.srun_args(experiment, profile, folders)
     if dependency is not None:
         parameters["dependency"] = ",".join(filter(None, (dependency, slurm.dependency)))
     rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
@@ -114,8 +119,12 @@ def batch(
     if sharing.runs_per_task > 1:
         setup |= {
             "slots": sharing.slots,
+            "runs_per_gpu": slurm.runs_per_gpu,
             "ranks_per_node": ranks_on_each_node(experiment.slurm or slurm),
-            "srun_args": [*options.slot_args(experiment, profile), *parameters.pop("srun_args")],
+            "srun_args": [
+                *options.slot_args(experiment, profile, sharing.slots),
+                *parameters.pop("srun_args"),
+            ],
             "rank_command": command,
         }
         # The slots call srun themselves; submitit's arguments are ignored by this function.
@@ -123,9 +132,23 @@ def batch(
     parameters["setup"] = rendered("setup.sh.j2", setup)
     parameters["teardown"] = rendered(
         "teardown.sh.j2",
-        {key: setup[key] for key in ("submission", "python", "slots", "standby")},
+        {key: setup[key] for key in ("submission", "slots", "standby")},
     )
-    return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task)
+    evaluation = _evaluation_script(submission, experiment, profile, setup) if setup["evaluations"] else None
+    return Batch(submission, shlex.join(command), parameters, sharing.runs_per_task, evaluation)
+
+
+def _evaluation_script(submission: Path, experiment: Job, profile: Profile, setup: Mapping[str, Any]) -> str:
+    """Return the batch script whose arguments are the run's folder and the step of the checkpoint."""
+    assert isinstance(experiment, Experiment) and experiment.slurm is not None
+    job = options.of_evaluation(experiment)
+    assert job.slurm is not None
+    parameters = options.sbatch_parameters(
+        job, profile, lead_s=options.lead_of(job.slurm), max_parallel=None, held=False
+    )
+    parameters["additional_parameters"]["chdir"] = str(Path.cwd())
+    parameters |= {"setup": rendered("evaluation.sh.j2", setup), "use_srun": False}
+    return script_text(Batch(submission, "hpc_train_evaluate", parameters))
 
 
 def script_text(batch: Batch, runs: int = 1) -> str:
@@ -150,14 +173,7 @@ def python_command(experiment: Job, profile: Profile, folders: Sequence[Path]) -
     environment = experiment.environment
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
-    image = environment.container
-    seen = [
-        *folders,
-        *(Path(path).expanduser().absolute() for path in workload_of(experiment).data_paths(experiment)),
-    ]
-    bound = [word for folder in dict.fromkeys(seen) for word in ("--bind", str(folder))]
-    command = [*profile.container_command.split(), *bound, "--pwd", str(folders[-1])]
-    return [*command, image if "://" in image else _expanded(image), environment.python or "python3"]
+    return container.python_in(experiment, profile, folders)
 
 
 def _setup(
@@ -174,10 +190,12 @@ def _setup(
         "has_node_range": isinstance(slurm.nodes, str),
         "num_nodes": min_nodes(slurm) if slurm.spare_nodes else None,
         "standby": experiment.recovery.standby,
+        "evaluations": isinstance(experiment, Experiment) and experiment.evaluation.as_job,
         "search_path": variables["PYTHONPATH"],
         "late_path": variables[LATE_VARIABLE],
         "modules": experiment.environment.modules,
-        "container": experiment.environment.container,
+        "container": container.needs(experiment, profile),
+        "outside": sys.executable,
         "variables": profile.variables(),
         "is_program": experiment.workload == "program",
         "site": site(slurm, profile),

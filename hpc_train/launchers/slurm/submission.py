@@ -61,6 +61,8 @@ class Batch:
     parameters: dict[str, Any]
     #: How many runs belong to each job, or task of the array; the last one may have fewer.
     runs_per_task: int = 1
+    #: The batch script that evaluates a checkpoint, with ``evaluation.as_job``.
+    evaluation: str | None = None
 
     def num_tasks(self, runs: int) -> int:
         """Return the number of jobs, as tasks of one array, of this number of runs."""

@@ -25,6 +25,7 @@ from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
 from hpc_train.report.run_times import first_step_words, short_duration
 from hpc_train.report.usage import PARTS, summed
+from hpc_train.run import spikes
 from hpc_train.run.run_status import RunStatus, extension_words
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
         ("state", run.status.state),
         ("reason", run.status.reason or ""),
         ("slow ranks", run.status.slow_words),
+        ("spikes", spikes.in_words(run.paths) or ""),
         ("created", str(run.facts.get("created") or "")),
         ("file", str(source.get("file") or "")),
         ("overrides", " ".join(map(str, overrides)) if isinstance(overrides, list) else ""),

@@ -206,7 +206,7 @@ def _look_at(selection: Selection, paths: Iterable[str]) -> None:
         seen = _lstat(selection.root / path)
         if seen is None or stat.S_ISDIR(seen.st_mode):
             continue  # tracked but deleted; a submodule that is not checked out
-        if _is_secret(path):
+        if is_secret(path):
             selection.left_out[path] = "may contain a secret"
         elif stat.S_ISLNK(seen.st_mode):
             links.append(path)
@@ -230,7 +230,8 @@ def _look_at_links(selection: Selection, paths: Iterable[str]) -> None:
             selection.left_out[path] = "leads to what is not in the snapshot"
 
 
-def _is_secret(path: str) -> bool:
+def is_secret(path: str) -> bool:
+    """Return True if the name of a file, relative to its tree, suggests that it contains a secret."""
     lowered = PurePosixPath(path.lower())
     if _SECRET_FOLDERS & set(lowered.parts) or any(lowered.match(pattern) for pattern in _SECRET_PATHS):
         return True

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from hpc_train.run.files import (
     create_folder,
     hidden_beside,
     in_parallel,
+    is_plain_path,
     is_unsupported,
     open_regular,
     read_json,
@@ -247,6 +248,39 @@ def check_whole(folder: Path) -> None:
                 f"{folder / path}: differs from what was written there; move {folder} away and submit again; "
                 "runs that use it continue with `hpc-train resume RUN --code new`"
             )
+
+
+def load(folder: Path) -> Code:
+    """Return the code of a snapshot, which may be somebody else's.
+
+    Raises StorageError if a file is not what the manifest states, or a path leads out of the snapshot.
+    """
+    manifest = _manifest(folder)
+    for path in _paths_in(manifest):
+        if not (is_plain_path(path) and f"{path}/".startswith((f"{_PACKAGE}/", f"{TREE}/"))):
+            raise StorageError(f"{folder / _MANIFEST}: {path!r} leads out of the snapshot")
+    check_whole(folder)
+    files = {path: (folder / path).read_bytes() for path in manifest["files"]}
+    return Code(
+        cwd=manifest["cwd"],
+        search_path=manifest["search_path"],
+        files=files,
+        executables={path for path in files if (folder / path).stat().st_mode & stat.S_IXUSR},
+        links=manifest["links"],
+        commit={key: manifest.get(key) for key in ("commit", "dirty")},
+        left_out=manifest["left_out"],
+    )
+
+
+def _paths_in(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the paths that a manifest names, within the snapshot: of files, links, targets and imports."""
+    yield from [*manifest["files"], *manifest["links"]]
+    for inner in (manifest["cwd"], *manifest["search_path"]):
+        yield f"{TREE}/{inner}" if inner else TREE
+    for path, target in manifest["links"].items():
+        place = os.path.normpath(os.path.join(os.path.dirname(path), target))  # noqa: PTH118, PTH120
+        # Behind another link ".." would lead elsewhere than it seems.
+        yield place if target == os.path.normpath(target) else target
 
 
 def link(paths: RunPaths, snapshot: Path) -> None:

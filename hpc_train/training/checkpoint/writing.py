@@ -24,9 +24,11 @@ from torch import Tensor
 from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.rank import signals
+from hpc_train.run import evaluation_jobs
 from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import (
     FORMAT_VERSION,
+    VERIFIED,
     FileEntry,
     Manifest,
     file_entry,
@@ -169,8 +171,9 @@ class CheckpointWriter:
         state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
         files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
-        best = decoded(Best, staged.rest.get("extra", {}).get(BEST))
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best).write(temporary)
+        extra = staged.rest.get("extra", {})
+        best, verified = decoded(Best, extra.get(BEST)), extra.get(VERIFIED)
+        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best, verified).write(temporary)
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
         if folder.exists():
@@ -201,7 +204,8 @@ class CheckpointWriter:
         if self.ranks.rank != 0:
             return
         try:
-            prune(self.paths, self.keep, self.attempt, self.keep_every)
+            needed = evaluation_jobs.unfinished(self.paths)
+            prune(self.paths, self.keep, self.attempt, self.keep_every, needed)
         except OSError as error:  # the next save tries again
             if error.errno not in self._warned_of:
                 self._warned_of.add(error.errno)

@@ -33,7 +33,7 @@ from hpc_train.training.datasets.images import (
 )
 from hpc_train.training.datasets.joint import JointTransform, moves_targets
 from hpc_train.training.datasets.random_numbers import Keys
-from hpc_train.training.datasets.reading import Failure, Prepare, SlotReader
+from hpc_train.training.datasets.reading import Prepare, SlotReader
 from hpc_train.training.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.datasets.targets import TargetCheck, refuse_moved_masks
@@ -55,16 +55,21 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
     ``close`` ends the loader processes early; so does a ``with`` block.
     """
 
-    def __init__(self, stream: BatchStream, slots_per_step: int, bad_samples: BadSamples | None) -> None:
-        self._stream = stream
-        self._slots_per_step = slots_per_step
-        self._bad_samples = bad_samples
+    def __init__(
+        self, stream: BatchStream, sampler: MicroBatchSampler, reader: SlotReader, bad: BadSamples | None
+    ) -> None:
+        self._stream, self.sampler, self._reader, self._bad_samples = stream, sampler, reader, bad
+        self._slots_per_step = sampler.slots_per_step
 
     def __next__(self) -> tuple[int, list[Batch]]:
         reads = [next(self._stream) for _ in range(self._slots_per_step)]
         if self._bad_samples is not None:
             self._bad_samples.note(sample for read in reads for sample in read.bad)
         return reads[0].batch.step, [read.batch for read in reads]
+
+    def of_rank(self, rank: int, step: int) -> list[Batch]:
+        """Read any rank's micro-batches of a step, in this process. Bad samples are not recorded."""
+        return [self._reader.read(slot).batch for slot in self.sampler.of_rank(rank, step)]
 
     def is_ready(self, within_s: float = 0.0) -> bool:
         """Return True if the next step (or its error, or the end) has arrived, so that ``next`` won't wait.
@@ -120,7 +125,7 @@ def training_batches(
     )
     reader = _training_reader(source, experiment, target_spec, skip_bad=bad_samples is not None)
     stream = BatchStream(reader, sampler, workers=experiment.workers, device=device)
-    return TrainingBatches(stream, sampler.slots_per_step, bad_samples)
+    return TrainingBatches(stream, sampler, reader, bad_samples)
 
 
 class EvaluationBatches:
@@ -241,9 +246,7 @@ def try_samples(
     for reader in readers:
         count = min(len(reader), _TRIED_SAMPLES)
         indices = torch.linspace(0, len(reader) - 1, count, dtype=torch.float64).round().to(torch.int64)
-        read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, indices, count))
-        if isinstance(read, Failure):
-            raise read.error
+        read = reader.read(Slot(0, 0, 0, 0, 1.0, indices, count))
         batches.append(read.batch)
         bad += read.bad
     return batches, bad
@@ -276,10 +279,7 @@ def prepared_inputs(
     """
     split = ImageSplit(_Samples(samples, channels, PixelRules.of(experiment.data)), channels)
     reader = _evaluation_reader(split, experiment, target_spec, skip_bad=False, has_targets=False)
-    read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.arange(len(samples)), len(samples)))
-    if isinstance(read, Failure):
-        raise read.error
-    return read.batch.inputs
+    return reader.read(Slot(0, 0, 0, 0, 1.0, torch.arange(len(samples)), len(samples))).batch.inputs
 
 
 def _training_reader(

@@ -149,6 +149,13 @@ class SlotReader(Dataset[Read | Failure]):
         batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid, sides, samples=samples)
         return Read(batch, tuple(bad.values()))
 
+    def read(self, slot: Slot) -> Read:
+        """Return the slot's batch, in the rank's own process. Raises the error of a failure."""
+        read = self.__getitems__(slot)
+        if isinstance(read, Failure):
+            raise read.error
+        return read
+
     def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors, Tensor | None]:
         """Return prepared inputs and targets, and ``sides``; bad samples are added to ``bad`` by index."""
         if self._arrays is not None:

@@ -152,13 +152,24 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         num_slots = self.slots_per_step
         for step, window in zip(steps, self._position.windows(), strict=False):
             for place in range(num_slots):
-                yield self._slot(step, window, place)
+                yield self._slot(step, window, place, self.rank)
 
-    def _slot(self, step: int, window: int, place: int) -> Slot:
+    def of_rank(self, rank: int, step: int) -> list[Slot]:
+        """Return the slots of any rank in any step from the position on."""
+        window = next(Position(step, self._position.skipped).windows())
+        return [self._slot(step, window, place, rank) for place in range(self.slots_per_step)]
+
+    def samples(self, step: int) -> list[int]:
+        """Return the indices that all ranks read for a step, by micro-batch, each micro-batch once."""
+        slots = [slot for rank in range(self.num_replicas) for slot in self.of_rank(rank, step)]
+        counted = sorted((slot for slot in slots if slot.weight > 0), key=lambda slot: slot.number)
+        return [index for slot in counted for index in slot.indices.tolist()]
+
+    def _slot(self, step: int, window: int, place: int, rank: int) -> Slot:
         micro_batches = self.micro_batches
-        number, weight = self.rank + place * self.num_replicas, 1 / micro_batches
+        number, weight = rank + place * self.num_replicas, 1 / micro_batches
         if number >= micro_batches:  # spare: only takes part in the collectives
-            number, weight = self.rank, 0.0
+            number, weight = rank, 0.0
         size = self._micro_batch_size
         epoch, slice_number = divmod(window, self._count // self._global_batch_size)
         if self._repeats > 1:

@@ -4,7 +4,8 @@ torch sends a batch as file descriptors of shared memory, through a Unix socket 
 thread that sends raises (a full /dev/shm, a path too long for a socket, no more threads or files),
 multiprocessing prints the error and drops the batch, and the rank waits for it. Here such a batch is sent
 through the pipe between the two processes instead: slower, but without other resources. A batch that can't be
-pickled is replaced by a ``Failure``. Called by ``workers``.
+pickled is replaced by a ``Failure``. The shared memory never has a name, so a process that is killed leaves
+nothing in /dev/shm. Called by ``workers``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import traceback
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.multiprocessing.reductions import reduce_storage
 
 from hpc_train.errors import StorageError
 from hpc_train.training.datasets.reading import Failure
@@ -66,6 +71,41 @@ def use_socket_folder(folder: str | None) -> None:
         multiprocessing.util.get_temp_dir()  # created once per process, and removed at its end
     finally:
         tempfile.tempdir = before
+
+
+def send_without_names() -> None:
+    """Make this loader process send batches in shared memory that has no name.
+
+    Torch's has one until its pages are allocated. The batch of a process that is killed meanwhile would stay
+    in memory until the node is restarted.
+    """
+    ForkingPickler.register(torch.UntypedStorage, _reduce)
+
+
+def _reduce(storage: Any) -> tuple[Any, ...]:
+    """Return what torch sends in place of a storage; its content is copied into shared memory once."""
+    is_private = storage.device.type == "cpu" and storage.nbytes() and not storage.is_shared()
+    if is_private and get_sharing_strategy() == "file_descriptor":
+        if not hasattr(storage, "hpc_train_shared"):  # several tensors may be views of one storage
+            storage.hpc_train_shared = _shared_copy(storage)
+        storage = storage.hpc_train_shared or storage
+    reduced: tuple[Any, ...] = reduce_storage(storage)
+    return reduced
+
+
+def _shared_copy(storage: Any) -> Any:
+    """Return a copy in shared memory without a name; None if the system offers none. Raises OSError."""
+    try:
+        file = os.open(shared_flags.SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    storage_type: Any = torch.UntypedStorage  # the method is not part of torch's annotations
+    try:
+        os.posix_fallocate(file, 0, storage.nbytes())
+        shared = storage_type._new_shared_fd_cpu(file, storage.nbytes())
+    finally:
+        os.close(file)
+    return shared.copy_(storage)
 
 
 if TYPE_CHECKING:

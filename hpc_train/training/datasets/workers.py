@@ -32,6 +32,7 @@ from hpc_train.training.datasets.sampler import Slot
 from hpc_train.training.datasets.transport import (
     LoaderContext,
     require_shared_memory,
+    send_without_names,
     socket_folder,
     use_socket_folder,
 )
@@ -332,3 +333,4 @@ def _prepare_worker(rank: int, sockets: str | None, worker: int) -> None:
     processes.die_with(rank)
     torch.set_num_threads(1)
     use_socket_folder(sockets)
+    send_without_names()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.errors import BadFileError, BadNodeError
+from hpc_train.experiment.plan.devices import CONTEXT_BYTES
 from hpc_train.experiment.validate.compatibility import no_float8
 from hpc_train.rank.env import visible_gpus
 from hpc_train.run.resource_limits import usable_cpus
@@ -55,6 +56,18 @@ def choose_device(
         fault = BadNodeError if gpus_expected else BadFileError
         raise fault(f"device: {device} can't be used: {_first_line(error)}") from error
     return device
+
+
+def limit_memory(device: torch.device, runs_per_gpu: int) -> None:
+    """Limit this process to its part of a GPU that several runs share, so that only its own steps run out.
+
+    The part includes the CUDA context, which torch's limit does not count.
+    """
+    if device.type != "cuda" or runs_per_gpu == 1:
+        return
+    _, total = torch.cuda.mem_get_info(device)
+    fraction = max(0.0, 1 / runs_per_gpu - CONTEXT_BYTES / total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def _select_mig_device(environ: MutableMapping[str, str], local_rank: int) -> None:

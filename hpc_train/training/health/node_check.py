@@ -132,7 +132,9 @@ def _failed(node: str, description: str) -> str:
 def _check_memory(
     facts: RankFacts, device: torch.device, experiment: Experiment | None, owns_gpu: bool
 ) -> None:
-    if device.type == "cuda":
+    slurm = None if experiment is None else experiment.slurm
+    is_shared = owns_gpu and slurm is not None and slurm.runs_per_gpu > 1  # others are expected there
+    if device.type == "cuda" and not is_shared:
         _check_gpu_memory(facts, device, experiment, owns_gpu)
     available = _available_memory()
     if available is not None and available < _LEAST_MEMORY:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 PHASES = (
     "joining", "connecting", "checking", "connecting devices", "building", "staging data", "loading",
-    "first step", "training", "waiting for the device", "waiting for data", "evaluating", "sampling text",
-    "saving", "leaving",
+    "first step", "verifying", "training", "waiting for the device", "waiting for data", "evaluating",
+    "sampling text", "saving", "leaving",
 )  # fmt: skip
 #: Phases in which the ranks connect inside torch, first gloo and then NCCL; they have a separate limit.
 CONNECTING = ("connecting", "connecting devices")

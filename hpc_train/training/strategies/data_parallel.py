@@ -75,14 +75,19 @@ class DataParallel(ABC):
                 restored = buffers_kept(self.model) if is_spare else nullcontext()
                 statistics = self._statistics.micro_batch(slot, is_spare=is_spare)
                 with self.synchronised(slot == len(batches) - 1), restored, statistics:
-                    loss = forward.loss(self.wrapped, batch)
-                    # Averaging over ranks divides by R, but the result must be the mean over M micro-batches.
-                    share = batch.weight * self.context.degrees.data_ranks
-                    forward.scale(loss if share == 1 else loss * share).backward()
-                    self._buffers.write_back()
+                    loss = self.forward_backward(batch, forward)
                 copied = loss.detach().to(torch.float64, copy=True)
                 losses.append(copied if batch.weight == 1 else copied.mul_(batch.weight))
         return sum(losses[1:], losses[0])
+
+    def forward_backward(self, batch: Batch, forward: Forward) -> Tensor:
+        """Run forward and backward of a micro-batch; return its loss."""
+        loss = forward.loss(self.wrapped, batch)
+        # Averaging over ranks divides by R, but the result must be the mean over M micro-batches.
+        share = batch.weight * self.context.degrees.data_ranks
+        forward.scale(loss if share == 1 else loss * share).backward()
+        self._buffers.write_back()
+        return loss
 
     def optimized(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters themselves, or this rank's shards of them."""

@@ -81,6 +81,18 @@ class DDPStrategy(DataParallel):
             self.is_rehearsed = True
         return super().accumulate(batches, forward)
 
+    def compute_alone(self, batches: Sequence[Batch], forward: Forward) -> None:
+        """Run forward and backward of any rank's micro-batches as ``accumulate`` does on that rank.
+
+        Not collective. Gradients and buffers are as before afterwards: there are no gradients.
+        """
+        with buffers_kept(self.model):
+            for batch in batches:
+                if batch.weight > 0:
+                    with self.synchronised(False):
+                        self.forward_backward(batch, forward)
+                    self.model.zero_grad(set_to_none=True)
+
 
 def unused_parameters(model: nn.Module) -> str | None:
     """Return the message on parameters to which backward gave no gradient; None if all have one."""

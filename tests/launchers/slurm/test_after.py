@@ -157,6 +157,7 @@ def test_an_attempt_in_place_says_so_and_the_next_quick_failure_is_requeued(batc
         ("n[1-3]", "n2 down", "srun: error: Node failure on n2", "again"),
         ("n[1-2]", "", "srun: error: Node failure on n2", "requeue 75"),  # n3 was lost before
         ("n[1-3]", "n2 down*\nn3 allocated*", "", "requeue 75"),
+        ("n[2-3]", "", "srun: error: Node failure on n1", "requeue 75"),  # that of the batch script
     ],
 )
 def test_a_spare_node_replaces_a_lost_one(
@@ -173,12 +174,21 @@ def test_a_spare_node_replaces_a_lost_one(
         file.write(f"{MARK} 1 of run abc\n{output}\n")
     batch.rank(0, 76)
     job = JOB.format(preempted="None", end="Unknown") + f" NodeList={nodes}"
-    environ = batch.environ | {"HPC_TRAIN_JOB": job, "HPC_TRAIN_NUM_NODES": "2"}
-    assert after(batch.submission, 76, environ) == answer
+    own = {"HPC_TRAIN_JOB": job, "HPC_TRAIN_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}
+    assert after(batch.submission, 76, batch.environ | own) == answer
     if output:
-        assert record_of(batch.attempt).bad_nodes == {"n2": "died"}
+        assert record_of(batch.attempt).bad_nodes == {output.split()[-1]: "died"}
     else:
         assert record_of(batch.attempt).cause == "crash"
+
+
+def test_the_exit_codes_of_a_lost_node_are_unknown(batch: Batch) -> None:
+    """Then srun ends with exit code 0 (22.05)."""
+    with (batch.submission / "12_0_0_log.out").open("a") as file:
+        file.write(f"{MARK} 1 of run abc\nsrun: error: Node failure on n2\n")
+    assert batch.after(0).startswith("requeue 75")
+    record = record_of(batch.attempt)
+    assert (record.cause, record.exit_codes) == ("lost", None)
 
 
 def test_in_place_an_attempt_whose_end_is_not_on_disk_is_not_claimed_again(batch: Batch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_train.experiment.config.schema import SlurmConfig
 from hpc_train.experiment.topology.degrees import Ranks
-from hpc_train.launchers.slurm.options import device_of_job
+from hpc_train.launchers.slurm.options import device_of_job, ranks
 
 SIZE = Ranks(8, 4)
 
@@ -21,6 +21,14 @@ def slurm(**keys: Any) -> SlurmConfig:
 def test_the_queue_names_the_gpu(keys: dict[str, Any]) -> None:
     found = device_of_job(slurm(**keys), "auto", SIZE)
     assert (found.is_gpu, found.memory_bytes) == (True, 80 * 2**30)
+
+
+def test_runs_that_share_a_gpu_have_a_part_of_its_memory() -> None:
+    shared = slurm(gpu_type="h100", gpus_per_node=1, runs_per_job=4, runs_per_gpu=4, time_limit="1h")
+    found = device_of_job(shared, "auto", SIZE)
+    assert (found.name, found.memory_bytes) == ("1/4 of h100", 20 * 2**30)
+    size = ranks(shared)
+    assert (size.gpus, size.gpu_hours) == (0.25, 0.25)
 
 
 def test_only_the_gpus_of_gres_have_the_memory_of_a_gpu() -> None:

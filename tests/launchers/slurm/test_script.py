@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hpc_train.launchers.slurm.submission import Batch
 from hpc_train.run.file_shapes import decoded, encoded
 from tests.launchers.slurm.programs import Programs
 from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
-from tests.waiting import HANG_LIMIT_S
+from tests.waiting import HANG_LIMIT_S, came_true
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -107,11 +108,78 @@ def test_the_ranks_run_between_begin_and_after(job: Job) -> None:
     assert job.orders() == []
 
 
+def test_the_job_of_an_evaluation_requests_what_one_rank_has(tmp_path: Path) -> None:
+    extra = {"exclusive": True, "hold": True, "nice": 5}
+    slurm = {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "cpus_per_gpu": 3,
+        "mem_gb": 10,
+        "time_limit": "2h",
+        "extra": extra,
+    }
+    text = fake_batch(tmp_path, slurm=slurm, evaluation={"as_job": True}).evaluation
+    assert text is not None
+    options = set(re.findall("^#SBATCH --(.*)$", text, re.M))
+    wanted = {
+        "nodes=1",
+        "ntasks-per-node=1",
+        "gpus-per-node=1",
+        "cpus-per-task=3",
+        "mem=3G",
+        "time=60",
+        "nice=5",
+    }
+    assert wanted | {"requeue"} <= options
+    assert not {"exclusive", "hold"} & options
+    assert "srun" not in text.split("hpc_train_evaluate()")[1]
+    assert fake_batch(tmp_path / "other").evaluation is None
+
+
 def test_the_rank_is_started_as_a_file_and_starts_submitit(job: Job, tmp_path: Path) -> None:
     (line,) = [line for line in script_text(job.batch).split("\n") if line.startswith("srun ")]
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
     assert f" -I -S {rank} " in line
     assert line.endswith(f" -u -m submitit.core._submit {job.batch.submission}")
+
+
+def test_a_job_whose_start_slurm_does_not_bring_forward_is_requeued(job: Job) -> None:
+    """Slurm refuses changes of a job that lost a node while it waits for its database."""
+    job.programs.put("scontrol", "case $1 in update) exit 1 ;; esac")
+    job.write("rank", "75")
+    assert job.run().returncode == 75
+    assert "requeue 7" in job.programs.calls("scontrol")
+    assert job.read("code") == "75", "it did not say that Slurm refused"
+
+
+def processes_with(text: str) -> list[str]:
+    """Return the command lines of the processes with this text in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if text.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_watch_over_the_first_node_ends_with_the_script(
+    programs: Programs, tmp_path: Path, code: int
+) -> None:
+    """Slurm may not find it. It is a loop in the background, in a step or between two."""
+    programs.put("srun", f"case $* in *name=watch*) touch {tmp_path}/watch; exit 1 ;; esac\n{SRUN}")
+    programs.put("sleep", f"touch {tmp_path}/asleep; exec /bin/sleep 600")
+    job = Job(fake_batch(tmp_path, slurm={"nodes": 2, "spare_nodes": 1}), programs)
+    job.write("begin", f"1\tabc\t{job.batch.submission}/the run\tn1,n2|0")
+    job.write("rank", str(code))
+    rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
+    wait = f"while not pathlib.Path('{tmp_path}/asleep').exists(): time.sleep(0.01)\n"
+    rank.write_text(f"import pathlib, time\n{wait}{rank.read_text()}")
+    done = job.run(MARK=f"watched-{tmp_path}", SLURMD_NODENAME="n1")
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "watch").exists()
+    came_true(lambda: not processes_with(f"MARK=watched-{tmp_path}"), HANG_LIMIT_S / 10)
+    assert processes_with(f"MARK=watched-{tmp_path}") == []
 
 
 GREETING = "import atexit; print('Welcome'); print('stop 1'); atexit.register(print, 'Goodbye')\n"
@@ -335,21 +403,119 @@ def test_a_profiles_trap_stays(tmp_path: Path, programs: Programs, monkeypatch: 
     assert done.returncode == 0 and done.stderr.startswith("theirs\n")
 
 
-def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs: Programs) -> None:
-    # Runs what follows the image.
-    programs.put("apptainer", 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"')
-    programs.put("scontrol", "printf 'n1\\nn2\\n'")
-    runs = tmp_path / "ru ns"
-    container = {"container": "/images/x.sif", "python": shutil.which("python3")}
-    batch = fake_batch(
-        runs, environment=container, data={"name": "digits", "root": "da ta", "cache": "packs"}
+#: Runs the command that follows the image.
+APPTAINER = 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"'
+PODMAN = '[ "$1" = run ] || exit 0; while [[ $1 != */image:O ]]; do shift; done; shift; exec "$@"'
+PYXIS = f'[ "$*" = --help ] && echo "  --container-image=IMAGE" && exit\n{SRUN}'
+
+
+def in_container(tmp_path: Path, **keys: Any) -> Batch:
+    """Return the script of an experiment whose paths contain a blank, in a container with this Python."""
+    environment = {"container": keys, "python": shutil.which("python3")}
+    return fake_batch(
+        tmp_path / "ru ns",
+        environment=environment,
+        data={"name": "digits", "root": "da ta", "cache": "packs"},
     )
-    assert run(batch, programs).returncode == 0
+
+
+def test_ranks_run_in_apptainer_which_sees_the_folders(tmp_path: Path, programs: Programs) -> None:
+    programs.put("apptainer", APPTAINER)
+    (tmp_path / "x.sif").touch()
+    mounts = [str(tmp_path), f"{tmp_path}:/data:ro"]
+    batch = in_container(tmp_path, image=f"{tmp_path}/x.sif", mounts=mounts, options=["--writable-tmpfs"])
+    done = run(batch, programs)
+    assert done.returncode == 0, done.stderr
+    (call,) = programs.calls("apptainer")
+    assert call.startswith(
+        f"exec --nv --bind {tmp_path}/ru ns --bind {Path.cwd()} --bind {Path.cwd()}/da ta "
+    )
+    assert f"/packs --bind {tmp_path} --bind {tmp_path}:/data:ro --pwd {Path.cwd()} --writable-tmpfs " in call
+    assert "rank.py" in call
+
+
+def test_without_this_python_begin_and_after_run_in_apptainer(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.put("apptainer", APPTAINER)
+    programs.put("scontrol", "printf 'n1\\nn2\\n'")
+    (tmp_path / "x.sif").touch()
+    monkeypatch.setattr("sys.executable", "/not/on/nodes/python")
+    assert run(in_container(tmp_path, image=f"{tmp_path}/x.sif"), programs).returncode == 0
     calls = programs.calls("apptainer")
     assert len(calls) == 3, "begin, one rank, after"
-    assert all(f"--bind {runs} " in call and f"--bind {Path.cwd()}/da ta" in call for call in calls)
-    assert all(f"--bind {Path.cwd()}/packs" in call for call in calls)
     assert "-m hpc_train.launchers.slurm.begin" in calls[0] and "rank.py" in calls[1]
+    done = run(in_container(tmp_path / "2", image=str(tmp_path), runtime="pyxis"), programs)
+    assert done.returncode == 1 and "pyxis is not installed" in done.stderr
+    programs.put("srun", PYXIS)
+    done = run(in_container(tmp_path / "3", image=str(tmp_path), runtime="pyxis"), programs)
+    assert done.returncode == 1 and "there is no /not/on/nodes/python on this node" in done.stderr
+
+
+@pytest.mark.parametrize(("code", "ended_by"), [(0, 0), (75, 75), (137, -9), (143, -15)])
+def test_ranks_run_in_podman_with_the_variables_of_the_job(
+    tmp_path: Path, programs: Programs, code: int, ended_by: int
+) -> None:
+    """No value is on the command line. A rank that a signal ended is reported to Slurm as ended by it."""
+    programs.put("podman", PODMAN)
+    programs.put("srun", f"{SRUN.replace('exec ', '')}echo $? > {tmp_path}/code")
+    (tmp_path / "image").mkdir()
+    batch = in_container(tmp_path, image=f"{tmp_path}/image", runtime="podman")
+    (batch.submission / "rank").write_text(str(code))
+    done = run(batch, programs, TOKEN="secret", LD_LIBRARY_PATH="/of/the/node")
+    assert done.returncode == 0, done.stderr
+    assert int((tmp_path / "code").read_text()) == (128 - ended_by if ended_by < 0 else code)
+    call, *_ = programs.calls("podman")
+    assert call.startswith("run --rm --interactive --name hpc-train-7-0-")
+    assert " --env TOKEN " in call and "secret" not in call and "LD_LIBRARY_PATH" not in call
+    assert f" --workdir {Path.cwd()} --rootfs {tmp_path}/image:O {shutil.which('python3')} -I -S " in call
+    assert "nvidia.com" not in call
+
+
+def test_podman_gets_the_gpus_of_a_job_that_requests_some(tmp_path: Path) -> None:
+    for number, keys in enumerate(({"gpus_per_node": 1}, {"extra": {"gres": "gpu:2"}})):
+        container = {"image": "nvcr.io/nvidia/pytorch:25.01-py3", "runtime": "podman"}
+        text = script_text(
+            fake_batch(tmp_path / str(number), slurm=keys, environment={"container": container})
+        )
+        assert "--device=nvidia.com/gpu=all" in text and " nvcr.io/nvidia/pytorch:25.01-py3 python3 " in text
+
+
+def test_ranks_run_in_pyxis_by_options_of_srun(tmp_path: Path, programs: Programs) -> None:
+    programs.put("srun", PYXIS)
+    batch = in_container(tmp_path, image="nvcr.io#nvidia/pytorch:25.01-py3", runtime="pyxis",
+                         mounts=["/:/host:ro"], options=["--container-writable"])  # fmt: skip
+    done = run(batch, programs)
+    assert done.returncode == 0, done.stderr
+    _, call = programs.calls("srun")
+    folders = [f"{tmp_path}/ru ns", str(Path.cwd()), f"{Path.cwd()}/da ta", f"{Path.cwd()}/packs"]
+    mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.01-py3" in call
+    assert f"--container-mounts={mounts},/:/host:ro --container-workdir={Path.cwd()} " in call
+    assert "--container-env=PYTHONPATH," in call
+    assert "--no-container-entrypoint --container-writable" in call
+
+
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ({"image": "/no/x.sif"}, ".image: there is no /no/x.sif on this node; correct the path"),
+        ({"image": "docker://a", "mounts": ["/no/a:/b"]}, ".mounts[0]: there is no /no/a on this node"),
+        (
+            {"image": "docker://a", "options": ["--rocm"]},
+            ".runtime: there is no program absent on this node; load",
+        ),
+        ({"image": "a", "runtime": "pyxis"}, ".runtime: srun has no option --container-image on this node"),
+    ],
+)
+def test_a_node_that_cannot_run_the_container_is_named(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch, container: dict[str, Any], words: str
+) -> None:
+    programs.put("present", APPTAINER)
+    use(monkeypatch, container_command="absent exec" if "options" in container else "present exec")
+    done = run(in_container(tmp_path, **container), programs)
+    assert done.returncode == 1 and f"hpc-train: environment.container{words}" in done.stderr, done.stderr
+    assert not [call for call in programs.calls("srun") if call != "--help"]
 
 
 def asked(programs: Programs) -> list[str]:
@@ -726,6 +892,8 @@ def test_every_kind_of_script_is_bash(tmp_path: Path, monkeypatch: pytest.Monkey
         {},
         {"slurm": {"nodes": "2-4", "gpus_per_node": 2, "cpus_per_gpu": 3, "extra": {"exclusive": True}}},
         {"environment": {"modules": ["a/1"], "container": "docker://a/b:c"}},
+        {"environment": {"container": {"image": "a/b:c", "runtime": "podman", "mounts": ["/a:/b:ro"]}}},
+        {"environment": {"container": {"image": "a/b:c", "runtime": "pyxis"}}},
     ]
     for number, keys in enumerate(sections * 2):
         if number == len(sections):

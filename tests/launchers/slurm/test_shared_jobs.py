@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -22,6 +23,7 @@ from hpc_train.launchers.slurm.submission import Sharing, sharing
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import FOLDER_VARIABLE
+from hpc_train.run.resource_limits import usable_cpus
 from hpc_train.run.run_status import mark_cancelled, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import add_job, job, queued_run
@@ -81,6 +83,90 @@ def test_the_job_requests_what_its_slots_need_and_a_slot_its_share(tmp_path: Pat
         assert f" {word} " in step, step
     assert step.endswith(' -u -m hpc_train.launchers.entry "$HPC_TRAIN_RUN_FOLDER"')
     assert not re.search("^srun", text, re.MULTILINE)
+
+
+def shared_gpu_script(tmp_path: Path) -> str:
+    """Return the script of a job with three slots, of which two share each GPU."""
+    submission = tmp_path / "exp/.slurm/token"
+    submission.mkdir(parents=True)
+    slurm = {"runs_per_job": 4, "runs_per_gpu": 2, "gpus_per_node": 1, "cpus_per_gpu": 3, "mem_gb": 10}
+    snapshot = fake_snapshot(tmp_path / ".code/content")
+    file = experiment(slurm=slurm)
+    text = script_text(batch(submission, file, snapshot=snapshot, search_path=[], sharing=Sharing(3, 3)), 3)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return text
+
+
+def test_runs_that_share_gpus_request_each_gpu_once(tmp_path: Path) -> None:
+    text = shared_gpu_script(tmp_path)
+    for line in ("--ntasks-per-node=3", "--cpus-per-task=3", "--gpus-per-node=2", "--mem=30G"):
+        assert re.search(f"^#SBATCH {line}$", text, re.MULTILINE), line
+    (step,) = re.findall(r"^ +srun .*\\\n.*$", text, re.MULTILINE)
+    for word in ("--overlap", "--cpu-bind=none", "--nodes=1", "--ntasks=1", "--gpus-per-node=2"):
+        assert f" {word} " in step, step
+    assert "--exact" not in step and step.endswith(' -m hpc_train.launchers.entry "$HPC_TRAIN_RUN_FOLDER"')
+
+
+_SHOW = 'echo "$CUDA_VISIBLE_DEVICES $SLURM_CPUS_ON_NODE $(taskset --pid $$)"'
+
+
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_each_slot_gets_its_part_of_the_gpus_and_cores(tmp_path: Path, is_confined: bool) -> None:
+    _, _, after = shared_gpu_script(tmp_path).partition("hpc_train_part='\n")
+    part, _, _ = after.partition("\n'\n")
+    usable = sorted(usable_cpus())
+    if len(usable) < 2:
+        pytest.skip("one core can't be divided")
+    count = len(usable) // 2
+    environ = {
+        "PATH": os.environ["PATH"],
+        "CUDA_VISIBLE_DEVICES": "4,7",
+        "SLURM_CPUS_ON_NODE": str(2 * count if is_confined else 4 * len(usable)),
+    }
+    masks = []
+    for slot, gpu in enumerate(("4", "7")):
+        command = ["taskset", "--cpu-list", ",".join(map(str, usable[: 2 * count]))]
+        command += ["bash", "-c", part, "hpc-train", str(slot), "2", "bash", "-c", _SHOW]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        device, cpus, *_, mask = done.stdout.split()
+        assert (device, cpus) == (gpu, str(count if is_confined else 2 * len(usable))), done.stdout
+        masks.append(int(mask, 16))
+    whole = sum(1 << cpu for cpu in usable[: 2 * count])
+    if is_confined:
+        assert [mask.bit_count() for mask in masks] == [count, count] and sum(masks) == whole
+    else:
+        assert masks == [whole, whole], "the cores of this job are unknown"
+
+
+@pytest.mark.parametrize(
+    ("programs", "notice"),
+    [
+        ({}, "nvidia-cuda-mps-control is not on this node"),
+        (
+            {"nvidia-cuda-mps-control": "exit 1", "nvidia-smi": "echo GPU-a"},
+            "nvidia-cuda-mps-control -d ended",
+        ),
+        ({"nvidia-cuda-mps-control": "", "nvidia-smi": "exit 9"}, "nvidia-smi does not show the GPUs"),
+    ],
+)
+def test_runs_share_gpus_without_mps_after_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], notice: str
+) -> None:
+    put = put_programs_first(tmp_path, monkeypatch)
+    for name, text in programs.items():
+        put.put(name, text)
+    _, begin, after = shared_gpu_script(tmp_path).partition("hpc_train_begin_mps() {")
+    functions = begin + after.partition("\n# Trains the next run")[0]
+    (tmp_path / "tmp").mkdir()
+    shown = "hpc_train_begin_mps; env; ls -A $TMPDIR; hpc_train_end_mps"
+    environ = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "0,1", "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(
+        ["bash", "-c", f"{functions}\n{shown}"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert f"2 runs share each GPU and take turns on it, without MPS: {notice}" in done.stderr
+    assert "CUDA_MPS" not in done.stdout and "HPC_TRAIN_GPUS" not in done.stdout
+    assert not list((tmp_path / "tmp").iterdir())
+    assert "" not in put.calls("nvidia-cuda-mps-control"), "there is no MPS to end"
 
 
 @pytest.fixture
@@ -217,6 +303,9 @@ def test_more_runs_than_a_node_has_room_for(tmp_path: Path, monkeypatch: pytest.
     (problem,) = job_refusals.node_problems(experiment(slurm=slurm))
     assert problem.key == "slurm.runs_per_job"
     assert problem.message == "4 runs need 16 cores, 4 GPUs, 120 GB; a node has room for 2 of them"
+    slurm |= {"runs_per_job": 12, "runs_per_gpu": 2, "cpus_per_gpu": 2, "mem_gb": 5}
+    (problem,) = job_refusals.node_problems(experiment(slurm=slurm))
+    assert problem.message == "12 runs need 24 cores, 6 GPUs, 60 GB; a node has room for 8 of them"
 
 
 def test_a_run_of_another_job_is_not_this_jobs(jobs: list[BatchJob]) -> None:

@@ -151,7 +151,7 @@ def test_each_pattern_is_tested(group: str, monkeypatch: pytest.MonkeyPatch) -> 
     untested = []
     for pattern in patterns:
         monkeypatch.setattr(code_files, group, type(patterns)(each for each in patterns if each != pattern))
-        if all(code_files._is_secret(name) for name in SECRETS):
+        if all(code_files.is_secret(name) for name in SECRETS):
             untested.append(pattern)
     assert untested == []
 

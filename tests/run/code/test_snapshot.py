@@ -428,3 +428,39 @@ def test_a_private_key_is_never_in_a_snapshot(tree: Path, root: Path, name: str,
 def test_code_that_looks_for_keys_is_kept(tree: Path, content: str) -> None:
     (tree / "own.py").write_text(content)
     assert snapshot.read(tree, []).left_out == {}
+
+
+def test_a_snapshot_of_others_is_loaded_as_it_was(tree: Path, root: Path, tmp_path: Path) -> None:
+    (tree / "sub" / "b.py").chmod(0o755)
+    (tree / "sub" / "l.py").symlink_to("../a.py")
+    folder = take(root, tree / "sub")
+    code = snapshot.load(folder)
+    assert code.content == folder.name and code.files["tree/a.py"] == b"a.py"
+    placed = snapshot.place(tmp_path / "other", code)
+    assert placed.name == folder.name and (placed / "tree" / "sub" / "l.py").read_text() == "a.py"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cwd": "../.."},
+        {"cwd": "/tmp"},
+        {"search_path": ["sub/../../.."]},
+        {"files": {"../../../etc/passwd": "0"}},
+        {"files": {"other/a.py": "0"}},
+        {"links": {"tree/l": "/etc/passwd"}},
+        {"links": {"tree/l": "../../x"}},
+        {"links": {"tree/l": "sub/../../x"}},
+        {"links": {"tree/l": "sub/../a.py"}},
+        {"links": {"../l": "a.py"}},
+    ],
+    ids=str,
+)
+def test_a_snapshot_that_leads_elsewhere_is_refused(
+    change: dict[str, object], tree: Path, root: Path
+) -> None:
+    folder = take(root, tree)
+    (folder / "snapshot.json").chmod(0o600)
+    (folder / "snapshot.json").write_text(json.dumps(manifest(folder) | change))
+    with pytest.raises(StorageError, match="leads out of the snapshot"):
+        snapshot.load(folder)

@@ -1,0 +1,408 @@
+"""``verify``: the checkpoints of runs by their hashes and, with ``--replay``, every step between them.
+
+The stretches between two checkpoints are replayed in slots, several at the same time. The ranks of a slot
+repeat one stretch after the other (``training.replaying``), so that they import and read the data once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypedDict
+
+from hpc_train.cli.code import is_new
+from hpc_train.cli.many_runs import find_readable
+from hpc_train.cli.replay import replay_folder, replay_on_ranks, replayed_lines
+from hpc_train.cli.replay_options import VerifyOptions
+from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
+from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
+from hpc_train.launchers.gpus import count_gpus, gpu_names
+from hpc_train.launchers.local import LocalLauncher, noted_signals
+from hpc_train.paths import RunPaths
+from hpc_train.report.parted_steps import (
+    Lines,
+    place,
+    step_digest,
+    step_numbers,
+)
+from hpc_train.report.reproduction import (
+    FAILURES,
+    VerifiedStretch,
+    near,
+    reproduction,
+    stretches_text,
+)
+from hpc_train.run import checkpoints
+from hpc_train.run.checkpoints import Manifest
+from hpc_train.run.code.snapshot import linked
+from hpc_train.run.digests import read_digests
+from hpc_train.run.find import run_name
+from hpc_train.run.resource_limits import usable_cpus
+from hpc_train.run.trust import check_run
+
+#: Relative difference that passes if a replay can't be bitwise identical. Assumed.
+DEFAULT_TOLERANCE = 0.05
+
+
+class CheckpointJson(TypedDict):
+    """One checkpoint, checked by its hashes."""
+
+    step: int
+    path: str
+    #: Empty if it is intact.
+    problems: list[str]
+    #: False if the attempt that wrote it no longer owned the run.
+    counts: bool
+    #: Whether it is the one that would be loaded.
+    loads: bool
+
+
+class VerifiedRun(TypedDict):
+    """A run's checkpoints, the newest one first."""
+
+    id: str
+    name: str
+    path: str
+    checkpoints: list[CheckpointJson]
+    #: With ``--replay``: in their order.
+    stretches: list[VerifiedStretch]
+    #: With ``--replay``: the stretches that were replayed at the same time, and the seconds of all.
+    slots: int | None
+    seconds: float | None
+
+
+class Verification(TypedDict):
+    """Which checkpoints would load and, with ``--replay``, whether replays of the steps equal the runs."""
+
+    version: int
+    runs: list[VerifiedRun]
+
+
+def verify(options: VerifyOptions) -> ExitCode:
+    """Check every checkpoint; FAILED if a valid one is damaged, or a replayed stretch differs."""
+    folders = find_readable(options.runs)
+    part = _check_options(options)
+    for paths in folders if options.replays else ():
+        check_run(paths)
+    runs = []
+    for paths in folders:
+        verified = VerifiedRun(
+            id=paths.folder.name,
+            name=paths.siblings.folder.name,
+            path=str(paths.folder.absolute()),
+            checkpoints=list(_verified(paths, shows=not options.as_json)),
+            stretches=[],
+            slots=None,
+            seconds=None,
+        )
+        if options.replays:
+            run = ReplayedRun(paths, run_name(paths), is_new(options.code))
+            _Replays(run, options, part).verify(verified)
+            if not options.as_json:
+                put(*stretches_text(verified["stretches"], verified["seconds"] or 0.0, run_name(paths)))
+        runs.append(verified)
+    if options.as_json:
+        put_json(Verification(version=JSON_VERSION, runs=runs))
+    is_damaged = any(saved["counts"] and saved["problems"] for run in runs for saved in run["checkpoints"])
+    differs = any(stretch["result"] in FAILURES for run in runs for stretch in run["stretches"])
+    return ExitCode.FAILED if is_damaged or differs else ExitCode.DONE
+
+
+def _check_options(options: VerifyOptions) -> tuple[int, int]:
+    """Return ``--part`` as two numbers."""
+    others = {
+        "--slots": options.slots,
+        "--part": options.part,
+        "--tolerance": options.tolerance,
+        "--devices": options.devices,
+        "--code": options.code,
+    }
+    for name, value in others.items():
+        if value is not None and not options.replays:
+            raise UsageError(f"{name}: has no effect without --replay; add it, or omit {name}")
+    numbers = (options.part or "1/1").split("/")
+    if len(numbers) == 2 and all(number.isdecimal() and len(number) < 10 for number in numbers):
+        part, parts = map(int, numbers)
+        if 1 <= part <= parts:
+            return part, parts
+    raise UsageError(f"--part: {options.part!r} is not K/N with K from 1 to N, such as 3/20")
+
+
+def _verified(paths: RunPaths, *, shows: bool) -> Iterator[CheckpointJson]:
+    """Yield a run's checkpoints, newest first; ``shows``: print each once it is verified."""
+    folders = paths.checkpoint_folders()[::-1]
+    if not folders:
+        say(f"{run_name(paths)}: no checkpoint yet")
+        return
+    counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
+    would_load = None
+    for checkpoint in folders:
+        problems = checkpoints.verify(checkpoint)
+        if not checkpoint.folder.is_dir():
+            continue  # a running run has removed it meanwhile
+        counts = checkpoint in counting
+        if counts and not problems:
+            would_load = would_load or checkpoint
+        loads = checkpoint == would_load
+        if shows:
+            text = "damaged" if problems else "whole"
+            if not counts:
+                text += ", does not count: its attempt no longer owned the run"
+            elif loads:
+                text += ", would load"
+            put(f"{run_name(paths)}  {checkpoint.folder.name}  {text}")
+            for problem in problems:
+                say(f"  {problem}")
+        yield CheckpointJson(
+            step=checkpoint.step,
+            path=str(checkpoint.folder),
+            problems=problems,
+            counts=counts,
+            loads=loads,
+        )
+    if would_load is None:
+        say(f"{run_name(paths)}: nothing would load; start again with `hpc-train submit FILE --new`")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The steps from checkpoint ``begin`` (0: the start) to ``last``, and how they are repeated."""
+
+    begin: int
+    last: int
+    ranks: int
+    #: Of the ranks' environment.
+    variables: tuple[tuple[str, str], ...]
+    tolerance: float
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.begin
+
+
+@dataclass
+class _Slot:
+    """The stretches that the same ranks repeat, one after the other."""
+
+    number: int
+    parts: list[_Part] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return sum(part.steps for part in self.parts)
+
+
+class _StoppedError(Exception):
+    """A stop signal ends the replays."""
+
+
+class _Replays:
+    """The replays of one run; ``verify`` adds their results to its JSON."""
+
+    def __init__(self, run: ReplayedRun, options: VerifyOptions, part: tuple[int, int]) -> None:
+        self._run, self._options = run, options
+        self._num_gpus = 0 if run.experiment.device == "cpu" else count_gpus(os.environ)
+        number, count = part
+        self._parts = [self._part(*ends) for ends in self._stretches()][number - 1 :: count]
+        self._snapshot = None if run.uses_new_code else linked(run.paths)
+
+    def _stretches(self) -> list[tuple[int, int]]:
+        """Return the ends of the stretches: every intact checkpoint, and the newest step."""
+        run = self._run
+        newest = max(run.checkpoints, default=0)
+        last = max((digest.step for digest in read_digests(run.paths.digests, newest + 1)), default=newest)
+        if last == 0:
+            raise UsageError(
+                f"{run.name}: has neither checkpoints nor digests to compare a replay with; repeat this once "
+                "it has saved a checkpoint"
+            )
+        return list(pairwise(sorted({0, *(run.checkpoints.keys() - run.damage.keys()), last})))
+
+    def _part(self, begin: int, last: int) -> _Part:
+        run, options = self._run, self._options
+        facts = run.machine(begin)
+        saved = run.checkpoints.get(last)
+        of_run = Manifest.read(saved).world_size if saved and last not in run.damage else facts["ranks"]
+        ranks = options.devices or min(of_run or 1, self._num_gpus or os.cpu_count() or 1)
+        trained = {digest.attempt for digest in read_digests(run.paths.digests, begin + 1, last)}
+        all_ranks = {record.ranks for record in run.files.records if record.attempt & 0xFFFF in trained}
+        device = "cuda" if self._num_gpus else "cpu"
+        is_exact = run.experiment.deterministic
+        is_bitwise = (device == "cpu" if is_exact is None else is_exact) and (
+            facts["device"] in (None, device) and all_ranks | {of_run} <= {ranks, None}
+        )
+        chosen = options.tolerance
+        tolerance = chosen if chosen is not None else 0.0 if is_bitwise else DEFAULT_TOLERANCE
+        return _Part(begin, last, ranks, tuple(thread_variables(facts).items()), tolerance)
+
+    def _slots(self) -> list[list[_Slot]]:
+        """Return the slots that work at the same time, for one number of ranks and threads after another."""
+        kinds: dict[tuple[int, tuple[tuple[str, str], ...]], list[_Part]] = {}
+        for part in self._parts:
+            kinds.setdefault((part.ranks, part.variables), []).append(part)
+        groups = []
+        for (ranks, variables), parts in kinds.items():
+            num_slots = min(self._num_slots(ranks, variables), len(parts))
+            slots = [_Slot(number + 1) for number in range(num_slots)]
+            for part in sorted(parts, key=lambda part: -part.steps):
+                min(slots, key=lambda slot: slot.steps).parts.append(part)
+            for slot in slots:
+                slot.parts.sort(key=lambda part: part.begin)
+            groups.append(slots)
+        return groups
+
+    def _num_slots(self, ranks: int, variables: Sequence[tuple[str, str]]) -> int:
+        """Return ``--slots``, or as many as this machine has devices or cores for."""
+        if self._num_gpus:
+            fitting = max(1, self._num_gpus // ranks)
+            if self._options.slots is not None and self._options.slots > fitting:
+                raise UsageError(
+                    f"--slots: {self._options.slots} slots of {counted(ranks, 'rank')} need a GPU per rank, "
+                    f"and this machine shows {self._num_gpus}; write --slots {fitting}, or omit it"
+                )
+        else:
+            cores = len(usable_cpus())
+            threads = int(dict(variables).get("OMP_NUM_THREADS", max(1, cores // ranks)))
+            fitting = max(1, cores // (ranks * threads))
+        return self._options.slots or fitting
+
+    def verify(self, verified: VerifiedRun) -> None:
+        """Replay and compare the stretches. Raises KeyboardInterrupt after a stop signal."""
+        began = time.monotonic()
+        groups = self._slots()
+        num_slots = verified["slots"] = max(map(len, groups), default=0)
+        steps = sum(part.steps for part in self._parts)
+        say(
+            f"verify: replaying {counted(steps, 'step')} of {self._run.name}: "
+            f"{counted(len(self._parts), 'stretch')} in {counted(num_slots, 'slot')}"
+        )
+        for slots in groups:
+            with noted_signals() as signals, ThreadPoolExecutor(len(slots)) as pool:
+
+                def poll(signals: Sequence[int] = signals) -> None:
+                    if signals:
+                        raise _StoppedError
+
+                futures = [pool.submit(self._replay, slot, poll) for slot in slots]
+            if signals:
+                raise KeyboardInterrupt
+            for future in futures:
+                verified["stretches"] += future.result()
+        verified["stretches"].sort(key=lambda stretch: stretch["first"])
+        verified["seconds"] = round(time.monotonic() - began, 3)
+
+    def _replay(self, slot: _Slot, poll: Any) -> list[VerifiedStretch]:
+        """Replay the stretches of a slot, and compare them. Called in a thread of its own."""
+        verified: list[VerifiedStretch] = []
+        left = slot.parts
+        while left:
+            replayed = self._repeat(slot, left, poll)
+            done = zip(left, replayed, strict=False)
+            verified += [self._compared(slot, part, *of_part) for part, of_part in done]
+            left = left[len(replayed) :]
+            if left:  # the ranks failed in the first of these
+                verified.append(self._compared(slot, left[0], {}, None))
+                left = left[1:]
+        return verified
+
+    def _repeat(self, slot: _Slot, parts: Sequence[_Part], poll: Any) -> list[tuple[Lines, float]]:
+        """Start ranks that repeat the stretches; return the lines and seconds of those they completed."""
+        run = self._run
+        inside = [range(part.begin + 1, part.last + 1) for part in parts]
+        saved, recorded = (
+            [step for step in steps if any(step in of_part for of_part in inside)]
+            for steps in (run.checkpoints, run.parts)
+        )
+        is_close = any(part.tolerance for part in parts)
+        request = {
+            "begin": parts[0].begin,
+            "first": parts[0].last + 1,
+            "last": parts[0].last,
+            "stretches": [(part.begin, part.last) for part in parts],
+            "states": [*saved, *recorded],
+            "distances": [step for step in saved if is_close and step not in run.damage],
+        }
+        variables = dict(parts[0].variables)
+        ranks = parts[0].ranks
+        if self._num_gpus:
+            names = gpu_names(os.environ)[(slot.number - 1) * ranks : slot.number * ranks]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        folder = replay_folder(run.paths, run.experiment, self._snapshot, request)
+        is_done = replay_on_ranks(folder, run.experiment, ranks, LocalLauncher(variables=variables), poll)
+        replayed = _replayed_stretches(folder, ranks)
+        if is_done and not replayed:
+            raise UsageError(
+                f"{run.name}: the hpc-train of its snapshot has no verify --replay; --code new replays with "
+                "this one"
+            )
+        if is_done:
+            shutil.rmtree(folder.folder.parent)
+        return replayed
+
+    def _compared(self, slot: _Slot, part: _Part, lines: Lines, seconds: float | None) -> VerifiedStretch:
+        run = self._run
+        answer, difference, distance = None, None, None
+        if lines and part.tolerance:
+            answer, difference, distance = near(run.name, run.checkpoints, lines, part.begin, part.tolerance)
+        elif lines:
+            answer, difference = reproduction(run.name, run.checkpoints, lines, part.begin, run.parts)
+        if answer is not None and difference is None and (newest := max(lines)) < part.last:
+            difference = place(newest + 1, "record", run=run.name)  # NaN ended the replay, but not the run
+        result = "close" if part.tolerance and distance else "identical"
+        if answer is None:
+            result = "failed"
+        elif difference is not None:
+            result = "differs"
+            difference["nodes"] = [run.node(difference["step"], difference["rank"])]
+        elif answer["is_reproducible"] is None:
+            result = "unknown"
+        head = lines[difference["step"]][0] if difference and difference["step"] in lines else {"step": 0}
+        numbers = [step_digest(head, key) for key in ("recorded", "digest")]
+        return VerifiedStretch(
+            first=part.begin + 1,
+            last=part.last,
+            result=result,
+            tolerance=part.tolerance,
+            distance=distance if distance is not None and math.isfinite(distance) else None,
+            reproduction=answer,
+            first_difference=difference,
+            numbers=[step_numbers(digest) for digest in numbers if digest is not None],
+            node=run.node(part.last, None),
+            host=socket.gethostname(),
+            slot=slot.number,
+            seconds=seconds,
+        )
+
+
+def _replayed_stretches(folder: RunPaths, num_ranks: int) -> list[tuple[Lines, float]]:
+    """Return the lines of the stretches that all ranks have completed, and the seconds of rank 0."""
+    of_ranks = []
+    for rank in range(num_ranks):
+        try:
+            of_ranks.append(list(_split(replayed_lines(folder.replay(rank)))))
+        except HpcTrainError:  # the rank has failed before, which is reported
+            return []
+    stretches: list[tuple[Lines, float]] = []
+    for parts in zip(*of_ranks, strict=False):
+        lines = {of_step[0]["step"]: of_step for of_step in zip(*(lines for lines, _ in parts), strict=False)}
+        stretches.append((lines, parts[0][1]))
+    return stretches
+
+
+def _split(lines: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], float]]:
+    """Yield the lines of each completed stretch, and its seconds."""
+    stretch: list[Mapping[str, Any]] = []
+    for line in lines:
+        if "ended" in line:
+            yield stretch, line["seconds"]
+            stretch = []
+        else:
+            stretch.append(line)

@@ -1,0 +1,99 @@
+"""``verify --replay``: what it refuses, and how it shares stretches among slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.cli import verify as module
+from hpc_train.cli.replay_options import VerifyOptions
+from hpc_train.cli.replayed_run import ReplayedRun
+from hpc_train.paths import RunPaths
+from hpc_train.run.digests import DigestsFile
+from tests.cli.commands import hpc_train
+from tests.run.runs import small_run
+from tests.run.test_checkpoints import begin_attempt, save
+from tests.run.test_digests import digest
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = small_run(tmp_path / "runs")
+    begin_attempt(paths, 1)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--slots", "2"], "--slots: has no effect without --replay; add it, or omit --slots"),
+        (["--part", "1/2"], "--part: has no effect without --replay"),
+        (["--tolerance", "0"], "--tolerance: has no effect without --replay"),
+        (["--replay", "--part", "3/2"], "--part: '3/2' is not K/N with K from 1 to N, such as 3/20"),
+        (["--replay", "--part", "x"], "--part: 'x' is not K/N"),
+        (["--replay", "--slots", "0"], "--slots"),
+        (["--replay", "--code", "old"], "--code: unknown value 'old'"),
+        (["--replay"], "abc: has neither checkpoints nor digests to compare a replay with"),
+    ],
+)
+def test_mistakes_are_named_before_any_rank_starts(
+    run: RunPaths, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "replay_on_ranks", None)
+    done = hpc_train("verify", "abc", *words)
+    assert done.code == 2 and message in done.err.replace("\n", " "), done.err
+
+
+def replays(run: RunPaths, part: tuple[int, int] = (1, 1), **options: Any) -> module._Replays:
+    made = VerifyOptions(runs=["abc"], **options)
+    return module._Replays(ReplayedRun(run, "abc", uses_new_code=False), made, part)
+
+
+def test_stretches_end_at_intact_checkpoints_and_the_newest_digest(run: RunPaths) -> None:
+    for step in (5, 10, 20):
+        save(run, step)
+    file = DigestsFile(run.digests, 0)
+    file.append([digest(step) for step in range(1, 24)])
+    file.close()
+    assert replays(run)._stretches() == [(0, 5), (5, 10), (10, 20), (20, 23)]
+    run.checkpoint(10).shard(0).write_bytes(b"damaged")
+    assert replays(run)._stretches() == [(0, 5), (5, 20), (20, 23)]
+    assert [(part.begin, part.last) for part in replays(run, (2, 3))._parts] == [(5, 20)]
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"), [(1, [[5, 15, 16]]), (2, [[15], [5, 16]]), (7, [[15], [5], [16]])]
+)
+def test_slots_have_about_as_many_steps(run: RunPaths, slots: int, expected: list[list[int]]) -> None:
+    for step in (5, 15, 16):
+        save(run, step)
+    (group,) = replays(run, slots=slots)._slots()
+    assert [[part.last for part in slot.parts] for slot in group] == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "slots", "expected"),
+    [(8, 2, None, 4), (2, 4, None, 1), (0, 1, None, 2), (0, 2, None, 1), (0, 2, 5, 5), (8, 2, 5, None)],
+)
+def test_slots_follow_from_the_devices(
+    gpus: int, ranks: int, slots: int | None, expected: int | None, run: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, "usable_cpus", lambda: {0, 1})
+    save(run, 5)
+    work = replays(run, slots=slots)
+    work._num_gpus = gpus
+    if expected is None:
+        with pytest.raises(module.UsageError, match="--slots: 5 slots of 2 ranks need a GPU per rank"):
+            work._num_slots(ranks, ())
+    else:
+        assert work._num_slots(ranks, (("OMP_NUM_THREADS", "1"),)) == expected
+
+
+def test_a_replay_that_can_not_be_bitwise_has_a_tolerance(run: RunPaths) -> None:
+    save(run, 5)
+    assert replays(run)._parts[0].tolerance == 0
+    assert replays(run, devices=1)._parts[0].tolerance == module.DEFAULT_TOLERANCE, "two saved it"
+    assert replays(run, devices=1, tolerance=0.0)._parts[0].tolerance == 0

@@ -1,0 +1,158 @@
+"""``environment.container`` on a real Slurm: podman, and pyxis by a plug-in that stands in for it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.runs import assert_equal_to_the_bit, installed, only_run, wait_for
+from tests.quiet import QuietRuns
+from tests.slurm import containers
+from tests.slurm.cluster import Cluster, running
+from tests.slurm.configuration import Settings
+from tests.slurm.experiments import (
+    ENVIRONMENT,
+    LIMIT_S,
+    TWO_RANKS,
+    account,
+    job_of,
+    ranks_of,
+    records,
+    see_it_preempted,
+    submit,
+    submit_one,
+    wait_for_state,
+)
+from tests.slurm.fixtures import leave_out
+from tests.slurm.host import why_not
+from tests.slurm.runs import wait_for_state as wait_for_job
+from tests.slurm.test_spare_nodes import wait_until_held
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
+
+PYXIS = Path(__file__).with_name("pyxis.c")
+#: A variable of the submission, whose value no command line may show.
+SECRET = f"secret-{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="module")
+def _cluster_with_pyxis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if why := why_not(accounting=False):
+        leave_out(f"no Slurm to test with: {why}")
+    containers.install("gcc", packages=("libslurm-dev",))
+    folder = tmp_path_factory.mktemp("containers")
+    containers.put_podman(folder / "bin")
+    plug_in = folder / "pyxis.so"
+    subprocess.run(["gcc", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", plug_in, PYXIS], check=True)
+    with (
+        running(Settings(accounting=False, plug_in=str(plug_in))) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster_with_pyxis: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    for name, value in _cluster_with_pyxis.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    yield _cluster_with_pyxis
+    _cluster_with_pyxis.clear()
+
+
+def podman_containers() -> list[str]:
+    listed = ("podman", "ps", "--all", "--filter=name=hpc-train-", "--format={{.Names}}")
+    return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
+
+
+def ranks_inside(paths: RunPaths, attempt: int, rank: int | None = None) -> list[int]:
+    """Return the ranks' processes in the image, without those around them that have the same arguments."""
+    processes = [process for process in ranks_of(paths, rank, attempt) if containers.is_inside(process)]
+    return [process for process in processes if "python" in Path(f"/proc/{process}/exe").readlink().name]
+
+
+def assert_inside(paths: RunPaths, attempt: int) -> None:
+    """The ranks are in the image, with the variables of the submission; no command line shows the secret."""
+    processes = ranks_inside(paths, attempt)
+    assert len(processes) == 2, account(paths)
+    for process in processes:
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        assert f"MY_TOKEN={SECRET}".encode() in variables
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(SECRET.encode() in line for line in lines)
+
+
+@pytest.mark.parametrize("runtime", ["podman", "apptainer"])
+def test_ranks_in_a_container_restart_in_place_and_resume_after_a_preemption(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path, runtime: str
+) -> None:
+    if shutil.which(runtime) is None:  # Debian 12 has no package of Apptainer
+        pytest.skip(f"there is no program {runtime}")
+    with Hold(tmp_path, 12) as hold:
+        container = containers.override(runtime, tmp_path, installed())
+        settings = ("recovery.restart=in_place", "checkpoint.every_steps=5", hold.override)
+        paths = submit_one(tmp_path, container, *settings, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 1)
+        hold.at(14, since_attempt=2)
+        (process,) = ranks_inside(paths, 1, rank=1)
+        os.kill(process, signal.SIGKILL)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 2)
+        see_it_preempted(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    first, second, third = records(paths)
+    assert (first.cause, "rank 1 on n2: killed by SIGKILL" in str(first.reason)) == ("crash", True), first
+    assert [record.in_place for record in (first, second, third)] == [False, True, False], account(paths)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+    wait_for(lambda: not ranks_of(paths) and not podman_containers(), "the end of all containers", LIMIT_S)
+
+
+def test_ranks_in_pyxis_resume_after_a_preemption(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    with Hold(tmp_path, 12) as hold:
+        container = containers.override("pyxis", tmp_path, installed())
+        paths = submit_one(tmp_path, container, hold.override, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        assert_inside(paths, 1)
+        see_it_preempted(cluster, paths)
+    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
+    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)
+
+
+def test_a_killed_step_leaves_no_container(cluster: Cluster, tmp_path: Path) -> None:
+    with Hold(tmp_path, 3) as hold:
+        container = containers.override("podman", tmp_path, installed())
+        settings = ("slurm.nodes=1", "recovery.max_crashes=0", hold.override)
+        paths = submit_one(tmp_path, container, *settings, text=TWO_RANKS)
+        wait_until_held(hold, paths)
+        assert len(podman_containers()) == 1
+        cluster.run("scancel", "--signal=KILL", f"{job_of(paths)}.0")
+        wait_for(
+            lambda: not podman_containers() and not ranks_of(paths), "the end of all containers", LIMIT_S
+        )
+    assert wait_for_state(paths, "completed", "failed") == "failed", account(paths)
+
+
+def test_a_node_without_the_image_ends_the_job_before_any_rank(cluster: Cluster, tmp_path: Path) -> None:
+    image = "environment.container={image: /no/such/image, runtime: podman}"
+    submitted = submit(tmp_path, image, text=TWO_RANKS)
+    assert (
+        "command line: environment.container.image: /no/such/image does not exist on this machine"
+        in submitted.err
+    )
+    paths = only_run(tmp_path)
+    assert wait_for_job(cluster, job_of(paths), "FAILED", "COMPLETED") == "FAILED"
+    message = "hpc-train: environment.container.image: there is no /no/such/image on n1; correct the path"
+    assert message in account(paths) and not paths.attempt_folders()
