@@ -62,7 +62,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 #: Not part of ``make bench``.
 NEEDS_CUDA = SECTIONS["GPU"]
 #: Titles that a benchmark measures in several calls.
-EXPECTED = {"gpu_throughput": tuple(case.title(mode) for case in CASES for mode in case.modes())}
+EXPECTED: dict[str, tuple[str, ...]] = {
+    "gpu_throughput": tuple(case.title(mode) for case in CASES for mode in case.modes()),
+    "shared_jobs": ("Sweep of 32 runs on four exclusive nodes: submit to the end of the last run",),
+}
 #: What no benchmark of this repository measures.
 NO_BENCHMARK = (
     "training on several nodes, with NCCL over InfiniBand or Ethernet",
