@@ -107,8 +107,9 @@ to uninterrupted ones after {total} random faults: {Kill} times SIGKILL of a ran
 SIGTERM or USR2 to ranks, and {lost} lost nodes (slurmd stopped, all daemons killed, or a power cut).
 {in_place} attempts began in place. The runs train with DDP and FSDP, {programs} are programs; {spare_nodes}
 have a spare node, {standby} ranks on standby, {workers} loader processes. In each run every attempt ended
-for the reason that was caused, the budgets count these ends, the next attempt began in the same allocation
-exactly when it should, and no process and no file in /dev/shm is left.
+for the reason that was caused, the budgets count these ends, after a kill the next attempt began in the
+same allocation when it should, never after a preemption, a time limit, a signal or a requeue, and no
+process of the run and no file in /dev/shm was left.
 """
 
 
