@@ -118,7 +118,7 @@ def _soak() -> list[str]:
     if not RESULTS.exists():
         return []
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    runs = results["runs"]
+    runs = [run for run in results["runs"] if run["equal"]]
     faults = Counter(fault.partition(" at ")[0] for run in runs for fault in run["faults"])
     shapes = Counter(name for run in runs for name, value in run["shape"].items() if value)
     numbers = {
