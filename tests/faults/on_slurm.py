@@ -19,11 +19,13 @@ from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from hpc_train.run.run_status import read_status
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import Done, hpc_train, write_experiment
-from tests.faults.runs import HELD_ROW, wait
+from tests.faults.runs import HELD_ROW, LIMIT_S, wait
 from tests.faults.shim import Shim
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import ENVIRONMENT, RANK_MODULES, account, job_of
+from tests.slurm.host import succeeds
 from tests.slurm.runs import field, preempt
+from tests.waiting import came_true
 
 
 class SlurmRun:
@@ -121,8 +123,14 @@ class SlurmRun:
         started = datetime.fromisoformat(field(self.cluster, job_of(self.paths), "StartTime"))
         minutes = 1 + int((now - started).total_seconds() + 35) // 60
         before = field(self.cluster, job_of(self.paths), "TimeLimit")
-        self.cluster.run("scontrol", "update", job, f"TimeLimit={minutes}")
-        return lambda: str(self.cluster.run("scontrol", "update", job, f"TimeLimit={before}")) and None
+
+        def change(limit: str) -> None:
+            # Refused for a while after the loss of a node.
+            command = ("scontrol", "update", job, f"TimeLimit={limit}")
+            assert came_true(lambda: succeeds(*command, **self.cluster.environment), LIMIT_S), command
+
+        change(str(minutes))
+        return lambda: change(before)
 
     def kill_node(self, number: int, *, with_ranks: bool, only_slurmd: bool = False) -> Callable[[], None]:
         """Kill a node's daemons and see Slurm give it up; return what brings it back."""

@@ -107,8 +107,9 @@ to uninterrupted ones after {total} random faults: {Kill} times SIGKILL of a ran
 SIGTERM or USR2 to ranks, and {lost} lost nodes (slurmd stopped, all daemons killed, or a power cut).
 {in_place} attempts began in place. The runs train with DDP and FSDP, {programs} are programs; {spare_nodes}
 have a spare node, {standby} ranks on standby, {workers} loader processes. In each run every attempt ended
-for the reason that was caused, the budgets count these ends, the next attempt began in the same allocation
-exactly when it should, and no process and no file in /dev/shm is left.
+for the reason that was caused, the budgets count these ends, after a kill the next attempt began in the
+same allocation when it should, never after a preemption, a time limit, a signal or a requeue, and no
+process of the run and no file in /dev/shm was left.
 """
 
 
@@ -117,7 +118,7 @@ def _soak() -> list[str]:
     if not RESULTS.exists():
         return []
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    runs = results["runs"]
+    runs = [run for run in results["runs"] if run["equal"]]
     faults = Counter(fault.partition(" at ")[0] for run in runs for fault in run["faults"])
     shapes = Counter(name for run in runs for name, value in run["shape"].items() if value)
     numbers = {
@@ -127,7 +128,8 @@ def _soak() -> list[str]:
         "in_place": sum(sum(run["in_place"]) for run in runs),
     }
     values = defaultdict(int, results | faults | shapes | numbers)
-    return [" ".join(_SOAK.split()).format_map(values), ""]
+    text = " ".join(_SOAK.split()).format_map(values)
+    return [" ".join(filter(None, [text, results.get("note")])), ""]
 
 
 def is_sound(report: Report) -> bool:

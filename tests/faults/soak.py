@@ -260,8 +260,14 @@ class Soak:
 
 def wait_for_standby(run: SlurmRun, shape: Shape) -> None:
     """Wait until the ranks of the next attempt are on standby, if the run has such."""
+
+    def count() -> int:
+        # A start that Slurm has killed leaves files of an earlier attempt.
+        folder_end = f"-{run.attempt() + 1}"
+        return sum(file.parent.name.endswith(folder_end) for file in standby_files(run.paths))
+
     if shape.standby:
-        wait(lambda: len(standby_files(run.paths)) == shape.ranks, lambda: f"standby\n{run.account()}")
+        wait(lambda: count() == shape.ranks, lambda: f"standby\n{run.account()}")
 
 
 def assert_ranks_are_gone(run: SlurmRun, fault: Fault) -> None:
