@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hpc_train.experiment.config.fields import SCRIPT_PATH_PATTERN, Section, pattern
 
@@ -58,6 +58,12 @@ class ContainerConfig(Section):
     def image_name(self) -> str:
         """The image as the runtime reads it; a path is absolute, from the current folder."""
         return str(Path(self.image).expanduser().absolute()) if self.is_path else self.image
+
+
+#: In a file also the image alone.
+ContainerOrImage = Annotated[
+    ContainerConfig, BeforeValidator(lambda value: {"image": value} if isinstance(value, str) else value)
+]
 
 
 def mount_parts(mount: str) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.container_section import ContainerConfig
+from hpc_train.experiment.config.container_section import ContainerOrImage
 from hpc_train.experiment.config.fields import (
     GPU_TYPE_PATTERN,
     MAIL_PATTERN,
@@ -234,9 +234,7 @@ class EnvironmentConfig(Section):
     ``python3``."""
     modules: list[Annotated[str, pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
     """Modules to load with ``module load``, in this order. Default: none."""
-    container: Annotated[
-        ContainerConfig | None, BeforeValidator(lambda v: {"image": v} if isinstance(v, str) else v)
-    ] = None
+    container: ContainerOrImage | None = None
     """Container for the ranks: an Apptainer image, or a section of settings. Default: no container."""
     strict: bool = False
     """Refuse to resume with other versions of Python, torch or this package than the checkpoint was saved
