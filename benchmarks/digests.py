@@ -1,6 +1,6 @@
 """The cost of digests of parts, and the time of `verify --replay` relative to that of its run.
 
-    python -m benchmarks.digests [--rounds 7] [--only digests verify] [--quick]
+    python -m benchmarks.digests [--rounds 7] [--only digests verify] [--steps 200] [--quick]
 
 Digests of weights and optimizer state by module (`checkpoint.digests: parts`) are computed between windows of
 training steps of the models of benchmarks/step.py, on one rank with one thread, in the same process. Their
@@ -42,13 +42,12 @@ from hpc_train.training.train_state import TrainState
 
 MODELS = ("mlp", "resnet18", "resnet50", "vit_tiny", "gpt", "host_eager")
 STRETCHES, SLOTS = 20, 2
-#: A run of about five minutes.
-STEPS_PER_STRETCH = 200
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=["digests", "verify"], default=["digests", "verify"])
+    options.add_argument("--steps", type=int, default=200, help="steps of each stretch; default: 200")
     arguments = options.parse_args()
     measured_with = conditions() | {"threads of each rank": 1}
     if "digests" in arguments.only:
@@ -57,7 +56,7 @@ def main() -> None:
         measured = table("Digests of parts", "", rows, remark=remark)
         report("digests", arguments, measured_with, tables=[measured])
     if "verify" in arguments.only:
-        steps = 2 if arguments.quick else STEPS_PER_STRETCH
+        steps = 2 if arguments.quick else arguments.steps
         title = f"Verification of a run of {STRETCHES} stretches in {SLOTS} slots"
         measured = table(title, "", {"gpt": _verification(steps)})
         report("digests", arguments, measured_with, tables=[measured])

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-from hpc_train.cli import bundle_options, command_options  # noqa: F401
+from hpc_train.cli import command_options, replay_options  # noqa: F401
 from hpc_train.cli.command_line import app
 from hpc_train.errors import ExitCode
 from hpc_train.run.processes import keep_exit_statuses

@@ -7,24 +7,21 @@ that they have in common, by ranks that compute digests of all tensors: twice tw
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import BisectOptions
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
-from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.many_runs import find_readable
-from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay import Stretch, number_of_ranks, report_begin, run_stretch
+from hpc_train.cli.replay_options import BisectOptions
+from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
-from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.plan.input_files import other_inputs
-from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.report.parted_steps import (
     Lines,
     Place,
@@ -37,12 +34,10 @@ from hpc_train.report.parted_steps import (
     step_numbers,
 )
 from hpc_train.report.replayed_steps import StepNumbers
-from hpc_train.report.reproduction import Parts, Reproduction, reproduction, reproduction_text
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.run.checkpoints import Manifest, committed, verify
+from hpc_train.report.reproduction import Reproduction, reproduction, reproduction_text
+from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.digests import MAX_STEP, read_digests, read_parts
-from hpc_train.run.files import read_json
+from hpc_train.run.digests import MAX_STEP, read_digests
 from hpc_train.run.find import run_names
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
@@ -134,73 +129,6 @@ def _pythons(paths: Sequence[Path], num_runs: int) -> Sequence[Path | None]:
         if not (path.is_file() and os.access(path, os.X_OK)):
             raise UsageError(f"--python: {path} is not a program; write a path such as venv/bin/python")
     return [path.absolute() for path in paths] or [None] * num_runs
-
-
-@dataclass
-class ReplayedRun:
-    """One of the runs, as its files are."""
-
-    paths: RunPaths
-    name: str
-    uses_new_code: bool
-    #: The interpreter of its replays; None: this one.
-    python: Path | None = None
-
-    @cached_property
-    def files(self) -> RunFiles:
-        """The run's records."""
-        return RunFiles.read(self.paths)
-
-    @cached_property
-    def experiment(self) -> Experiment:
-        """The newest experiment, without the parts that do not act on steps."""
-        return prepared(newest_experiment(self.paths, []))
-
-    @cached_property
-    def checkpoints(self) -> dict[int, CheckpointPaths]:
-        """Step → checkpoint, lowest step first."""
-        return {checkpoint.step: checkpoint for checkpoint in reversed(committed(self.paths))}
-
-    @cached_property
-    def damage(self) -> dict[int, str]:
-        """Step → the problems of a damaged checkpoint."""
-        problems = {step: verify(checkpoint) for step, checkpoint in self.checkpoints.items()}
-        return {step: "; ".join(lines) for step, lines in problems.items() if lines}
-
-    @cached_property
-    def parts(self) -> Parts:
-        """The digests of parts by step."""
-        return dict(read_parts(self.paths.part_digests))
-
-    def newest_before(self, step: int) -> int:
-        """Return the step of the newest intact checkpoint before ``step``; 0 if there is none."""
-        intact = self.checkpoints.keys() - self.damage.keys()
-        return max((saved for saved in intact if saved < step), default=0)
-
-    def machine(self, after: int | None = None) -> dict[str, Any]:
-        """Return where the run computed: of its newest checkpoint, or of the first one after a step."""
-        record = self.files.newest_record
-        saved = list(self.checkpoints.values())
-        later = [checkpoint for checkpoint in saved if after is not None and checkpoint.step > after]
-        chosen = next(iter([*later[:1], *saved[-1:]]), None)
-        extra = (read_json(chosen.state) or {}).get("extra") or {} if chosen else {}
-        return {
-            "ranks": ranks_of(self.files.facts, record),
-            "nodes": record.hosts if record else None,
-            "device": extra.get("device"),
-            **dict.fromkeys(("processor", "threads")),
-            **(extra.get("hardware") or {}),
-        }
-
-    def node(self, step: int, rank: int | None) -> str | None:
-        """Return the node on which a rank computed a step; None if several are possible."""
-        attempts = [digest.attempt for digest in read_digests(self.paths.digests, step, step)]
-        records = [record for record in self.files.records if record.attempt & 0xFFFF in attempts]
-        record = next(reversed(records or self.files.records), None)
-        if record is None or not record.hosts or (rank is None and len(record.hosts) > 1):
-            return None
-        per_node = -(-(record.ranks or 1) // len(record.hosts))
-        return record.hosts[min((rank or 0) // per_node, len(record.hosts) - 1)]
 
 
 @dataclass
@@ -456,9 +384,3 @@ class _Search:
             self.answer["reproduction"].append(compared)
             places += [first_place] if first_place is not None else []
         return places
-
-
-def thread_variables(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with which ranks compute with as many CPU threads as the run's."""
-    counts = set(facts["threads"] or ())
-    return {"OMP_NUM_THREADS": str(*counts)} if facts["device"] == "cpu" and len(counts) == 1 else {}

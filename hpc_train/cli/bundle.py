@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hpc_train.cli.bundle_options import BundleOptions
 from hpc_train.cli.changes import key_of
 from hpc_train.cli.evaluate import newest_experiment, one_run
+from hpc_train.cli.replay_options import BundleOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, listed
 from hpc_train.experiment.config.keys import JOB
@@ -154,7 +154,9 @@ def _packed(paths: RunPaths, options: BundleOptions, new: RunPaths) -> _Packed:
     frozen_experiment.write(new, public)
     _write_records(paths, run, new, code.content, named.inputs)
     files: dict[str, Path | bytes] = {
-        f"run/{path.name}": path for path in (paths.metrics, paths.digests) if path.is_file()
+        f"run/{path.name}": path
+        for path in (paths.metrics, paths.digests, paths.part_digests)
+        if path.is_file()
     }
     for checkpoint in checkpoints:
         files |= _checkpoint_files(checkpoint, new.checkpoint(checkpoint.step))

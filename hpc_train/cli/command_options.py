@@ -36,7 +36,9 @@ class _Json(Options):
     as_json: bool = flag("Print JSON to stdout.", "--json")
 
 
-class _OnRuns(_Json):
+class OnRuns(_Json):
+    """Options of a command on several runs."""
+
     runs: list[str] = argument(..., "Runs.", _RUN, autocompletion=completion.runs)
 
 
@@ -59,11 +61,6 @@ def _launcher() -> Any:
 
 def _devices() -> Any:
     return option(None, "Ranks on this machine; default: one per GPU, or one.", min=1)
-
-
-def _replay_ranks() -> Any:
-    text = "Ranks on this machine. Default: as many as the run had, if there are enough devices."
-    return option(None, text, min=1)
 
 
 def _metric() -> Any:
@@ -94,7 +91,9 @@ class LauncherOptions(Options):
     launcher: str | None = _launcher()
 
 
-class _Code(Options):
+class CodeOptions(Options):
+    """The code with which a command runs."""
+
     code: str | None = option(None, "new: use the current code instead of the run's snapshot.", metavar="new")
 
 
@@ -121,7 +120,9 @@ class CheckpointOptions(Options):
         return True if self.best else False if self.last else None
 
 
-class _OnOneRun(_Code, _Json):
+class OnOneRun(CodeOptions, _Json):
+    """Options of a command on one run, with overrides."""
+
     runs_and_overrides: list[str] = argument(
         ...,
         "One run, and keys of data, parallel, device, … to override.",
@@ -130,7 +131,7 @@ class _OnOneRun(_Code, _Json):
     )
 
 
-class RanksOptions(CheckpointOptions, _OnOneRun):
+class RanksOptions(CheckpointOptions, OnOneRun):
     """The options of commands whose ranks on this machine load a checkpoint."""
 
     devices: int | None = _devices()
@@ -283,7 +284,7 @@ class LogsOptions(_Json):
 
 
 @command("resume")
-class ResumeOptions(LauncherOptions, _Code, _Json):
+class ResumeOptions(LauncherOptions, CodeOptions, _Json):
     """Resume unfinished runs from their newest valid checkpoint; train completed runs longer."""
 
     runs_and_overrides: list[str] = argument(
@@ -297,19 +298,19 @@ class ResumeOptions(LauncherOptions, _Code, _Json):
 
 
 @command("cancel")
-class CancelOptions(_OnRuns):
+class CancelOptions(OnRuns):
     """Cancel runs for good; what they saved is kept."""
 
 
 @command("clean")
-class CleanOptions(_OnRuns):
+class CleanOptions(OnRuns):
     """Remove old checkpoints, caches and unused code."""
 
     yes: bool = _yes()
 
 
 @command("rm", module="clean")
-class RemoveOptions(_OnRuns):
+class RemoveOptions(OnRuns):
     """Remove runs that have ended, and unused code."""
 
     yes: bool = _yes()
@@ -352,68 +353,8 @@ class PredictOptions(RanksOptions):
     force: bool = flag("Replace FILE if it exists.")
 
 
-@command("replay")
-class ReplayOptions(_OnOneRun):
-    """Repeat steps of a run and show their batches, losses and gradients.
-
-    From the newest checkpoint before them, on this machine. The run is not changed.
-    """
-
-    step: int = option(..., "The first step to show, as in the metrics.", min=1)
-    to: int | None = option(None, "The last step to show. Default: the first.", min=1)
-    changes: list[str] = option(
-        list, "Replay again with this key changed, and compare.", "--set", metavar="KEY=VALUE"
-    )
-    activations: bool = flag("Also show the range of each module's outputs.")
-    save_batch: Path | None = option(
-        None, "Write the micro-batches of the first step to FILE.safetensors.", metavar="FILE"
-    )
-    save_samples: Path | None = option(
-        None, "Write the samples of the first step to a new FOLDER, as PNG or text.", metavar="FOLDER"
-    )
-    profile: Path | None = option(
-        None, "Write torch.profiler's trace of the shown steps to FILE.json.gz.", metavar="FILE"
-    )
-    debugger: bool = flag("Stop in pdb at the beginning of each shown step, on one rank.")
-    devices: int | None = _replay_ranks()
-
-
-@command("bisect")
-class BisectOptions(_OnRuns, _Code):
-    """Find the first step, module and tensor at which two runs differ, or a run and its replay.
-
-    By their digests and checkpoints, and by replays on this machine. The runs are not changed.
-    """
-
-    first: int = option(1, "The first step to compare.", "--from", min=1)
-    last: int | None = option(None, "The last step to compare. Default: all.", "--to", min=1)
-    pythons: list[Path] = option(
-        list,
-        "Interpreter of the environment in which to replay a run; once per run, in their order.",
-        "--python",
-        metavar="PATH",
-    )
-    devices: int | None = _replay_ranks()
-
-
-@command("verify")
-class VerifyOptions(_OnRuns, _Code):
-    """Check by hashes which checkpoints would load; with --replay, repeat the steps between them.
-
-    The runs are not changed.
-    """
-
-    replays: bool = flag("Repeat the steps between checkpoints on this machine, and compare.", "--replay")
-    slots: int | None = option(None, "Stretches to repeat at a time. Default: by cores or GPUs.", min=1)
-    part: str | None = option(None, "Repeat part K of N of the stretches: for job arrays.", metavar="K/N")
-    tolerance: float | None = option(
-        None, "Relative difference that passes. Default: 0 (bitwise) or, if it can't be, 0.05.", min=0
-    )
-    devices: int | None = _replay_ranks()
-
-
 @command("compare")
-class CompareOptions(_OnRuns):
+class CompareOptions(OnRuns):
     """Compare runs: changed keys, last and best metrics.
 
     The best run comes first.
@@ -437,7 +378,7 @@ class CompareOptions(_OnRuns):
 
 
 @command("report")
-class ReportOptions(_OnRuns):
+class ReportOptions(OnRuns):
     """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""
 
     output: Path = _output(..., "File to write.", "FILE.html")
@@ -445,7 +386,7 @@ class ReportOptions(_OnRuns):
 
 
 @command("sync")
-class SyncOptions(_OnRuns):
+class SyncOptions(OnRuns):
     """Send to wandb, MLflow or TensorBoard what runs logged without a network."""
 
     to: list[str] = option(

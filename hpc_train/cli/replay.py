@@ -14,8 +14,8 @@ from typing import Any
 
 from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import ReplayOptions
 from hpc_train.cli.evaluate import newest_experiment, one_run, ranks_folder
+from hpc_train.cli.replay_options import ReplayOptions
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.config.fields import MAX_MINUTES

@@ -16,11 +16,11 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from hpc_train.cli.bisect import thread_variables
-from hpc_train.cli.bundle_options import ReproduceOptions
 from hpc_train.cli.changes import as_override
 from hpc_train.cli.evaluate import newest_experiment
 from hpc_train.cli.replay import Stretch, number_of_ranks, prepared, report_begin, run_stretch
+from hpc_train.cli.replay_options import ReproduceOptions
+from hpc_train.cli.replayed_run import thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, StorageError, UsageError, counted, listed
 from hpc_train.experiment.config.schema import Experiment
@@ -36,6 +36,7 @@ from hpc_train.run.checkpoints import committed, verify
 from hpc_train.run.code.code_files import package_files
 from hpc_train.run.code.snapshot import TREE, Code, folder_in_tree, link, linked, load, place
 from hpc_train.run.create import inputs_differ
+from hpc_train.run.digests import read_parts
 from hpc_train.run.files import read_json, read_text, write_json, write_text
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.trust import check_run
@@ -232,14 +233,14 @@ def _verified(
             "permissions; -o DIR extracts it to look at it first"
         )
         return answer
-    lines = _replayed(stretch, facts, experiment, num_ranks)
+    parts = dict(read_parts(run.part_digests))
+    lines = _replayed(stretch, facts, experiment, num_ranks, [*facts.checkpoints, *parts])
     name = facts.id
-    checkpoints = {saved.step: saved for saved in committed(run)}
-    compared, first = reproduction(name, dict(sorted(checkpoints.items())), lines, stretch.begin, {})
+    checkpoints = {saved.step: saved for saved in reversed(committed(run))}
+    compared, first = reproduction(name, checkpoints, lines, stretch.begin, parts)
     losses = _losses(lines, run, options.tolerance)
-    matters = any(mismatch["matters"] for mismatch in mismatches)
     answer |= {"reproduction": compared, "place": first, "losses": losses}
-    answer["verdict"] = _verdict(compared, losses, may_differ=matters)
+    answer["verdict"] = _verdict(compared, losses, may_differ=any(one["matters"] for one in mismatches))
     if not options.as_json:
         put(reproduction_text(compared), *(place_text(first, [name]) if first else []), _words(answer))
     return answer
@@ -374,12 +375,17 @@ def _difference_text(mismatch: Mismatch) -> str:
     return f"differs: {mismatch['name']} {then or 'none'} → {here or 'none'}: {mismatch['remedy']}"
 
 
-def _replayed(stretch: Stretch, facts: BundleFacts, experiment: Experiment, num_ranks: int) -> Lines:
-    """Repeat the steps in the folder of the code, and return the ranks' lines by step."""
+def _replayed(
+    stretch: Stretch, facts: BundleFacts, experiment: Experiment, num_ranks: int, compared: Sequence[int]
+) -> Lines:
+    """Repeat the steps in the folder of the code, and return the ranks' lines by step.
+
+    ``compared``: the steps after which tensors are compared.
+    """
     report_begin(stretch, num_ranks)
     snapshot = linked(stretch.run)
     assert snapshot is not None, "it was placed"
-    states = sorted({stretch.begin, *(step for step in facts.checkpoints if step <= stretch.last)})
+    states = sorted({stretch.begin, *(step for step in compared if step <= stretch.last)})
     with chdir(snapshot / TREE / folder_in_tree(snapshot)):
         lines = run_stretch(
             stretch,

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypedDict
 
-from hpc_train.cli.bisect import ReplayedRun, thread_variables
 from hpc_train.cli.code import is_new
-from hpc_train.cli.command_options import VerifyOptions
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.replay import replay_folder, replay_on_ranks, replayed_lines
+from hpc_train.cli.replay_options import VerifyOptions
+from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.launchers.gpus import count_gpus, gpu_names

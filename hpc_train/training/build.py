@@ -20,7 +20,6 @@ from hpc_train.experiment.plan.devices import peak_tflops
 from hpc_train.experiment.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.recovery.history import records
 from hpc_train.run import evaluation_jobs
-from hpc_train.run.bad_samples import all_known
 from hpc_train.run.checkpoints import VERIFIED, committed, newest_attempt
 from hpc_train.run.digests import DigestWriter, StepDigest
 from hpc_train.run.metric_rows import evaluation_rows
@@ -33,7 +32,6 @@ from hpc_train.training.datasets.batches import TrainingBatches, training_batche
 from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.notices import data_notices
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.skipping import too_many
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation
@@ -46,7 +44,7 @@ from hpc_train.training.evaluation_outputs import (
 )
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, NoSaves, Saves, Trainer
+from hpc_train.training.loop import AutoInterval, Cadence, NoSaves, Saves, Trainer
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.models.preprocessing import with_preprocessing
@@ -66,7 +64,7 @@ from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
 from hpc_train.training.train_state import TrainState, build, context
-from hpc_train.training.training_run import Stretch, TrainingRun, begin_record, report_start
+from hpc_train.training.training_run import Stretch, TrainingRun, bad_sample_count, begin_record, report_start
 from hpc_train.training.verification import Verification
 
 _log = logging.getLogger(__name__)
@@ -254,7 +252,7 @@ def _trainer(
         progress=rank.progress,
         step_progress=progress,
         first_step=FirstStep(meters.times, compilation, config.compile, count_flops, rank.has_stepped),
-        bad_samples=_bad_sample_count(run, agreement),
+        bad_samples=bad_sample_count(run, agreement),
         on_event=rank.note,
         status=status,
         profiler=_profiler(run, meters, stack),
@@ -439,26 +437,6 @@ def _saves(
                 run.metrics_writer.join(evaluation_jobs.rows(run.paths), save.step)
 
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
-
-
-def _bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:
-    bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
-    if bad is None:
-        return BadSampleCount(lambda: 0, lambda total: None)
-    # Rank 0 decides: on a network disk ranks may see different files at the same time.
-    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
-
-    def check(total: int) -> None:
-        nonlocal looked_at
-        if total == looked_at or earlier + total <= most:
-            return
-        looked_at = total
-        # Two ranks may have counted the same sample: compare the number of distinct ones.
-        is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
-        if is_over:
-            raise too_many(run.rank.paths, most)
-
-    return BadSampleCount(lambda: bad.count, check)
 
 
 def _status_writer(run: TrainingRun, position: Position, meters: Meters) -> StatusWriter:

@@ -149,8 +149,7 @@ _DATA_PAUSE_S = 0.05
 class Cadence:
     """The steps that are evaluated and saved: functions of the step, so that a resumed run does the same.
 
-    ``save_every_s`` is None if saves are due by steps. ``by_job``: jobs of their own evaluate checkpoints, so
-    a save takes the place of each evaluation.
+    ``save_every_s`` is None if saves are due by steps. ``by_job``: jobs evaluate.
     """
 
     total_steps: int
@@ -190,7 +189,6 @@ class Cadence:
         return self.by_job and self._evaluation_is_due(step)
 
     def _evaluation_is_due(self, step: int) -> bool:
-        """An evaluation always follows the last step."""
         return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:

@@ -407,7 +407,6 @@ def _named(name: str, value: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _decoder(info: DataInfo) -> Decoder | None:
-    """Return the decoder of the data's tokens; None for tokens of which nothing is known."""
     is_known = info.class_names or info.tokenizer or info.num_classes <= Bytes.vocabulary_size
     return decoder_of(info) if is_known else None
 

@@ -15,15 +15,17 @@ from hpc_train.loggers.metrics_writer import MetricsWriter
 from hpc_train.loggers.threads import start_loggers
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
+from hpc_train.run.bad_samples import all_known
 from hpc_train.run.files import write_json
 from hpc_train.run.metric_rows import MetricsFile
 from hpc_train.run.spikes import SpikesFile
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.sampler import Position
-from hpc_train.training.datasets.skipping import BadSamples
+from hpc_train.training.datasets.skipping import BadSamples, too_many
+from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation_outputs import EvaluationFiles
 from hpc_train.training.flops import FlopRates
-from hpc_train.training.loop import AutoInterval
+from hpc_train.training.loop import AutoInterval, BadSampleCount
 from hpc_train.training.rank import Rank
 from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import DigestFiles, digest_files
@@ -101,6 +103,27 @@ def begin_record(run: TrainingRun, step: int) -> None:
         run.digests = digest_files(run.rank.experiment, run.rank.device, run.rank.paths, step)
         if run.rank.experiment.optimization.on_spike is not None:
             run.spikes = SpikesFile(run.rank.paths.spikes, step)
+
+
+def bad_sample_count(run: TrainingRun, agreement: Agreement) -> BadSampleCount:
+    """Return the count of samples that could not be read, and the check of it. Collective."""
+    bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
+    if bad is None:
+        return BadSampleCount(lambda: 0, lambda total: None)
+    # Rank 0 decides: on a network disk ranks may see different files at the same time.
+    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
+
+    def check(total: int) -> None:
+        nonlocal looked_at
+        if total == looked_at or earlier + total <= most:
+            return
+        looked_at = total
+        # Two ranks may have counted the same sample: compare the number of distinct ones.
+        is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
+        if is_over:
+            raise too_many(run.rank.paths, most)
+
+    return BadSampleCount(lambda: bad.count, check)
 
 
 def _layout(run: TrainingRun) -> StepLayout:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_train.cli import verify as module
-from hpc_train.cli.bisect import ReplayedRun
-from hpc_train.cli.command_options import VerifyOptions
+from hpc_train.cli.replay_options import VerifyOptions
+from hpc_train.cli.replayed_run import ReplayedRun
 from hpc_train.paths import RunPaths
 from hpc_train.run.digests import DigestsFile
 from tests.cli.commands import hpc_train

@@ -15,7 +15,7 @@ from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file
 from tests.cli.json_checks import checked
 from tests.end_to_end import random_faults
 from tests.end_to_end.flips import FLIP
-from tests.end_to_end.runs import hpc_train, only_run, work_tree, write_experiment
+from tests.end_to_end.runs import COMPILED, hpc_train, only_run, work_tree, write_experiment
 from tests.end_to_end.test_replay import copy_run
 from tests.faults.schedule import chosen_seeds
 from tests.quiet import QuietRuns
@@ -143,30 +143,33 @@ def test_a_run_equals_its_replay_and_an_equal_run(quiet_runs: QuietRuns) -> None
 
 
 VIT = TEXT.replace("flips:net", "flips:vit")
-LAYER = "blocks.0.mlp.fc1"
+LAYER, PATCHES = "blocks.0.mlp.fc1", "patch_embed.proj"
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "expected"),
+    ("word", "kind", "expected"),
     [
-        (("parallel.strategy=tensor",), "output", {"where": "forward", "module": LAYER, "micro_batch": 2}),
-        (("parallel.strategy=pipeline",), "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
-        (("parallel.strategy=split",), "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
-        (("compile=true",), "moment", {"where": "update", "tensor": f"optimizer.{LAYER}.weight.exp_avg"}),
+        ("parallel.strategy=tensor", "output", {"where": "forward", "module": PATCHES, "micro_batch": 2}),
+        ("parallel.strategy=pipeline", "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
+        ("parallel.strategy=split", "gradient", {"where": "gradients", "tensor": f"{LAYER}.weight"}),
     ],
-    ids=["tensor", "pipeline", "split", "compile"],
+    ids=["tensor", "pipeline", "split"],
 )
-def test_other_strategies(
-    words: tuple[str, ...], kind: str, expected: dict[str, Any], quiet_runs: QuietRuns
-) -> None:
-    """Modules have no digests in a pipeline and compiled, tensors have them."""
-    change = f"model.args.flip={kind}:{STEP}:2:{LAYER}:18"
-    ranks = 1 if "compile=true" in words else 2
-    run, other = (quiet_runs.of(*words, *more, text=VIT, ranks=ranks) for more in ((), (change,)))
+def test_other_strategies(word: str, kind: str, expected: dict[str, Any], quiet_runs: QuietRuns) -> None:
+    """Modules have no digests in a pipeline, tensors have them."""
+    change = f"model.args.flip={kind}:{STEP}:2:{expected.get('module', LAYER)}:18"
+    run, other = (quiet_runs.of(word, *more, text=VIT) for more in ((), (change,)))
     answer = bisected(run.folder, other.folder, code=1)
     assert answer["place"] == answer["place"] | {"step": STEP} | expected, answer
     assert [one["is_reproducible"] for one in answer["reproduction"]] == [True, True]
     assert answer["replays"] <= 4
+
+
+def test_a_compiled_run_equals_its_replay(quiet_runs: QuietRuns) -> None:
+    answer = bisected(quiet_runs.of(*COMPILED, ranks=1).folder, "--from", "8", code=0)
+    (own,) = answer["reproduction"]
+    expected = {"checkpoint": 7, "is_reproducible": True, "compared": 1, "equal_checkpoints": [8]}
+    assert own == own | expected and answer["place"] is None
 
 
 def test_a_run_is_replayed_with_the_current_code(tmp_path: Path) -> None:

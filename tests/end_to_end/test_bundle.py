@@ -36,12 +36,16 @@ MODEL = """\
 # After /srv/people/countess/notes.txt
 from torch import nn
 
-class Net(nn.Sequential):
+class Net(nn.Module):
     def __init__(self, num_classes):
-        super().__init__(
-            nn.Conv2d(1, 4, 4, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
-            nn.Linear(256, num_classes),
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 4, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
         )
+        self.head = nn.Linear(256, num_classes)
+
+    def forward(self, images):
+        return self.head(self.body(images))
 """
 FILE = """\
 name: sealed
@@ -56,7 +60,7 @@ optimization:
   optimizer: {{name: adamw, lr: 0.003}}
   clip_grad_norm: 1.0
 evaluation: {{images: 0}}
-checkpoint: {{every_steps: 8, keep_every: 4}}
+checkpoint: {{every_steps: 8, keep_every: 4, digests: parts, parts_every: 4}}
 logging: {{every_steps: 1}}
 slurm: {{mail: adalovelace@example.org, account: adalovelace}}
 """
@@ -234,6 +238,7 @@ def test_another_user_elsewhere_gets_the_same_weights(is_contained: bool, archiv
     begin = 8 if is_contained else 0
     assert (repeated["checkpoint"], repeated["ranks"], repeated["compared"]) == (begin, 2, 12 - begin)
     assert repeated["equal_checkpoints"] == [step for step in (4, 8, 12) if step > begin]
+    assert (repeated["equal_parts"], repeated["other_parts"]) == (len(repeated["equal_checkpoints"]), None)
     assert not [path for path in home.iterdir() if path.name.startswith("hpc-train-")]
 
 

@@ -123,7 +123,8 @@ def test_samples_ranges_and_a_trace_are_written(quiet_runs: QuietRuns, tmp_path:
             expected = tensors[f"micro_batch.{number}.inputs"][place, 0].numpy()
             assert (picture == expected[:, :, None]).all()
     # The stem's outputs, computed again from the checkpoint's weights.
-    weights = load_file(run.checkpoint(CHECKPOINT).shard(0))
+    checkpoint = run.checkpoint(CHECKPOINT)
+    weights = load_file(checkpoint.shard(0)) | load_file(checkpoint.shard(1))
     images = torch.cat([tensors[f"micro_batch.{number}.inputs"] for number in range(4)])
     normalized = (images.double() / 255 - digits._MEAN) / digits._STD
     stem = torch.nn.functional.conv2d(

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.slurm.cluster import REPOSITORY
 from tests.slurm.fixtures import leave_out
 
 #: A file of the image alone: a process that sees it is in the container.
@@ -29,7 +28,7 @@ _SUITE, _PYTHON = "bookworm", (3, 11)
 #: Where Debian's Python looks for packages of others.
 _PACKAGES = "/usr/local/lib/python3.11/dist-packages"
 _MIRROR = os.environ.get("HPC_TRAIN_DEBIAN_MIRROR", "http://deb.debian.org/debian")
-_LIMIT_S = 900
+_LIMIT_S = 1800
 
 
 def install(*programs: str, packages: tuple[str, ...] = ()) -> None:
@@ -77,46 +76,24 @@ def put_podman(folder: Path) -> None:
         program.chmod(0o755)
 
 
-def image(*more: str, name: str = "image-debian-12") -> Path:
-    """Return the folder of the image, with ``more`` packages of Debian; make it if it is not there."""
+def image() -> Path:
+    """Return the folder of the image; make it if it is not there."""
     if sys.version_info[:2] != _PYTHON:
         leave_out(f"packages of this Python {sys.version_info[:2]} are not for that of Debian 12, {_PYTHON}")
-    folder = Path(os.environ.get("HPC_TRAIN_TEST_IMAGES", "/var/cache/hpc-train")) / name
+    folder = Path(os.environ.get("HPC_TRAIN_TEST_IMAGES", "/var/cache/hpc-train")) / "image-debian-12"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / MARK).exists():
             install("mmdebstrap")
             shutil.rmtree(folder, ignore_errors=True)
-            included = f"--include={','.join(('python3', *more))}"
-            command = ["mmdebstrap", "--quiet", "--variant=minbase", included, _SUITE, folder, _MIRROR]
+            options = ("--quiet", "--variant=minbase", "--include=python3")
+            command = ["mmdebstrap", *options, _SUITE, folder, _MIRROR]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
             if done.returncode:
                 shutil.rmtree(folder, ignore_errors=True)
                 leave_out(f"mmdebstrap could not make the image: {done.stderr[-300:]}")
             (folder / MARK).write_text(IMAGE_VARIABLES)
     return folder
-
-
-def image_of_envs() -> str:
-    """Build ``envs/Dockerfile`` by podman; return the name of the image.
-
-    Its base, which no registry can give here, is the image above with pip. Minutes, and 15 GB below /var.
-    """
-    base = image("python3-pip", "python-is-python3", "ca-certificates", name="image-python-3.11")
-    (base / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink(missing_ok=True)
-    certificates = "/etc/ssl/certs"
-    with tempfile.TemporaryFile() as archive:
-        subprocess.run(["tar", "--create", "--directory", base, "."], stdout=archive, check=True)
-        archive.seek(0)
-        name = "docker.io/library/python:3.11-slim-bookworm"
-        subprocess.run(["podman", "import", "--quiet", "-", name], stdin=archive, check=True)
-    subprocess.run(
-        ["podman", "build", "--quiet", "--pull=never", "--network=host", "--isolation=chroot",
-         f"--volume={certificates}:{certificates}:ro", f"--env=PIP_CERT={certificates}/ca-certificates.crt",
-         "--tag=hpc-train-envs", "--file=envs/Dockerfile", "."],
-        cwd=REPOSITORY, check=True, timeout=3600,
-    )  # fmt: skip
-    return "localhost/hpc-train-envs"
 
 
 def override(runtime: str, *folders: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -157,21 +156,3 @@ def test_a_node_without_the_image_ends_the_job_before_any_rank(cluster: Cluster,
     assert wait_for_job(cluster, job_of(paths), "FAILED", "COMPLETED") == "FAILED"
     message = "hpc-train: environment.container.image: there is no /no/such/image on n1; correct the path"
     assert message in account(paths) and not paths.attempt_folders()
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(5400)
-def test_the_image_of_envs_trains_and_resumes_after_a_requeue(
-    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
-) -> None:
-    """Nothing is mounted but the files of the run: all packages are the image's."""
-    containers.install("buildah")
-    image = containers.image_of_envs()
-    container = {"image": image, "runtime": "podman", "mounts": [str(tmp_path), str(installed())]}
-    with Hold(tmp_path, 12) as hold:
-        override = f"environment.container={json.dumps(container)}"
-        paths = submit_one(tmp_path, override, hold.override, text=TWO_RANKS)
-        wait_until_held(hold, paths)
-        see_it_preempted(cluster, paths)
-    assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
-    assert_equal_to_the_bit(quiet_runs.of(text=TWO_RANKS, environment=ENVIRONMENT), paths)

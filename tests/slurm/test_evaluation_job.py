@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.launchers.slurm import evaluations
 from hpc_train.paths import RunPaths
 from hpc_train.run import evaluation_jobs
 from hpc_train.run.checkpoints import committed
@@ -85,7 +86,7 @@ def test_a_job_evaluates_each_checkpoint_once_while_the_run_is_preempted(
         assert wait_for_state(cluster, job, "COMPLETED", "FAILED") == "COMPLETED", step
         assert (field(cluster, job, "NumTasks"), field(cluster, job, "TimeLimit")) == ("1", "00:30:00")
     names = cluster.run("squeue", "--noheader", "--states=all", "--format=%j").split()
-    assert sum("-evaluation-" in name and paths.folder.name in name for name in names) == len(STEPS)
+    assert [names.count(evaluations.job_name(paths, step)) for step in STEPS] == [1, 1, 1]
 
 
 @pytest.mark.fault(66)

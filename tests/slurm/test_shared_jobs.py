@@ -221,6 +221,8 @@ def test_runs_share_gpus_by_mps(cluster: Cluster, tmp_path: Path) -> None:
     job = job_of(runs[0])
     shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
     assert "cpu=8,mem=12G" in shown and re.search("gres[:/]gpu[:=]2", shown), shown
+    steps = cluster.run("scontrol", "--oneliner", "show", "step", job)
+    assert re.findall(r" CPUs=([1-9]\d*) ", steps) == ["8"] * 4, "the slots choose from all cores of the job"
     # A cancelled run is a step of its own, although all steps have all of the job.
     succeed(tmp_path, "cancel", runs[0].folder)
     assert [status(run).partition(":")[0] for run in runs] == ["cancelled", *["running"] * 3]

@@ -75,8 +75,7 @@ class CheckpointConfig(Section):
     optimizer state by module in ``parts.bin``, every ``parts_every`` steps. Default: ``steps`` if
     ``deterministic``, else ``off``."""
     parts_every: PositiveInt | None = None
-    """Steps between digests of ``parts``, at most 4,096 times in a run. Default: 32, doubled until they take
-    at most 0.5 % of the time."""
+    """Steps between them (at most 4,096 times). Default: 32, doubled until they take 0.5 % of the time."""
 
 
 class BestConfig(Section):
@@ -160,8 +159,7 @@ class EvaluationConfig(Section):
     rank, while training continues. Such an evaluation keeps no text and no images. Needs a job of its own:
     with ``--local`` and ``--here`` the run's ranks evaluate."""
     job_time_limit: DurationMin | None = None
-    """``as_job``: time limit of such a job, such as ``20min``. Default: 1 hour, or ``slurm.time_limit`` if
-    that is shorter."""
+    """``as_job``: time limit of such a job. Default: 1 hour, or ``slurm.time_limit`` if that is shorter."""
 
 
 class SlurmConfig(Section):

@@ -262,6 +262,8 @@ def ranks_can_be_on_standby(experiment: Job) -> Iterator[Problem]:
     "early_stopping",
     "sweep.search",
     "optimization.on_non_finite",
+    "optimization.on_spike",
+    "recovery.verify_every_steps",
     "logging",
     "slurm.runs_per_job",
     "environment.container",
@@ -282,9 +284,15 @@ def jobs_can_evaluate(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(key, "early_stopping decides in training, before such a job has ended", remedy)
     if experiment.sweep.search is not None:
         yield Problem(key, "a trial of sweep.search ends before such a job has ended", remedy)
-    if experiment.optimization.on_non_finite == "rollback":
-        message = "on_non_finite: rollback may replace a checkpoint while such a job evaluates it"
-        yield Problem(key, message, "write optimization.on_non_finite: stop or skip, or take it out")
+    going_back = [
+        name for name in ("on_non_finite", "on_spike") if getattr(experiment.optimization, name) == "rollback"
+    ]
+    if going_back:
+        message = f"{going_back[0]}: rollback may replace a checkpoint while such a job evaluates it"
+        yield Problem(key, message, f"write optimization.{going_back[0]}: skip, or take it out")
+    if experiment.recovery.verify_every_steps is not None:
+        message = "recovery.verify_every_steps may reject a checkpoint while such a job evaluates it"
+        yield Problem(key, message, remedy)
     named = [name for name in ("wandb", "mlflow", "tensorboard", "csv") if getattr(experiment.logging, name)]
     if named:
         message = f"logging.{named[0]} receives rows while a run trains, and not those of such jobs"

@@ -120,7 +120,7 @@ def of_evaluation(experiment: Experiment) -> Experiment:
     assert slurm is not None
     longest = min(EVALUATION_LIMIT_MIN, slurm.time_limit or EVALUATION_LIMIT_MIN)
     of_run = {"hold", "exclusive"}
-    own = {
+    changed = {
         "nodes": 1,
         "spare_nodes": 0,
         "ranks_per_node": 1,
@@ -133,7 +133,7 @@ def of_evaluation(experiment: Experiment) -> Experiment:
         "mail": None,
         "extra": {key: value for key, value in slurm.extra.items() if sbatch_option(key) not in of_run},
     }
-    return experiment.model_copy(update={"slurm": slurm.model_copy(update=own)})
+    return experiment.model_copy(update={"slurm": slurm.model_copy(update=changed)})
 
 
 def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
@@ -149,7 +149,7 @@ def slot_args(experiment: Job, profile: Profile, slots: int) -> list[str]:
         of_job = of_slots(experiment, slots).slurm
         assert of_job is not None
         slurm = slurm.model_copy(update={"gpus_per_node": of_job.gpus_per_node, "ranks_per_node": 1})
-        flags = ["--overlap", "--cpu-bind=none"]
+        flags = ["--overlap"]
     gpus = [f"--{key.replace('_', '-')}={value}" for key, value in _gpus(slurm, profile).items()]
     return [*flags, "--nodes=1", f"--ntasks={ranks_on_each_node(slurm)}", *gpus]
 
