@@ -83,6 +83,7 @@ NAMES: list[tuple[Any, str, str]] = [
     ),
     (torch._subclasses.fake_tensor, "unset_fake_temporarily FakeTensorMode", "training/memory_prediction"),
     (torch.UntypedStorage(0), "_cdata", "training/live_memory"),
+    (torch.UntypedStorage, "_new_shared_fd_cpu", "training/datasets/transport"),
     (torch.distributed._tools, "fake_collectives", "training/memory_prediction"),
     (torch.testing, "_internal", "training/memory_prediction"),
     (torch.distributed, "_tools", "training/memory_prediction"),

@@ -42,7 +42,7 @@ _MIN_SCALE = 0.01
 _MAD_TO_DEVIATION = 1.4826
 #: Of the largest number.
 _MAX_EXPONENT = 709.0
-#: Steps that are read to fill the window: more than its size, since numbers that are not finite are left out.
+#: Steps that are read to fill the window: more than its size, since numbers that are not finite are omitted.
 _READ_STEPS = 16 * WINDOW
 _MAX_SAMPLES = 1024
 #: In messages: spikes, and samples of each.
@@ -158,7 +158,7 @@ def rule_at(paths: RunPaths, step: int) -> SpikeRule:
 class SpikesFile(GrowingFile):
     """The spikes up to the step from which this attempt continues, followed by this attempt's spikes.
 
-    Spikes whose data the run leaves out (``rollback``) are kept, since it does not meet them again.
+    Spikes whose data the run skips (``rollback``) are kept, since it does not meet them again.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -189,7 +189,7 @@ class SpikesFile(GrowingFile):
 
 
 def read_spikes(paths: RunPaths) -> Iterator[Spike]:
-    """Yield the run's spikes in order; lines that can't be read are left out."""
+    """Yield the run's spikes in order; lines that can't be read are omitted."""
     with suppress(FileNotFoundError, UnreadableFileError), open_regular(paths.spikes) as file:
         for line in file:
             if (spike := _parsed(line)) is not None:

@@ -359,7 +359,7 @@ class OptimizationConfig(Section):
     skips the weight update; ``rollback`` returns to the newest checkpoint and skips the data of that step."""
     max_non_finite: PositiveInt = 10
     """With ``skip`` or ``rollback``: maximum number of such steps in the whole run. One more ends it. Data
-    that ``on_spike: rollback`` leaves out count, too."""
+    that ``on_spike: rollback`` skips count, too."""
     on_spike: Literal["report", "skip", "rollback"] | None = None
     """What to do when the loss or the gradients' norm rises far above those of the last 128 steps:
     ``report`` records the step and its samples in ``spikes.jsonl``; ``skip`` also skips the weight update;
