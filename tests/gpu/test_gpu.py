@@ -641,5 +641,5 @@ def test_a_session_restores_weights_and_generator_of_the_gpu(tmp_path: Path) -> 
     weights, state = model.weight.tolist(), generator.get_state()
     torch.rand(3, device="cuda")
     nn.init.zeros_(model.weight)
-    assert restore(tmp_path, {"model": model}, 0) == 1
+    assert restore(tmp_path, {"model": model}, 0, 1) == 1
     assert model.weight.tolist() == weights and torch.equal(generator.get_state(), state)

@@ -197,7 +197,7 @@ def test_gpu_hours_are_spent_once_their_budget_is_reached() -> None:
 @pytest.mark.parametrize(("hours", "is_spent"), [(1, False), (2, True), (3, True)])
 def test_a_run_is_not_resumed_once_the_budget_of_its_file_is_reached(hours: int, is_spent: bool) -> None:
     """The attempt has one node of four GPUs, the file a budget of eight GPU-hours."""
-    slurm = SimpleNamespace(max_gpu_hours=8.0, gpus_per_node=4)
+    slurm = SimpleNamespace(max_gpu_hours=8.0, gpus_per_node=4, runs_per_gpu=1)
     times = {"start": "2026-11-21T00:00:00+00:00", "end": f"2026-11-21T0{hours}:00:00+00:00"}
     lasted = replace(attempt("preemption"), job="1", hosts=["n1"], **times)
     found = spent_budget(cast(Any, SimpleNamespace(slurm=slurm)), [lasted])
