@@ -89,7 +89,7 @@ VIT = ('model={name: "tests.end_to_end.paced:vit", args: {dropout: 0.0}}', *SHOR
         (("parallel.strategy=pipeline", *VIT), 2),
         (("parallel.strategy=split", *VIT), 2),
         (COMPILED, 1),
-        ((*SHORT, "activation_checkpointing=blocks"), 2),
+        (("activation_checkpointing=blocks", *VIT), 2),
     ],
     ids=lambda value: value[0].partition("=")[2] if isinstance(value, tuple) else str(value),
 )
