@@ -77,7 +77,7 @@ def test_a_run_survives_a_device_that_hangs_and_a_node_that_loses_a_gpu_before_a
     hangs = tmp_path / "hangs"
     monkeypatch.setenv("FAKE_CUDA_HANGS", str(hangs))
     monkeypatch.setenv("FAKE_CUDA_LOST", str(tmp_path / "lost"))
-    own = (*GPUS, *SHORT, "recovery.hang_after_min=0.15", "device=cuda")
+    own = (*GPUS, *SHORT, "recovery.hang_after_min=0.4", "device=cuda")
     with Hold(tmp_path, 5) as hold:
         paths = submit_one(tmp_path, *own, hold.override, text=TWO_RANKS)
         wait_for_step(paths, 5)

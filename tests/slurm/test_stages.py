@@ -49,7 +49,8 @@ FOUR_STAGES = STAGES.replace("{export", "{evaluate: true}, {export")
 
 
 def staged_file(folder: Path, stages: str = STAGES) -> Path:
-    write_experiment(folder, TUNE + SLURM, "tune.yaml")
+    tune = TUNE.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
+    write_experiment(folder, tune + SLURM, "tune.yaml")
     return write_experiment(folder, FIRST + stages.replace("EXPORTED", str(folder / "w.safetensors")))
 
 
