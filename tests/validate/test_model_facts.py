@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -95,6 +96,17 @@ def test_a_child_that_hangs_is_given_up(
     assert len(caplog.messages) == 2
 
 
+@pytest.fixture
+def handles_ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever an earlier test has left in this process."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("handles_ctrl_c")
 def test_ctrl_c_leaves_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(tmp_path, monkeypatch, f"read question; kill -INT {os.getpid()}; exec tail -f /dev/null")
     before = {*threading.enumerate()}  # a thread of an earlier test may end meanwhile
