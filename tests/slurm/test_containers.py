@@ -7,10 +7,12 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from hpc_train.paths import RunPaths
 from tests.end_to_end.holding import Hold
@@ -63,11 +65,13 @@ def _cluster_with_pyxis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 @pytest.fixture
 def cluster(_cluster_with_pyxis: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """One test at a time on this machine, since podman lists the containers of all."""
     for name, value in _cluster_with_pyxis.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MY_TOKEN", SECRET)
-    yield _cluster_with_pyxis
-    _cluster_with_pyxis.clear()
+    with FileLock(Path(tempfile.gettempdir()) / "hpc-train-test-containers.lock"):
+        yield _cluster_with_pyxis
+        _cluster_with_pyxis.clear()
 
 
 def podman_containers() -> list[str]:
