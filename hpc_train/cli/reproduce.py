@@ -229,8 +229,8 @@ def _verified(
         return answer
     if not options.trust:
         say(
-            f"nothing was run: --trust executes this code, of whoever wrote {options.file}, with your "
-            "permissions; -o DIR extracts it to look at it first"
+            f"nothing was run: --trust executes the code in {options.file} with your "
+            "permissions, so you must trust its author; -o DIR extracts it to look at it first"
         )
         return answer
     parts = dict(read_parts(run.part_digests))

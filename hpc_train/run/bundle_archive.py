@@ -194,7 +194,7 @@ def _padding(size: int) -> bytes:
 def extract(archive: Path, folder: Path) -> Bundle:
     """Extract into ``folder``, which is empty and private, and return the content, all of it verified.
 
-    Raises BadFileError if the archive was changed or cut off; the folder then has files that nobody may use.
+    Raises BadFileError if the archive was changed or cut off; the folder then has unverified files.
     """
     suffix = suffix_of(archive)
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)

@@ -105,7 +105,7 @@ def author(tmp_path_factory: pytest.TempPathFactory) -> Author:
 
 @pytest.fixture(scope="module")
 def archive(author: Author, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where nothing of the author's name is in the path."""
+    """A folder whose path does not contain the author's name."""
     target = tmp_path_factory.mktemp("mail") / "sealed.tar.gz"
     before = content(author.run)
     answer = author.bundle("-o", target, "--all-checkpoints")

@@ -1,4 +1,4 @@
-"""``optimization.on_spike``: a batch whose loss is far above the others is recorded, skipped or left out."""
+"""``optimization.on_spike``: a batch with an outlying loss is recorded; its update or its data are skipped."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ recovery: {max_crashes: 100, max_without_progress: 100, exclude_nodes_for_h: 0}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a seed runs, and how its job restarts."""
+    """The run of a seed, and how its job restarts."""
 
     #: ``program``: tests/faults/counting.py, without torch.
     strategy: str

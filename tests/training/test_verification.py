@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpc_train.errors import BadFileError
-from hpc_train.experiment.config.schema import Experiment
 from hpc_train.training.verification import distances, refuse_inexact, sum_digest, wrong_ranks
+from tests.experiments import tiny_experiment
 
 RIGHT, WRONG, OTHER = 1, 2, 3
 
@@ -75,21 +75,7 @@ def test_a_digest_on_a_gpu_changes_with_every_bit_and_place(dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("device", "deterministic"), [("cuda", None), ("cuda", False), ("cpu", False)])
 def test_a_step_that_does_not_repeat_bitwise_is_not_verified(device: str, deterministic: bool | None) -> None:
-    values = {"recovery": {"verify_every_steps": 5}, "model": {"name": "gpt"}, "data": {"name": "digits"}}
-    optimization = {
-        "steps": 1,
-        "global_batch_size": 1,
-        "micro_batch_size": 1,
-        "optimizer": {"name": "sgd", "lr": 1},
-    }
-    file = {
-        "name": "a",
-        "task": "classification",
-        **values,
-        "optimization": optimization,
-        "deterministic": deterministic,
-    }
+    file = tiny_experiment(recovery={"verify_every_steps": 5}, deterministic=deterministic)
     with pytest.raises(BadFileError, match="deterministic"):
-        refuse_inexact(Experiment.model_validate(file), torch.device(device))
-    exact = Experiment.model_validate(file | {"deterministic": True})
-    refuse_inexact(exact, torch.device(device))
+        refuse_inexact(file, torch.device(device))
+    refuse_inexact(file.model_copy(update={"deterministic": True}), torch.device(device))

@@ -112,7 +112,7 @@ def srun_args(experiment: Job, profile: Profile, folders: Sequence[Path]) -> lis
 
 
 def needs(experiment: Job, profile: Profile) -> dict[str, Any] | None:
-    """Return what the batch script checks on the first node; None without a container."""
+    """Return the program and paths to check on the first node; None without a container."""
     container = experiment.environment.container
     if container is None:
         return None

@@ -83,7 +83,7 @@ def send_without_names() -> None:
 
 
 def _reduce(storage: Any) -> tuple[Any, ...]:
-    """Return what torch sends in place of a storage; its content is copied into shared memory once."""
+    """Return torch's reduction of a storage for pickle; its content is copied into shared memory once."""
     is_private = storage.device.type == "cpu" and storage.nbytes() and not storage.is_shared()
     if is_private and get_sharing_strategy() == "file_descriptor":
         if not hasattr(storage, "hpc_train_shared"):  # several tensors may be views of one storage
