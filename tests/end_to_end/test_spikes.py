@@ -1,4 +1,4 @@
-"""``optimization.on_spike``: a batch with an outlying loss is recorded; its update or its data are skipped."""
+"""``optimization.on_spike``: a batch with an outlying loss is recorded; its update or data are skipped."""
 
 from __future__ import annotations
 
