@@ -212,6 +212,42 @@ def test_ten_threads_get_ten_commands_each_with_an_exit_code_of_its_own() -> Non
     assert json.loads(done.stdout) == 3 * [[[number, number] for number in range(1, 11)]]
 
 
+def test_pytests_workers_are_forked(pytestconfig: pytest.Config) -> None:
+    """One that ends as it starts is replaced by a usual one without a word, and imports torch itself."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ and warm.FRESH not in os.environ
+    if not is_worker or pytestconfig.getoption("cov_source", None):
+        pytest.skip("no worker that could have been forked")
+    assert warm.is_forked(os.getpid())
+
+
+_INTERRUPTED = """if True:
+    import os, signal, subprocess
+    from tests import warm
+
+    def run():
+        process = warm.start_script("import sys; sys.exit(7)")
+        return process.wait()
+
+    run()
+    signal.signal(signal.SIGALRM, lambda number, frame: 1 / 0)
+    os.kill(warm.server_pid(), signal.SIGSTOP)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        run()
+    except ZeroDivisionError:
+        os.kill(warm.server_pid(), signal.SIGCONT)
+        print([run(), run()], end="")
+    warm.close()
+"""
+
+
+def test_an_order_that_is_interrupted_leaves_the_next_ones_their_own_answers() -> None:
+    script = [sys.executable, "-c", _INTERRUPTED]
+    environment = os.environ | {"PYTHONPATH": REPOSITORY}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[7, 7]", done.stderr
+
+
 @pytest.mark.parametrize("ask", [lambda process: process.wait(HANG_LIMIT_S), lambda process: process.poll()])
 def test_a_lost_exit_status_is_an_error(ask: Any) -> None:
     process = warm.start_script("pass")

@@ -124,10 +124,22 @@ class ForkServer:
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return a new child of this process that carries out the order; ``files`` become its 0, 1, 2."""
         message = json.dumps({**order, "parent": os.getpid()}).encode()
-        with _adopting():
-            socket.send_fds(self._end, [message], files)
-            pid = int(self._end.recv(100))
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ChildProcessError: not our child
+        # Each order has a pipe of its own: after Ctrl-C here, the next one must not read this answer.
+        answer, written = os.pipe()
+        try:
+            with _adopting():
+                try:
+                    socket.send_fds(self._end, [message], [written, *files])
+                finally:
+                    os.close(written)
+                pid = int(os.read(answer, 100))
+        finally:
+            os.close(answer)
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError as error:
+            error.add_note(f"the fork server {self.pid} forked {pid}: {_status(pid)}")
+            raise
         return pid
 
     def close(self) -> int:
@@ -137,6 +149,15 @@ class ForkServer:
         if self._door:
             shutil.rmtree(Path(self._door).parent)
         return status
+
+
+def _status(pid: int) -> str:
+    """Return the state and the parent of a process, as far as they can be read."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError as error:
+        return str(error)
+    return ", ".join(line for line in lines if line.startswith(("State", "PPid")))
 
 
 #: Of ``server_with``; the last one is asked.
@@ -438,7 +459,7 @@ def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, An
         # No selectors: garbage with a file's number would close another file of a fork's.
         is_task = door is not None and door in select.select([end, door], [], [])[0]
         asking = door.accept()[0] if is_task and door is not None else end
-        message, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
+        message, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, 4)
         if is_task:
             order = json.loads(message) if message else None
             if order and _can_change(own, order["environment"]) and os.fork() == 0:
@@ -457,10 +478,12 @@ def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, An
                 if pid := os.fork():
                     os.write(written, str(pid).encode())
                     os._exit(0)
-                return json.loads(message), files
+                os.close(files[0])
+                return json.loads(message), files[1:]
             # With the helper gone, the fork's parent is the subreaper, which waits for this answer.
             os.waitpid(helper, 0)
-            end.send(os.read(ready, 100))
+            with suppress(BrokenPipeError):  # the one who ordered was interrupted
+                os.write(files[0], os.read(ready, 100))
             os.close(ready)
             os.close(written)
         for number in files:
@@ -527,8 +550,8 @@ def _become(
     resource.setrlimit(resource.RLIMIT_NOFILE, order["max_files"])
     for number, file in enumerate(files):
         os.dup2(file, number)
-    if own is not None:
-        os.dup2(own.ours.detach(), _SERVER_FILE, inheritable=False)
+    if own is not None and (number := own.ours.detach()) != _SERVER_FILE:
+        os.dup2(number, _SERVER_FILE, inheritable=False)
     os.closerange(_SERVER_FILE + (own is not None), 256)
     end.detach()
     if door is not None:

@@ -244,7 +244,7 @@ def test_another_user_elsewhere_gets_the_same_weights(is_contained: bool, archiv
 
 def test_without_trust_nothing_runs_and_the_files_can_be_looked_at(archive: Path, tmp_path: Path) -> None:
     done = hpc_train("reproduce", archive, "-o", tmp_path / "out", cwd=tmp_path)
-    assert done.code == 2 and "nothing was run: --trust executes this code" in done.err
+    assert done.code == 2 and f"nothing was run: --trust executes the code in {archive}" in done.err
     assert "imports model:Net" in done.err and "all " in done.err
     run = only_run(tmp_path / "out")
     assert (run.code / "tree" / "model.py").read_text() == MODEL
