@@ -1,6 +1,6 @@
 """``WatchApp``: the full-screen view of runs. Only ``cli.watch`` imports it, since importing textual is slow.
 
-A thread reads (``reading_thread``); this one shows the results and handles keys.
+A thread reads (``details.ReadingThread``); this one shows the results and handles keys.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
 from hpc_train.report.live import cells as table_cells
 from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column, counts, next_sort, selected
+from hpc_train.report.live.details import Reading, ReadingThread
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
-from hpc_train.report.live.reading_thread import Reading, ReadingThread
 from hpc_train.report.live.screens import DetailsView, Help, LogView, Pane, Question
 from hpc_train.run.processes import exit_code, start_in_own_session
 
