@@ -29,8 +29,7 @@ from hpc_train.report.metrics_reader import (
     sort_key,
     validation_rows,
 )
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import elapsed_s, short_duration
+from hpc_train.report.run_files import RunFiles, elapsed_s, ranks_of, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names
 from hpc_train.run.run_status import RunStatus

@@ -36,8 +36,7 @@ from hpc_train.experiment.validate.budget_rules import has_budget, over_budget, 
 from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.paths import CheckpointPaths, RunPaths, runs_root
 from hpc_train.report.metrics_reader import Row, newest_rows, number
-from hpc_train.report.run_files import RunFiles, layout_of
-from hpc_train.report.run_times import short_duration, timestamp
+from hpc_train.report.run_files import RunFiles, layout_of, short_duration, timestamp
 from hpc_train.report.usage import evaluation_seconds
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.create import effective_experiment

@@ -23,12 +23,14 @@ from hpc_train.recovery.history import effective_recovery
 from hpc_train.recovery.save_interval import SaveInterval
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
-from hpc_train.report.run_files import RunFiles, layout_of, ranks_of
-from hpc_train.report.run_times import (
+from hpc_train.report.run_files import (
     Restart,
+    RunFiles,
     elapsed_s,
     first_step_words,
+    layout_of,
     newest_restart,
+    ranks_of,
     remaining_s,
     short_duration,
 )

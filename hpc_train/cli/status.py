@@ -20,8 +20,7 @@ from hpc_train.recovery.diagnosis import LAUNCHER_DIED
 from hpc_train.recovery.history import saved_step
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
-from hpc_train.report.run_files import RunFiles, layout_of
-from hpc_train.report.run_times import node_words
+from hpc_train.report.run_files import RunFiles, layout_of, node_words
 from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples, evaluation_jobs, spikes
 from hpc_train.run.attempts import newest_number

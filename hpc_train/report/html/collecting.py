@@ -31,8 +31,7 @@ from hpc_train.report.metrics_reader import (
     sampled_rows,
     sort_key,
 )
-from hpc_train.report.run_files import RunFiles, ranks_of
-from hpc_train.report.run_times import attempt_span, elapsed_s
+from hpc_train.report.run_files import RunFiles, attempt_span, elapsed_s, ranks_of
 from hpc_train.report.usage import attempt_cause, time_use
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.find import run_names

@@ -23,7 +23,7 @@ from hpc_train.report.html.collecting import Collected, Ranking, RunData
 from hpc_train.report.html.evaluation_files import confined_text, newest_evaluation
 from hpc_train.report.html.line_charts import LineChart, line_charts, short
 from hpc_train.report.metrics_reader import Point
-from hpc_train.report.run_times import first_step_words, short_duration
+from hpc_train.report.run_files import first_step_words, short_duration
 from hpc_train.report.usage import PARTS, summed
 from hpc_train.run import spikes
 from hpc_train.run.run_status import RunStatus, extension_words

@@ -11,7 +11,7 @@ from typing import Any
 from hpc_train.console import one_line
 from hpc_train.errors import shortened
 from hpc_train.report.live.live_runs import LiveRun
-from hpc_train.report.run_times import short_duration
+from hpc_train.report.run_files import short_duration
 from hpc_train.run.run_status import STATES
 
 STATE_STYLES = {

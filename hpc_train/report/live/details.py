@@ -34,8 +34,7 @@ from hpc_train.report.metrics_reader import (
     number,
     spread_rows,
 )
-from hpc_train.report.run_files import RunFiles
-from hpc_train.report.run_times import attempt_span, node_words, short_duration
+from hpc_train.report.run_files import RunFiles, attempt_span, node_words, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best

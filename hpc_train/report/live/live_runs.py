@@ -27,7 +27,7 @@ from hpc_train.report.metrics_reader import (
     metric_value,
     number,
 )
-from hpc_train.report.run_times import remaining_s
+from hpc_train.report.run_files import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
 from hpc_train.run.liveness import newest_record
