@@ -16,10 +16,16 @@ import pytest
 from hpc_train import registry
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import LoggingConfig
-from hpc_train.loggers import threads as logger_threads
+from hpc_train.loggers import metrics_writer as logger_threads
 from hpc_train.loggers.base import Logger
-from hpc_train.loggers.metrics_writer import MetricsWriter
-from hpc_train.loggers.threads import LIMIT_S, LoggerThread, call_all, make_logger, start_logger
+from hpc_train.loggers.metrics_writer import (
+    LIMIT_S,
+    LoggerThread,
+    MetricsWriter,
+    call_all,
+    make_logger,
+    start_logger,
+)
 from hpc_train.run.metric_rows import MetricsFile
 from tests.loggers.wandb_files import context, row
 from tests.waiting import HANG_LIMIT_S
