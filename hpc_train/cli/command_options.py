@@ -338,7 +338,7 @@ class EvaluateOptions(RanksOptions):
     """Evaluate a run's checkpoint on this machine."""
 
 
-@command("predict")
+@command("predict", module="evaluate")
 class PredictOptions(RanksOptions):
     """Write a run's predictions to a file.
 
