@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hpc_train.cli import starting
 from hpc_train.cli.changes import (
     VersionChange,
     either,
@@ -22,17 +23,6 @@ from hpc_train.cli.extending import extending, longer_command
 from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, use_nodes
 from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.stage_starts import follow, say_waiting
-from hpc_train.cli.stage_starts import waiting as stages_that_wait
-from hpc_train.cli.starting import (
-    has_saved,
-    next_attempt_words,
-    next_steps,
-    other_run,
-    polling,
-    report,
-    start,
-)
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.keys import node_at
@@ -93,7 +83,7 @@ def start_again(
     """Start runs again: without a checkpoint with the current code, else from it with their own."""
     codes: list[ExitCode] = []
     # Before any starts: a run that has saved something meanwhile is not started a second time.
-    saved = [paths for paths in runs if has_saved(paths)]
+    saved = [paths for paths in runs if starting.has_saved(paths)]
     unsaved = [paths for paths in runs if paths not in saved]
     for new_code, group in ((True, unsaved), (False, saved)):
         request = _Request(list(overrides), launcher, devices, new_code, nodes=nodes)
@@ -110,7 +100,7 @@ def _follow(runs: Sequence[RunPaths], before: Sequence[str], request: _Request) 
     def launcher_name(paths: RunPaths) -> str:
         return request.launcher or last_launcher(paths)
 
-    return follow(
+    return starting.follow(
         runs,
         before,
         lambda paths: _resume_batch(launcher_name(paths), [paths], request),
@@ -137,7 +127,7 @@ def resume(options: ResumeOptions) -> ExitCode:
     runs = find_runs(names)
     with extending(runs, overrides) as (runs, overrides):
         codes, _ = resume_runs(runs, overrides, options)
-    report(rows_of(runs), as_json=options.as_json)
+    starting.report(rows_of(runs), as_json=options.as_json)
     return max(codes)
 
 
@@ -170,9 +160,9 @@ def resume_runs(
         options.take_over,
         options.nodes,
     )
-    waiting = stages_that_wait(runs)
+    waiting = starting.waiting_stages(runs)
     runs = [paths for paths in runs if paths not in waiting]
-    codes = [say_waiting(paths, runs) for paths in waiting]
+    codes = [starting.say_waiting(paths, runs) for paths in waiting]
     for name, group in _batches(runs, request):
         before = [status.state for status in statuses(group)]
         codes += _resume_batch(name, group, request)
@@ -223,10 +213,10 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         _warn_of_divergence([run.paths for run in prepared], request)
         starts = [_start_request(run, request, newest[run.paths]) for run in prepared]
         for run in starts:
-            action = next_attempt_words(run.paths, request.overrides)
+            action = starting.next_attempt_words(run.paths, request.overrides)
             say(f"{run_name(run.paths)}: {action}; in {run.paths.folder}")
         if starts:
-            codes.append(start(launcher, starts))
+            codes.append(starting.start(launcher, starts))
     return codes
 
 
@@ -237,7 +227,7 @@ def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
     for paths in runs:
         record = newest_record(paths)
         if record is not None and record.cause == "diverged":
-            lines = next_steps(paths, read_status(paths))
+            lines = starting.next_steps(paths, read_status(paths))
             say(f"{run_name(paths)}: its last attempt diverged ({record.reason})")
             say(*(f"  {line}" for line in lines))
 
@@ -265,7 +255,7 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
         note_inputs(paths, experiment, has_saved=bool(committed(paths)))
 
     problem, devices = resumption.loaded.problem, resumption.devices
-    return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
+    return StartRequest(paths, experiment, problem, devices, prepare, after, starting.polling)
 
 
 def _stays(paths: RunPaths, status: RunStatus, request: _Request, *, is_made_only: bool) -> ExitCode | None:
@@ -437,5 +427,5 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
     after = load_changed(paths, [*earlier, *overrides], check_names=True)
     if refused := other_run_keys(before.experiment, after.experiment):
         head = f"{', '.join(refused)}: would make {run_name(paths)} another run; start one of its own"
-        raise UsageError(other_run(paths, head, overrides))
+        raise UsageError(starting.other_run(paths, head, overrides))
     return before, after

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_train.cli import starting
 from hpc_train.cli.changes import Change, changes_on_resume, either, value_at
 from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.command_options import SubmitOptions
@@ -20,8 +21,6 @@ from hpc_train.cli.queue_forecast import never_starting, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
-from hpc_train.cli.stage_starts import is_created_only, start_stages
-from hpc_train.cli.starting import next_steps, polling, report, start, starts_again
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
@@ -44,7 +43,7 @@ def submit(options: SubmitOptions, given_up: GivenUp = lambda run_id: False) -> 
     """Start the runs of the file and print their status; return ``submit_runs``'s exit code."""
     code, runs = submit_runs(options, given_up)
     if not options.dry_run:
-        report(rows_of(runs), as_json=options.as_json)
+        starting.report(rows_of(runs), as_json=options.as_json)
     return code
 
 
@@ -126,7 +125,7 @@ def _start_stages(
         plan = choice.plan(loaded, devices[index])
         return _Submission(choice, loaded, plan, devices[index], options, [])
 
-    return start_stages(launcher, file, len(stages), submission)
+    return starting.start_stages(launcher, file, len(stages), submission)
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -243,7 +242,7 @@ class _Submission:
                 folders.append((self._create_beside(folder, run), True))
             else:
                 existing = self._again.get(run.id) or _existing_run(folder, run)
-                folders.append((existing, is_created_only(existing, self._launcher, self._name)))
+                folders.append((existing, starting.is_created_only(existing, self._launcher, self._name)))
         return folders
 
     def _take_snapshot(self) -> None:
@@ -295,10 +294,10 @@ class _Submission:
             self._slots.start(runs[0][0])
             return
         requests = [
-            StartRequest(paths, run.experiment, self._loaded.problem, self._devices, polling=polling)
+            StartRequest(paths, run.experiment, self._loaded.problem, self._devices, polling=starting.polling)
             for paths, run in runs
         ]
-        self._codes.append(start(self._launcher, requests))
+        self._codes.append(starting.start(self._launcher, requests))
         if self._launcher.is_queue:
             say_layouts([run for _, run in runs])
 
@@ -311,7 +310,7 @@ class _Submission:
         again: dict[tuple[str, ...], list[RunPaths]] = {}
         active: list[tuple[RunPaths, PlannedRun]] = []
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
-            is_again = starts_again(paths, status)
+            is_again = starting.starts_again(paths, status)
             if is_again:
                 reason = f" ({status.reason})" if status.reason else ""
                 say(
@@ -408,7 +407,7 @@ def _say_existing(paths: RunPaths, status: RunStatus, wanted: Job, *, is_queued:
         say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started{local}")
         return ExitCode.DONE
     say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
-    for line in next_steps(paths, status, _overrides_since(paths, wanted, is_queued=is_queued)):
+    for line in starting.next_steps(paths, status, _overrides_since(paths, wanted, is_queued=is_queued)):
         say(f"  {line}")
     say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED
