@@ -22,17 +22,8 @@ from hpc_train.cli.replayed_run import ReplayedRun, thread_variables
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, HpcTrainError, UsageError, counted
 from hpc_train.experiment.plan.input_files import other_inputs
-from hpc_train.report.parted_steps import (
-    Lines,
-    Place,
-    common_steps,
-    first_step,
-    labels,
-    parted_at,
-    place,
-    place_text,
-    step_numbers,
-)
+from hpc_train.report import parted_steps
+from hpc_train.report.parted_steps import Lines, Place, first_step, place, place_text, step_numbers
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.report.reproduction import Reproduction, reproduction, reproduction_text
 from hpc_train.run.checkpoints import Manifest
@@ -178,7 +169,9 @@ class _Search:
 
     def _compare_digests(self) -> None:
         steps = self.options.first, self.options.last or MAX_STEP
-        for one, other in common_steps(*(read_digests(run.paths.digests, *steps) for run in self.runs)):
+        for one, other in parted_steps.common_steps(
+            *(read_digests(run.paths.digests, *steps) for run in self.runs)
+        ):
             if differs := one.differences(other):
                 self.answer["first_difference"], self.answer["differs"] = one.step, differs
                 self.answer["numbers"] = [step_numbers(one), step_numbers(other)]
@@ -244,7 +237,7 @@ class _Search:
             same = "" if "samples" in answer["differs"] else "; the samples are the same"
             lines.append(
                 f"digests: step {answer['first_difference']} is the first of {answer['compared'] + 1:,} that "
-                f"differs: {labels(answer['differs'])}{same}"
+                f"differs: {parted_steps.labels(answer['differs'])}{same}"
             )
             pairs = [dict(numbers) for numbers in answer["numbers"]]
             lines += pair_lines({key: [pair[key] for pair in pairs] for key in answer["differs"]})
@@ -315,7 +308,7 @@ class _Search:
                 self._replay(run, begin, step) for run, begin in zip(self.runs, begins, strict=True)
             )
         layout = self._has_same_layout(first, second)
-        return parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
+        return parted_steps.parted_at(step, first, second, has_same_layout=layout) or place(step, "record")
 
     def _begins(self, last: int) -> Iterator[list[int]]:
         """Yield the checkpoints to replay from, by run, until the replays are equal there."""

@@ -15,20 +15,9 @@ from hpc_train.console import JSON_VERSION, csv_line, print_table, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
+from hpc_train.report import metrics_reader
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
-from hpc_train.report.metrics_reader import (
-    SPLITS,
-    Metric,
-    Point,
-    candidate_metrics,
-    decisive_metric,
-    find_metric,
-    last_and_best_of,
-    metrics_in,
-    rows_in,
-    sort_key,
-    validation_rows,
-)
+from hpc_train.report.metrics_reader import SPLITS, Metric, Point, candidate_metrics, rows_in
 from hpc_train.report.run_files import RunFiles, elapsed_s, ranks_of, short_duration
 from hpc_train.run.best import PREFERRED
 from hpc_train.run.find import run_names
@@ -181,8 +170,8 @@ def compare(options: CompareOptions) -> ExitCode:
         return compare_two(options.runs, as_json=options.as_json)
     runs = find_readable(options.runs)
     now = statuses(runs)
-    metric, points = _measured(runs, options.metric, decisive_metric(now))
-    compared = sorted(_compared(runs, now, points), key=lambda run: sort_key(run.best, metric))
+    metric, points = _measured(runs, options.metric, metrics_reader.decisive_metric(now))
+    compared = sorted(_compared(runs, now, points), key=lambda run: metrics_reader.sort_key(run.best, metric))
     keys = list(dict.fromkeys(key for run in compared for key in run.values))
     facts = {"version": JSON_VERSION, "metric": str(metric), "goal": metric.goal, "keys": keys}
     if options.over or options.group_by:
@@ -221,17 +210,19 @@ def _measured(
     files, so they are parsed only if no run has the metric in the others.
     """
     for split in SPLITS:
-        rows_of = validation_rows if split == "val" else rows_in
+        rows_of = metrics_reader.validation_rows if split == "val" else rows_in
         candidates = [metric for metric in candidate_metrics(wanted, decisive) if metric.split == split]
-        values = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
+        values = {
+            paths: metrics_reader.last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs
+        }
         for metric in candidates:
             points = {paths: of_run[metric] for paths, of_run in values.items()}
             if any(last is not None for last, _ in points.values()):
                 return metric, points
     if wanted is None:  # nothing was measured yet
         return Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None))
-    metrics = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
-    if (named := find_metric(metrics, wanted)) is not None:  # its values are not numbers
+    metrics = metrics_reader.metrics_in(row for paths in runs for row in rows_in(paths.metrics))
+    if (named := metrics_reader.find_metric(metrics, wanted)) is not None:  # its values are not numbers
         return named, dict.fromkeys(runs, (None, None))
     listed = ", ".join(sorted(map(str, metrics))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")

@@ -19,17 +19,8 @@ from pydantic import ValidationError
 from hpc_train.console import rounded, say
 from hpc_train.errors import HpcTrainError, counted, listed
 from hpc_train.experiment.config.schema import CheckpointConfig, EvaluationConfig, Experiment, Job, kind_of
-from hpc_train.experiment.plan.duration import (
-    MeasuredRun,
-    Prediction,
-    Steps,
-    StepTime,
-    StepWork,
-    count_saves,
-    fitted,
-    given,
-    predicted,
-)
+from hpc_train.experiment.plan import duration
+from hpc_train.experiment.plan.duration import MeasuredRun, Prediction, StepWork
 from hpc_train.experiment.plan.planning import Plan, PlannedRun
 from hpc_train.experiment.topology.batch_arithmetic import evaluation_interval
 from hpc_train.experiment.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
@@ -143,13 +134,13 @@ def _prediction(run: PlannedRun, runs: Sequence[MeasuredRun], throughput: float 
     if run.total_steps is None:
         return None
     work = StepWork(layout.accumulation, layout.micro_batch_size, layout.data_ranks)
-    step_time: StepTime | None = fitted(runs, work) if throughput is None else given(throughput)
+    step_time = duration.fitted(runs, work) if throughput is None else duration.given(throughput)
     if step_time is None:
         return None
     assert isinstance(run.experiment, Experiment), "it has a layout"
     evaluations = _evaluations(run.experiment.evaluation, run.total_steps, run.steps_per_epoch)
-    steps = Steps(run.total_steps, evaluations, run.experiment.checkpoint)
-    return predicted(work, steps, step_time, run.size)
+    steps = duration.Steps(run.total_steps, evaluations, run.experiment.checkpoint)
+    return duration.predicted(work, steps, step_time, run.size)
 
 
 def _evaluations(config: EvaluationConfig, total_steps: int, steps_per_epoch: int | None) -> int:
@@ -385,4 +376,4 @@ def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved:
     names = [str(name) for name in record.checkpoints]
     saved = [CheckpointPaths(Path(name)).step for name in names if _CHECKPOINT.fullmatch(name)]
     trained = max(steps) - max((step for step in saved if step < min(steps)), default=0)
-    return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)
+    return record.checkpoint_stall_s / duration.count_saves(checkpoint, trained, trained * step_s)

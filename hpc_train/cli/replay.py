@@ -25,16 +25,8 @@ from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
-from hpc_train.report.replayed_steps import (
-    MicroBatch,
-    NonFinite,
-    Range,
-    Replay,
-    Replayed,
-    ReplayedStep,
-    StepNumbers,
-    replay_text,
-)
+from hpc_train.report import replayed_steps
+from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
 from hpc_train.run.digests import same_bits
@@ -145,7 +137,7 @@ def replay(options: ReplayOptions) -> ExitCode:
             return ExitCode.FAILED
         has_other_batches = any(change.startswith(_MICRO_BATCH) for change in [*overrides, *changes])
         replays.append(_replayed(changes, lines, _NUMBERS[1:] if has_other_batches else _NUMBERS))
-    answer = Replay(
+    answer = replayed_steps.Replay(
         version=JSON_VERSION,
         id=paths.folder.name,
         path=str(paths.folder),
@@ -157,7 +149,7 @@ def replay(options: ReplayOptions) -> ExitCode:
     if options.as_json:
         put_json(answer)
     else:
-        put(*replay_text(answer))
+        put(*replayed_steps.replay_text(answer))
     is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
     return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
 
@@ -367,7 +359,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
         compared=compared,
         learning_rate=head["learning_rate"],
         micro_batches=[
-            MicroBatch(
+            replayed_steps.MicroBatch(
                 number=number,
                 loss=_finite(batch["loss"]),
                 samples=batch["samples"],

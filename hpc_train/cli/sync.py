@@ -26,14 +26,9 @@ from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError, counted
 from hpc_train.experiment.config.fields import Section
 from hpc_train.experiment.config.schema import Job, MlflowConfig, WandbConfig
+from hpc_train.loggers import process_logger
 from hpc_train.loggers.base import LoggerContext
-from hpc_train.loggers.process_logger import (
-    mlflow_environment,
-    mlflow_settings,
-    start_process,
-    wandb_environment,
-    wandb_settings,
-)
+from hpc_train.loggers.process_logger import mlflow_environment, mlflow_settings, wandb_environment
 from hpc_train.loggers.sending import SYNC_LIMIT_S
 from hpc_train.loggers.tracker_environment import Tracker, base_url, has_key, in_a_line
 from hpc_train.package_path import answer_in
@@ -190,9 +185,10 @@ def _wandb(context: LoggerContext, project: str | None) -> Target:
         raise UsageError("wandb: no API key is set; run `wandb login`, or set WANDB_API_KEY")
     base = context.experiment.logging.wandb or WandbConfig(project=context.experiment.name)
     config = base if project is None else _changed(base, "project", project)
-    overrides = {"mode": "online", "scratch": str(context.paths.wandb_sync.absolute())}
+    settings = process_logger.wandb_settings(context, config)
+    settings |= {"mode": "online", "scratch": str(context.paths.wandb_sync.absolute())}
     key = _key("wandb", base_url(), config.entity, config.project)
-    return Target("wandb", key, wandb_settings(context, config) | overrides, wandb_environment())
+    return Target("wandb", key, settings, wandb_environment())
 
 
 def _mlflow(context: LoggerContext, project: str | None) -> Target:
@@ -253,7 +249,7 @@ def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:
 
 def _answer(messages: list[dict[str, Any]], environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the answer of ``loggers.sending_process``."""
-    process = start_process(environment, stderr=subprocess.DEVNULL)
+    process = process_logger.start_process(environment, stderr=subprocess.DEVNULL)
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
         try:

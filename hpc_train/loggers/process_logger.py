@@ -21,15 +21,9 @@ from typing import IO, Any
 
 from hpc_train.console import one_line
 from hpc_train.experiment.config.schema import MlflowConfig, WandbConfig
+from hpc_train.loggers import tracker_environment
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
-from hpc_train.loggers.tracker_environment import (
-    Tracker,
-    base_url,
-    effective_mode,
-    in_a_line,
-    invalid_mode,
-    passed_on,
-)
+from hpc_train.loggers.tracker_environment import Tracker
 from hpc_train.package_path import with_package
 from hpc_train.redaction import redacted
 from hpc_train.run.processes import exit_code, start_in_own_session
@@ -160,7 +154,7 @@ class WandbLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
-        if invalid := invalid_mode():
+        if invalid := tracker_environment.invalid_mode():
             problem = f"WANDB_MODE={invalid} is not a mode and is ignored"
             print(notice("wandb", problem), file=sys.stderr, flush=True)
         message = wandb_settings(context, settings)
@@ -180,8 +174,8 @@ def wandb_environment() -> dict[str, str]:
     It contains the server's address, since wandb ignores its settings file if a line is invalid, but not the
     mode, which is in the start message.
     """
-    address = {"WANDB_BASE_URL": url} if (url := base_url()) else {}
-    passed = passed_on("wandb", os.environ)
+    address = {"WANDB_BASE_URL": url} if (url := tracker_environment.base_url()) else {}
+    passed = tracker_environment.passed_on("wandb", os.environ)
     return {name: passed[name] for name in passed.keys() - {"WANDB_MODE", "WANDB_DISABLED"}} | address
 
 
@@ -189,7 +183,7 @@ def wandb_settings(context: LoggerContext, settings: WandbConfig) -> dict[str, A
     """Return the settings for the process; the API key is only in its environment."""
     return {
         "to": "wandb",
-        "mode": effective_mode(settings.mode),
+        "mode": tracker_environment.effective_mode(settings.mode),
         "run_id": context.run_id,
         "folder": str(context.paths.folder.absolute()),
         "init": {
@@ -220,7 +214,7 @@ class MlflowLogger(ProcessLogger):
 
 def mlflow_environment() -> dict[str, str]:
     """Return the environment of a process that talks to MLflow."""
-    return MLFLOW_DEFAULTS | passed_on("mlflow", os.environ)
+    return MLFLOW_DEFAULTS | tracker_environment.passed_on("mlflow", os.environ)
 
 
 def mlflow_settings(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
@@ -263,7 +257,7 @@ def _is_ready(pipe: IO[bytes] | None, event: int, deadline: float) -> bool:
 
 def print_environment(tracker: Tracker) -> None:
     """Print the shell variables that the tracker uses or ignores, if there are any."""
-    if line := in_a_line(tracker, os.environ):
+    if line := tracker_environment.in_a_line(tracker, os.environ):
         print(line, flush=True)
 
 

@@ -9,16 +9,8 @@ from typing import Any, TypedDict
 from hpc_train.console import columns, say
 from hpc_train.errors import BadFileError, counted, listed
 from hpc_train.paths import CheckpointPaths
-from hpc_train.report.parted_steps import (
-    MAX_NAMES,
-    Lines,
-    Place,
-    labels,
-    place,
-    place_text,
-    step_digest,
-    tensor_places,
-)
+from hpc_train.report import parted_steps
+from hpc_train.report.parted_steps import MAX_NAMES, Lines, Place, place, step_digest
 from hpc_train.report.replayed_steps import StepNumbers
 from hpc_train.run.checkpoints import Manifest
 from hpc_train.run.digests import PartDigest, module_of, part_digests, part_id, shard_digests
@@ -213,7 +205,7 @@ def _against_checkpoint(of_ranks: Sequence[Mapping[str, Any]], checkpoint: Check
         for line, shard in zip(of_ranks, shards, strict=True)
     ]
     saved = [{"tensors": shard} for shard in shards]
-    places = tensor_places(step, "checkpoint", replayed, saved)
+    places = parted_steps.tensor_places(step, "checkpoint", replayed, saved)
     return next(places, place(step, "checkpoint"))
 
 
@@ -258,7 +250,7 @@ def reproduction_text(answer: Reproduction) -> str:
         return text
     others = []
     if answer["first_difference"] is not None:
-        others.append(f"step {answer['first_difference']} ({labels(answer['differs'])})")
+        others.append(f"step {answer['first_difference']} ({parted_steps.labels(answer['differs'])})")
     if answer["other_checkpoint"] is not None:
         others.append(f"checkpoint {answer['other_checkpoint']}")
     if answer["other_parts"] is not None:
@@ -289,7 +281,7 @@ def stretches_text(stretches: Sequence[VerifiedStretch], seconds: float, name: s
     )
     first = bad[0]
     if first["first_difference"] is not None:
-        lines += place_text(first["first_difference"], [name])
+        lines += parted_steps.place_text(first["first_difference"], [name])
         lines.append(f"to look closer: hpc-train bisect {name} --from {first['first']} --to {first['last']}")
     return lines
 

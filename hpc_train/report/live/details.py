@@ -20,20 +20,10 @@ from hpc_train.console import one_line
 from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.report import metrics_reader
 from hpc_train.report.live.cells import mean, rate_words
 from hpc_train.report.live.live_runs import LiveRun, RunsReader, stamp
-from hpc_train.report.metrics_reader import (
-    Metric,
-    MetricsReader,
-    Row,
-    decisive_metric,
-    find_metric,
-    in_words,
-    last_and_best,
-    metric_value,
-    number,
-    spread_rows,
-)
+from hpc_train.report.metrics_reader import Metric, MetricsReader, Row, in_words, metric_value, number
 from hpc_train.report.run_files import RunFiles, attempt_span, node_words, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import Best
@@ -140,7 +130,7 @@ class DetailsReader:
     def read(self, run: LiveRun, *, is_full: bool) -> Details:
         """Return the current details; ``is_full``: with all attempts."""
         files = RunFiles.read(self.paths)
-        self._decisive = decisive_metric([run.status])
+        self._decisive = metrics_reader.decisive_metric([run.status])
         self._read_metrics()
         nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
         job = f", job {run.job}" if run.job else ""
@@ -173,14 +163,14 @@ class DetailsReader:
         if size > _CURVE_BYTES and size < self._curves_size * _GROWTH:
             return
         self._curves_size = size
-        sampled, _ = spread_rows(self.paths.metrics, _CURVE_BYTES)
+        sampled, _ = metrics_reader.spread_rows(self.paths.metrics, _CURVE_BYTES)
         rows = [*self._evaluations, *(row for row in sampled if row.get("split") == "train")]
         metrics = filter(None, (Metric("train", "loss"), self._metric()))
         self._curves = {str(metric): _points(rows, metric) for metric in metrics}
 
     def _metric(self) -> Metric | None:
         newest = self._evaluations[-1] if self._evaluations else {}
-        return find_metric((Metric("val", name) for name in newest), None, self._decisive)
+        return metrics_reader.find_metric((Metric("val", name) for name in newest), None, self._decisive)
 
     def _best_words(self) -> str:
         """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
@@ -188,7 +178,7 @@ class DetailsReader:
             if best := kept_best(self.paths):
                 return f"{best}, saved"
         metric = self._metric()
-        best_point = last_and_best(self._evaluations, metric)[1] if metric else None
+        best_point = metrics_reader.last_and_best(self._evaluations, metric)[1] if metric else None
         return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
 
 

@@ -17,16 +17,9 @@ from pathlib import Path
 from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report import metrics_reader
 from hpc_train.report.changed_keys import in_words
-from hpc_train.report.metrics_reader import (
-    TAIL_BYTES,
-    MetricsReader,
-    Row,
-    decisive_metric,
-    last_metric,
-    metric_value,
-    number,
-)
+from hpc_train.report.metrics_reader import Row, number
 from hpc_train.report.run_files import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
@@ -99,8 +92,8 @@ class LiveRun:
     def metric(self) -> tuple[str, float | None] | None:
         """The judged metric of the newest evaluation, else of the newest training row."""
         rows = [row for row in (self.train, self.evaluation) if row]
-        decisive = decisive_metric([self.status])
-        newest = last_metric(rows, decisive.name if decisive else None)
+        decisive = metrics_reader.decisive_metric([self.status])
+        newest = metrics_reader.last_metric(rows, decisive.name if decisive else None)
         return None if newest is None else (str(newest["name"]), newest["value"])
 
 
@@ -209,7 +202,7 @@ class MetricsTail:
         self.evaluation: Row = {}
         self.losses: tuple[float, ...] = ()
         self._path = path
-        self._reader = MetricsReader(path, TAIL_BYTES)
+        self._reader = metrics_reader.MetricsReader(path, metrics_reader.TAIL_BYTES)
         self._stamp: _Stamp = None
 
     def update(self) -> None:
@@ -227,6 +220,6 @@ class MetricsTail:
                 self.evaluation = row
             elif row.get("split") == "train":
                 self.training.append(row)
-        losses = (metric_value(row, "loss") for row in self.training)
+        losses = (metrics_reader.metric_value(row, "loss") for row in self.training)
         self.losses = tuple(loss for loss in losses if loss is not None)
         self._stamp = seen
