@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
-from hpc_train.cli import plan_cost, queue_forecast
+from hpc_train.cli import plan_cost, preflight
 from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
 from hpc_train.cli.searching import next_trials
@@ -105,7 +105,7 @@ class PlanJson(TypedDict):
     #: Lines on jobs that would never start, or exceed the budget.
     refused: list[str]
     #: Null if no scheduler was asked.
-    jobs: list[queue_forecast.JobForecastJson] | None
+    jobs: list[preflight.JobForecastJson] | None
 
 
 class StagesJson(TypedDict):
@@ -126,7 +126,7 @@ class FullPlan:
     #: The lines on problems that prevent a start, except of keys that only another launcher does not need.
     problems: Sequence[str]
     #: Its ``refused`` also has the lines on the budget.
-    queue: queue_forecast.QueueForecast
+    queue: preflight.QueueForecast
     cost: plan_cost.PlanCost
     memory: list[StepPrediction] | None
     #: A line on each kind of job that several runs share.
@@ -172,7 +172,7 @@ def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCo
     for line in full.shared_jobs:
         say(line)
     plan_cost.say_cost(full.cost)
-    queue_forecast.say_forecast(full.queue, full.plan)
+    preflight.say_forecast(full.queue, full.plan)
     if not lines:
         for note in workload_of(full.loaded.experiment).notes(full.loaded.experiment):
             say(note)
@@ -192,11 +192,11 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     search = next_trials(loaded)
     planned = with_found_sizes(choice.plan(loaded, devices, search.starts if search else None))
     cost = plan_cost.cost_of(planned, choice.name, options.throughput)
-    queue = queue_forecast.QueueForecast()
+    queue = preflight.QueueForecast()
 
     def refused_by_queue() -> list[str]:
         nonlocal queue
-        queue = queue_forecast.ask(launcher, loaded, planned)
+        queue = preflight.forecast_queue(launcher, loaded, planned)
         return list(queue.refused)
 
     checks = Preflight(launcher, on_this_machine=choice.on_this_machine, needs_launcher=options.script)
@@ -208,7 +208,7 @@ def make_full_plan(options: PlanOptions, loaded: Loaded | None = None) -> FullPl
     )
     queue = replace(queue, refused=checked.refused)
     memory = _predictions(planned, launcher, is_wanted=options.memory, on_this_machine=choice.on_this_machine)
-    shared = [] if checked.problems else queue_forecast.shared_jobs(launcher, loaded, planned)
+    shared = [] if checked.problems else preflight.shared_jobs(launcher, loaded, planned)
     return FullPlan(loaded, planned, checked.scripts, checked.problems, queue, cost, memory, shared)
 
 

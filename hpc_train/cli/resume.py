@@ -11,8 +11,7 @@ from hpc_train.cli import changes, starting
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.command_options import ResumeOptions
 from hpc_train.cli.extending import extending, longer_command
-from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, use_nodes
-from hpc_train.cli.queue_forecast import refuse_never_starting
+from hpc_train.cli.preflight import Candidate, Preflight, allocation_of, refuse_never_starting, use_nodes
 from hpc_train.cli.run_row import rows_of
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
