@@ -324,7 +324,7 @@ class NotifyOptions(Options):
 # On results of runs.
 
 
-@command("export", module="checkpoint_commands")
+@command("export", module="evaluate")
 class ExportOptions(CheckpointOptions, _Json):
     """Export a run's full weights as one file, or its model as an ONNX or torch.export program."""
 

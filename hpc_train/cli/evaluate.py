@@ -1,4 +1,8 @@
-"""``evaluate`` and ``predict``: a checkpoint on validation data or images, by ranks on this machine."""
+"""``evaluate``, ``predict`` and ``export``: the commands on one checkpoint of a run.
+
+The first two start ranks on this machine; for the last a child process writes the weights, or the model as a
+program, to one file.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 from hpc_train.cli.changes import key_of, runs_and_overrides
+from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
 from hpc_train.cli.command_line import exit_code_of
-from hpc_train.cli.command_options import EvaluateOptions, PredictOptions, RanksOptions
+from hpc_train.cli.command_options import EvaluateOptions, ExportOptions, PredictOptions, RanksOptions
+from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError, UserError
@@ -26,7 +32,7 @@ from hpc_train.experiment.data_facts.built_in import TASKS
 from hpc_train.experiment.data_facts.by_name import task_facts
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
-from hpc_train.paths import RunPaths, expanded
+from hpc_train.paths import PROGRAMS, RunPaths, expanded, from_here
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.report.metrics_reader import in_words
 from hpc_train.run import evaluation_jobs, frozen_experiment
@@ -39,7 +45,7 @@ from hpc_train.run.files import read_json, replacing, write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows
-from hpc_train.run.run_status import read_status
+from hpc_train.run.run_status import read_status, run_facts
 from hpc_train.run.trust import check_run
 
 #: Sections that an evaluation may change: location, devices and data. All others come from the checkpoint.
@@ -119,7 +125,8 @@ def one_run(command: str, names: Sequence[str]) -> RunPaths:
         raise UsageError(f"{command}: names no run; give a run id or a run's folder")
     runs = find_readable(names)
     if len(runs) != 1:
-        raise UsageError(f"{command}: takes one run, and {' '.join(names)} matches {len(runs)}; give one id")
+        count = f"{' '.join(names)}: matches {len(runs)} runs"
+        raise UsageError(f"{count}, {command} takes one; write its id:\n{listed_runs(runs)}")
     return runs[0]
 
 
@@ -336,6 +343,58 @@ def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(part, list | dict) for part in parts.values()):
         return {}
     return {f"{name}_{key}": part for key, part in parts.items()}
+
+
+class Export(TypedDict):
+    """The file that was written."""
+
+    version: int
+    #: The run's.
+    id: str
+    file: str
+    bytes: int
+    #: Of the checkpoint.
+    step: int
+    ema: bool
+    #: Weights and buffers.
+    tensors: int
+
+
+def export(options: ExportOptions) -> int:
+    """Write the weights, or the model as a program, of a checkpoint of one run.
+
+    A child process, which imports torch, does the work.
+    """
+    output, best = options.output, options.wants_best
+    if output.suffix not in ("", ".safetensors", *PROGRAMS):
+        say(f"-o {output}: written as safetensors")
+    paths = one_run("export", [options.run])
+    if run_facts(paths).get("workload") == "program":
+        raise UsageError(
+            f"{run_name(paths)}: a program of yours writes its weights itself, below "
+            f"{from_here(paths.work)} or {from_here(paths.checkpoints)}"
+        )
+    if output.suffix in PROGRAMS:  # builds the model by the run's code
+        check_run(paths)
+    flags = [] if options.ema is None else ["--ema" if options.ema else "--no-ema"]
+    flags += [] if best is None else ["--best" if best else "--last"]
+    flags += [] if options.step is None else ["--step", str(options.step)]
+    request = ("hpc_train.training.checkpoint.export", str(paths.folder), str(output), *flags)
+    if not options.as_json:
+        return run_child(*request)
+    exit_code, report = child_report(*request)
+    if exit_code == ExitCode.DONE:
+        written = Export(
+            version=JSON_VERSION,
+            id=paths.folder.name,
+            file=str(output),
+            bytes=output.stat().st_size,
+            step=report["step"],
+            ema=report["ema"],
+            tensors=report["tensors"],
+        )
+        put_json(written)
+    return exit_code
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
