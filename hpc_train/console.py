@@ -125,7 +125,8 @@ _MIN_WIDTHS = (
     ("last metric or reason", 4),
 )
 _GAP = 2
-_STYLES = {
+#: State of a run → its style in rich.
+STATE_STYLES = {
     "running": "cyan",
     "completed": "green",
     "failed": "red",
@@ -158,9 +159,9 @@ def print_table(
         if place in above:
             console.print(Text(shortened(above[place], console.width), style="bold"), soft_wrap=True)
         text = Text(line)
-        state = next((cell for cell in row if cell in _STYLES), None)
+        state = next((cell for cell in row if cell in STATE_STYLES), None)
         if state is not None:
-            text.highlight_words([state], _STYLES[state])
+            text.highlight_words([state], STATE_STYLES[state])
         console.print(text, soft_wrap=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -44,7 +43,7 @@ from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, replacing, write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.metric_rows import evaluation_rows
+from hpc_train.run.metric_rows import evaluation_rows, finite
 from hpc_train.run.run_status import read_status, run_facts
 from hpc_train.run.trust import check_run
 
@@ -303,17 +302,8 @@ def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suf
     if suffix == ".csv":
         lines = _csv_lines(read)
     else:
-        lines = (json.dumps(_finite(row), allow_nan=False) + "\n" for row in read())
+        lines = (json.dumps(finite(row), allow_nan=False) + "\n" for row in read())
     return sum(1 for line in lines if file.write(line.encode(errors="backslashreplace")))
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null in place of infinite numbers and NaN, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:

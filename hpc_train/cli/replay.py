@@ -32,6 +32,7 @@ from hpc_train.run.code.snapshot import linked
 from hpc_train.run.digests import same_bits
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import refuse_target, run_name
+from hpc_train.run.metric_rows import finite
 from hpc_train.run.run_status import read_status
 from hpc_train.run.trust import check_run
 
@@ -361,7 +362,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
         micro_batches=[
             replayed_steps.MicroBatch(
                 number=number,
-                loss=_finite(batch["loss"]),
+                loss=finite(batch["loss"]),
                 samples=batch["samples"],
                 files=batch["files"],
                 texts=batch.get("texts", []),
@@ -369,8 +370,7 @@ def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compare
             for number, batch in sorted(batches.items())
         ],
         grad_norms={
-            module: _finite(math.sqrt(square) if square >= 0 else square)
-            for module, square in squares.items()
+            module: finite(math.sqrt(square) if square >= 0 else square) for module, square in squares.items()
         },
         activations=_ranges([line.get("ranges", {}) for line in of_ranks]),
         non_finite=_first([line["non_finite"] for line in of_ranks]),
@@ -389,19 +389,15 @@ def _ranges(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Rang
         lows, highs, sums, counts = zip(*parts, strict=True)
         bounds = (min(lows), max(highs)) if math.isfinite(sum((*lows, *highs))) else (math.nan, math.nan)
         merged[module] = Range(
-            minimum=_finite(bounds[0]), maximum=_finite(bounds[1]), mean_abs=_finite(sum(sums) / sum(counts))
+            minimum=finite(bounds[0]), maximum=finite(bounds[1]), mean_abs=finite(sum(sums) / sum(counts))
         )
     return merged
 
 
 def _numbers(digest: dict[str, Any]) -> StepNumbers:
     return StepNumbers(
-        samples=digest["samples"], loss=_finite(digest["loss"]), grad_norm=_finite(digest["grad_norm"])
+        samples=digest["samples"], loss=finite(digest["loss"]), grad_norm=finite(digest["grad_norm"])
     )
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:

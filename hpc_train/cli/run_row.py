@@ -26,6 +26,7 @@ from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
 from hpc_train.report.run_files import Restart, RunFiles, ranks_of, short_duration
 from hpc_train.report.usage import MAX_BYTES, Usage, goodput, usage_of
+from hpc_train.run import bad_samples, evaluation_jobs, spikes
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -290,6 +291,12 @@ def best_checkpoint(paths: RunPaths) -> Best | None:
         return kept_best(paths)
     except BadFileError:  # a checkpoint of a later version
         return None
+
+
+def notes_in_words(paths: RunPaths) -> list[tuple[str, str]]:
+    """Return label and text of the run's bad samples, evaluations by other jobs and spikes, if it has any."""
+    notes = {"bad samples": bad_samples, "evaluations": evaluation_jobs, "spikes": spikes}
+    return [(label, text) for label, module in notes.items() if (text := module.in_words(paths))]
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_train.cli.changes import as_override, key_of, swept_values
-from hpc_train.cli.run_row import RunRow, best_checkpoint, rows_json
+from hpc_train.cli.run_row import RunRow, best_checkpoint, notes_in_words, rows_json
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError
 from hpc_train.experiment.config.schema import Experiment, Job
@@ -23,7 +23,7 @@ from hpc_train.launchers.lookup import DEFAULT, launcher_of, statuses
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
-from hpc_train.run import bad_samples, frozen_experiment, spikes, stage_order
+from hpc_train.run import frozen_experiment, stage_order
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.best import BestSoFar, goal_of
 from hpc_train.run.checkpoints import committed, is_left_over
@@ -106,11 +106,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
     details = [*_results(paths, validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
     if paths.metrics.exists():
         details.append(("metrics", from_here(paths.metrics)))
-    if bad := bad_samples.in_words(paths):
-        details.append(("bad samples", bad))
-    if newest_spikes := spikes.in_words(paths):
-        details.append(("spikes", newest_spikes))
-    details += _profile(paths)
+    details += [*notes_in_words(paths), *_profile(paths)]
     steps = next_steps(paths, read_status(paths))
     _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))
 

@@ -8,7 +8,6 @@ called again, and its thread is a daemon.
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import traceback
@@ -26,7 +25,7 @@ from hpc_train.loggers.base import Logger, LoggerContext, Row
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
 from hpc_train.run.files import read_json
-from hpc_train.run.metric_rows import MetricsFile
+from hpc_train.run.metric_rows import MetricsFile, finite
 
 #: Time limit of all loggers together for a row, a checkpoint or their end.
 LIMIT_S = 10.0
@@ -66,7 +65,7 @@ class MetricsWriter:
 
     def write(self, row: Row) -> None:
         """Write a row, with null for numbers that are not finite."""
-        row = without_non_finite(row)
+        row = finite(row)
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
         if row["split"] == "val" and (images := self._images_at(row["step"])):
@@ -130,14 +129,6 @@ class MetricsWriter:
             _log.warning(
                 "logger %s failed and is disabled\n%s", thread.name, redacted("".join(lines).rstrip())
             )
-
-
-def without_non_finite(row: Row) -> Row:
-    """Return the row with None (null in JSON) in place of infinite numbers and NaN, which JSON lacks."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
 
 
 class HangingLoggerError(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_train.run.best import PREFERRED, default_metric, goal_of
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
-from hpc_train.run.metric_rows import POSITION, parse_row
+from hpc_train.run.metric_rows import POSITION, finite, parse_row
 from hpc_train.run.metric_rows import Row as Row
 from hpc_train.run.run_status import RunStatus
 
@@ -255,8 +255,7 @@ def last_metric(rows: Sequence[Row], decisive: str | None = None) -> dict[str, A
         name = decisive if decisive in row else main_metric(row)
         value = metric_value(row, name or "")
         assert value is not None
-        shown = value if math.isfinite(value) else None
-        return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
+        return {"split": row.get("split"), "name": name, "value": finite(value), "step": row.get("step")}
     return None
 
 
@@ -299,7 +298,7 @@ class Point:
 
     def to_json(self) -> dict[str, Any]:
         """Return ``last`` or ``best`` of a run in ``compare --json``; a value that is not finite is None."""
-        return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
+        return {"value": finite(self.value), "step": self.step}
 
 
 def decisive_metric(statuses: Iterable[RunStatus]) -> Metric | None:

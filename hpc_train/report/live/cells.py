@@ -8,21 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hpc_train.console import one_line
+from hpc_train.console import STATE_STYLES, one_line
 from hpc_train.errors import shortened
 from hpc_train.report.live.live_runs import LiveRun
 from hpc_train.report.run_files import short_duration
 from hpc_train.run.run_status import STATES
 
-STATE_STYLES = {
-    "running": "cyan",
-    "completed": "green",
-    "failed": "bold red",
-    "interrupted": "yellow",
-    "cancelled": "yellow",
-    "requeued": "magenta",
-    "unknown": "red",
-}
+STYLES = STATE_STYLES | {"failed": "bold red", "unknown": "red"}
 _BAR, _SPARKS = 8, 10
 _GAP = 1
 #: From the lowest to the highest; NaN and infinity are shown as a cross.

@@ -27,7 +27,7 @@ from hpc_train.errors import shortened
 from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
 from hpc_train.report.live import cells as table_cells
-from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column, counts, next_sort, selected
+from hpc_train.report.live.cells import COLUMNS, STYLES, Column, counts, next_sort, selected
 from hpc_train.report.live.details import Reading, ReadingThread
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
 from hpc_train.report.live.screens import DetailsView, Help, LogView, Pane, Question
@@ -287,7 +287,7 @@ class WatchApp(App[None]):
 
     def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
         by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
-        style = STATE_STYLES.get(by_head.get("state", ""), "")
+        style = STYLES.get(by_head.get("state", ""), "")
         coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
         return [Text(text, style=coloured.get(head, ""), no_wrap=True) for head, text in by_head.items()]
 
