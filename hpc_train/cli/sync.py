@@ -1,6 +1,6 @@
 """``sync``: sends rows that runs logged without a network to wandb, MLflow or TensorBoard, each once.
 
-The process that sends an attempt's rows, ``loggers.sending_process``, sends them. ``sync.json`` in the run
+The process that sends an attempt's rows, ``loggers.process_logger``, sends them. ``sync.json`` in the run
 folder records the rows that a target has, so that a repeated sync contacts no server.
 """
 
@@ -46,7 +46,7 @@ from hpc_train.run.trust import check_run
 
 _TRACKERS: tuple[Tracker, ...] = ("wandb", "mlflow")
 _DESTINATIONS = (*_TRACKERS, "tensorboard")
-_NO_ANSWER = {"error": "its process (python -m hpc_train.loggers.sending_process) ended without an answer"}
+_NO_ANSWER = {"error": "its process (python -m hpc_train.loggers.process_logger) ended without an answer"}
 _Config = TypeVar("_Config", bound=Section)
 
 
@@ -248,7 +248,7 @@ def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:
 
 
 def _answer(messages: list[dict[str, Any]], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the answer of ``loggers.sending_process``."""
+    """Return the answer of ``loggers.process_logger``."""
     process = process_logger.start_process(environment, stderr=subprocess.DEVNULL)
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
