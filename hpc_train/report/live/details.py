@@ -21,8 +21,7 @@ from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.report import metrics_reader
-from hpc_train.report.live.cells import mean, rate_words
-from hpc_train.report.live.live_runs import LiveRun, RunsReader, stamp
+from hpc_train.report.live.live_runs import LiveRun, RunsReader, mean, rate_words, stamp
 from hpc_train.report.metrics_reader import Metric, MetricsReader, Row, in_words, metric_value, number
 from hpc_train.report.run_files import RunFiles, attempt_span, node_words, short_duration
 from hpc_train.run.attempts import AttemptRecord, newest_number
