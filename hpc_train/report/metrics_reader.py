@@ -293,12 +293,9 @@ class Metric:
 class Point:
     """A metric's value after a step."""
 
+    #: Null if it is NaN or infinite.
     value: float
     step: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return ``last`` or ``best`` of a run in ``compare --json``; a value that is not finite is None."""
-        return {"value": finite(self.value), "step": self.step}
 
 
 def decisive_metric(statuses: Iterable[RunStatus]) -> Metric | None:
