@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.cli.code import is_new
 from hpc_train.cli.compare_diff import Difference, count_text, difference, difference_text, pair_lines
@@ -139,29 +139,20 @@ class _Search:
         runs = self.runs
         machines = [run.machine() for run in runs]
         inputs = [run.files.facts.get("inputs") or {} for run in runs]
-        self.answer = Bisection(
-            version=JSON_VERSION,
-            ids=[run.paths.folder.name for run in runs],
-            paths=[str(run.paths.folder) for run in runs],
-            difference=difference([run.paths for run in runs]) if len(runs) == 2 else None,
-            machine={
+        facts = {
+            "version": JSON_VERSION,
+            "ids": [run.paths.folder.name for run in runs],
+            "paths": [str(run.paths.folder) for run in runs],
+            "difference": difference([run.paths for run in runs]) if len(runs) == 2 else None,
+            "machine": {
                 key: [machine[key] for machine in machines]
                 for key in machines[0]
                 if any(one[key] != other[key] for one, other in pairwise(machines))
             },
-            inputs=[key for one, other in pairwise(inputs) for key in other_inputs(one, other)],
-            compared=0,
-            first_difference=None,
-            differs=[],
-            numbers=[],
-            equal_checkpoint=None,
-            other_checkpoint=None,
-            equal_parts=None,
-            other_parts=None,
-            replays=0,
-            reproduction=[],
-            place=None,
-        )
+            "inputs": [key for one, other in pairwise(inputs) for key in other_inputs(one, other)],
+        }
+        empty = {"compared": 0, "replays": 0, "differs": [], "numbers": [], "reproduction": []}
+        self.answer = cast("Bisection", dict.fromkeys(Bisection.__annotations__) | facts | empty)
         if len(runs) == 2:
             self._compare_digests()
             self._compare_checkpoints()

@@ -26,10 +26,10 @@ from hpc_train.launchers.local import LocalLauncher
 from hpc_train.launchers.rank_processes import default_command
 from hpc_train.paths import RunPaths
 from hpc_train.report import replayed_steps
+from hpc_train.report.parted_steps import step_digest
 from hpc_train.report.replayed_steps import NonFinite, Range, Replayed, ReplayedStep, StepNumbers
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.code.snapshot import linked
-from hpc_train.run.digests import same_bits
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import refuse_target, run_name
 from hpc_train.run.metric_rows import finite
@@ -311,8 +311,12 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
     steps = []
     for of_ranks in zip(*lines, strict=True):
         head = of_ranks[0]
-        compared = _compared(head["digest"], head["recorded"], names)
-        differs = _differences(head["digest"], head["recorded"], compared)
+        computed, recorded = step_digest(head), step_digest(head, "recorded")
+        compared: list[str] = []
+        differs = None
+        if computed is not None and recorded is not None:
+            compared = [name for name in names if None not in (head["digest"][name], head["recorded"][name])]
+            differs = [name for name in recorded.differences(computed) if name in compared]
         if "micro_batches" in head:
             steps.append(_step(of_ranks, differs, compared))
         elif differs is not None:
@@ -320,25 +324,6 @@ def _replayed(changes: list[str], lines: list[list[dict[str, Any]]], names: Sequ
             if differs and first_difference is None:
                 first_difference = head["step"]
     return Replayed(changes=changes, compared=len(earlier), first_difference=first_difference, steps=steps)
-
-
-def _compared(digest: dict[str, Any], recorded: dict[str, Any] | None, names: Sequence[str]) -> list[str]:
-    """Return the names of the numbers that both have."""
-    return [name for name in names if recorded and None not in (digest[name], recorded[name])]
-
-
-def _differences(
-    digest: dict[str, Any], recorded: dict[str, Any] | None, compared: Sequence[str]
-) -> list[str] | None:
-    if recorded is None:
-        return None
-    return [
-        name
-        for name in compared
-        if not (
-            digest[name] == recorded[name] if name == "samples" else same_bits(digest[name], recorded[name])
-        )
-    ]
 
 
 def _step(of_ranks: Sequence[dict[str, Any]], differs: list[str] | None, compared: list[str]) -> ReplayedStep:

@@ -151,12 +151,12 @@ class LoggerThread:
         thread._logger = logger
         return thread
 
-    def construct(self, make: Callable[[], Logger | None], limit_s: float = START_LIMIT_S) -> bool:
+    def construct(self, make: Callable[[], Logger | None]) -> bool:
         """Construct the logger; False if there is none. Raises HangingLoggerError."""
         future = self._submit(make)
-        wait([future], limit_s)
+        wait([future], START_LIMIT_S)
         if not future.done():
-            raise HangingLoggerError(f"it was not constructed within {limit_s:g} s")
+            raise HangingLoggerError(f"it was not constructed within {START_LIMIT_S:g} s")
         self._logger = future.result()
         if self._logger is None:
             self.end()

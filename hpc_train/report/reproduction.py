@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from hpc_train.console import columns, say
 from hpc_train.errors import BadFileError, counted, listed
@@ -144,19 +144,10 @@ def near(
 
 
 def _begun(run: str, lines: Lines, begin: int) -> Reproduction:
-    return Reproduction(
-        run=run,
-        checkpoint=begin,
-        ranks=len(next(iter(lines.values()))),
-        is_reproducible=None,
-        compared=0,
-        first_difference=None,
-        differs=[],
-        equal_checkpoints=[],
-        other_checkpoint=None,
-        equal_parts=0,
-        other_parts=None,
-    )
+    ranks = len(next(iter(lines.values())))
+    facts = {"run": run, "checkpoint": begin, "ranks": ranks, "compared": 0, "differs": []}
+    facts |= {"equal_checkpoints": [], "equal_parts": 0}
+    return cast("Reproduction", dict.fromkeys(Reproduction.__annotations__) | facts)
 
 
 def _first_of(places: Sequence[Place], answer: Reproduction) -> Place | None:
