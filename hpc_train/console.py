@@ -30,8 +30,9 @@ def say(*lines: str) -> None:
     Here, in ``put`` and in ``columns`` control characters and line breaks of an argument are shown as
     escapes: text of a file or a log can neither control the terminal nor forge a line. Callers don't escape.
     """
-    with tolerating_closed_stderr():
-        print("\n".join(map(_as_line, lines)), file=sys.stderr, flush=True)
+    if lines:
+        with tolerating_closed_stderr():
+            print("\n".join(map(_as_line, lines)), file=sys.stderr, flush=True)
 
 
 def say_text(text: str) -> None:

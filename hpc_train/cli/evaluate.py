@@ -235,8 +235,7 @@ def predict(options: PredictOptions) -> ExitCode:
     skipped = sorted(all_known(run_of_ranks).values(), key=lambda sample: sample.index)
     notices = read_json(run_of_ranks.attempt(newest_number(run_of_ranks)).notices) or {}
     shutil.rmtree(run_of_ranks.folder.parent)
-    for line in notices.get("lines", []):
-        say(f"predict: {line}")
+    say(*(f"predict: {line}" for line in notices.get("lines", [])))
     say_skipped(skipped)
     if options.as_json:
         put_json(

@@ -101,8 +101,7 @@ def init(options: InitOptions) -> ExitCode:
             modules = _own_modules(text) | _lists(content, output)
             remarks = content.lines
     files = {output: text} | modules
-    for remark in remarks:
-        say(f"{options.root}: {remark}")
+    say(*(f"{options.root}: {remark}" for remark in remarks))
     for path in modules:
         if path.suffix == ".csv" and path.exists():
             raise UsageError(f"{path}: exists, and is not overwritten; write another name after -o")
@@ -112,8 +111,7 @@ def init(options: InitOptions) -> ExitCode:
             file.write(file_text)
     to_change = [number for number, line in enumerate(text.splitlines(), start=1) if f"# {CHANGE}:" in line]
     _say_next(output, to_change, job)
-    for line in lines:
-        say(line)
+    say(*lines)
     if options.as_json:
         written = FirstFileJson(
             version=JSON_VERSION,
@@ -149,8 +147,7 @@ def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) ->
         lines = "line" if len(to_change) == 1 else "lines"
         say(f"  change {lines} {', '.join(map(str, to_change))}")
     steps = (f"validate {output}", f"prepare {output}", f"plan {output}{where}", f"submit {output}{where}")
-    for command in steps:
-        say(f"  `hpc-train {command}`")
+    say(*(f"  `hpc-train {command}`" for command in steps))
 
 
 def _is_terminal() -> bool:

@@ -158,8 +158,7 @@ def plan(options: PlanOptions) -> ExitCode:
 def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCode:
     """Print the plan of one experiment; return BAD_FILE if the queue would refuse it."""
     lines = full.problems or full.queue.refused or missing_packs(full.loaded)
-    for line in lines:
-        say(line)
+    say(*lines)
     if is_json:
         put_json(full.to_json())
     elif not options.as_json:
@@ -169,13 +168,11 @@ def _show_full(full: FullPlan, options: PlanOptions, *, is_json: bool) -> ExitCo
             say(_LEGEND)
         _show_predictions(full.plan.runs, full.memory)
     say_remarks(full.loaded)
-    for line in full.shared_jobs:
-        say(line)
+    say(*full.shared_jobs)
     plan_cost.say_cost(full.cost)
     preflight.say_forecast(full.queue, full.plan)
     if not lines:
-        for note in workload_of(full.loaded.experiment).notes(full.loaded.experiment):
-            say(note)
+        say(*workload_of(full.loaded.experiment).notes(full.loaded.experiment))
     return ExitCode.BAD_FILE if full.queue.refused else ExitCode.DONE
 
 
@@ -226,11 +223,8 @@ def show(
     if as_json:
         put_json(plan.to_json() | {"runs": _json_of_runs(plan.runs, None), "scripts": list(scripts)})
         return
-    for line in columns(_table(plan.runs, more_columns)):
-        put(line)
-    for hint in dict.fromkeys(map(_hint, plan.runs)):
-        if hint:
-            say(hint)
+    put(*columns(_table(plan.runs, more_columns)))
+    say(*dict.fromkeys(filter(None, map(_hint, plan.runs))))
     for script in scripts:
         put("", *script.rstrip("\n").split("\n"))
 
@@ -324,11 +318,9 @@ def _show_predictions(runs: Sequence[PlannedRun], steps: Sequence[StepPrediction
         return
     put("")
     rows = [_memory_cells(run, step) for run, step in zip(runs, steps, strict=True)]
-    for line in columns([[*_MEMORY_HEADS], *rows]):
-        put(line)
+    put(*columns([[*_MEMORY_HEADS], *rows]))
     say(_MEMORY_LEGEND)
-    for remark in dict.fromkeys(remark for step in steps for remark in _remarks(step)):
-        say(remark)
+    say(*dict.fromkeys(remark for step in steps for remark in _remarks(step)))
 
 
 def _memory_cells(run: PlannedRun, step: StepPrediction) -> list[str]:

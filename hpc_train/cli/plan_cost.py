@@ -6,7 +6,6 @@ and only the newest of many runs.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,7 @@ from hpc_train.report.usage import evaluation_seconds
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json
-from hpc_train.run.find import run_name
+from hpc_train.run.find import folders_in, run_name
 from hpc_train.run.run_status import run_facts
 
 
@@ -241,7 +240,7 @@ def measured_runs(root: Path, experiment: Job, launcher: str | None = None) -> l
     same_name = root / experiment.name
     if same_experiment := list(_measured(_newest(same_name), wanted, launcher)):
         return same_experiment
-    others = [folder for folder in _folders(root) if folder != same_name]
+    others = [folder for folder in folders_in(root) if folder != same_name]
     runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
     return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
 
@@ -284,19 +283,11 @@ def _on_or_off(value: Any) -> Any:
 
 def _newest(folder: Path) -> list[RunPaths]:
     times = []
-    for run in _folders(folder):
+    for run in folders_in(folder):
         paths = RunPaths(run)
         with suppress(OSError):
             times.append((paths.metrics.stat().st_mtime, str(run)))
     return [RunPaths(Path(name)) for _, name in sorted(times, reverse=True)[:_MAX_RUNS]]
-
-
-def _folders(parent: Path) -> list[Path]:
-    try:
-        with os.scandir(parent) as entries:
-            return [Path(entry.path) for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    except OSError:
-        return []
 
 
 def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> Iterator[MeasuredRun]:

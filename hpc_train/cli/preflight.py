@@ -253,8 +253,7 @@ def say_remarks(loaded: Loaded) -> None:
 def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
     """Print remarks on the file and on data that are not on this machine."""
     if choice.launcher.is_queue:
-        for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
-            say(line)
+        say(*missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"))
         container = loaded.experiment.environment.container
         for remark in missing_paths(container) if container is not None else ():
             say(loaded.source.render(remark))

@@ -78,8 +78,7 @@ def _say_queued(runs: Sequence[RunPaths]) -> None:
 
 
 def _say_details(*details: tuple[str, str]) -> None:
-    for line in columns([(f"  {label}", text) for label, text in details]):
-        say(line)
+    say(*columns([(f"  {label}", text) for label, text in details]))
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:

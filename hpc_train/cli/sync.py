@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,9 +37,9 @@ from hpc_train.redaction import redacted, without_credentials
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
-from hpc_train.run.files import UnreadableFileError, open_regular, read_json, write_json
+from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
-from hpc_train.run.metric_rows import Row, parse_row
+from hpc_train.run.metric_rows import Row, lines_of, parse_row
 from hpc_train.run.run_status import GOING_ON
 from hpc_train.run.trust import check_run
 
@@ -135,8 +134,7 @@ def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
 
 def _show(paths: RunPaths, synced: Synced) -> None:
     name = f"{run_name(paths)}: {synced.to}"
-    for note in synced.notes:
-        say(f"{name}: {note}")
+    say(*(f"{name}: {note}" for note in synced.notes))
     if synced.error is not None:
         say(f"{name}: {synced.error}")
     elif synced.rows == 0:
@@ -313,8 +311,7 @@ def _withdraw_to(paths: RunPaths, before: Mapping[str, Any]) -> int | None:
 
 def _whole_lines(metrics: Path) -> Iterator[tuple[bytes, Row | None]]:
     """Yield the file's whole lines and their rows; none if there is no file."""
-    with suppress(FileNotFoundError, UnreadableFileError), open_regular(metrics) as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield line, parse_row(line)
+    for line in lines_of(metrics):
+        if not line.endswith(b"\n"):
+            return
+        yield line, parse_row(line)
