@@ -246,8 +246,7 @@ def _code_root() -> Path | None:
 
 def say_remarks(loaded: Loaded) -> None:
     """Print the remarks on settings that are valid but probably not intended."""
-    for remark in workload_of(loaded.experiment).remarks(loaded.experiment):
-        say(loaded.source.render(remark))
+    say(*map(loaded.source.render, workload_of(loaded.experiment).remarks(loaded.experiment)))
 
 
 def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
@@ -255,13 +254,12 @@ def say_before(choice: LauncherChoice, loaded: Loaded) -> None:
     if choice.launcher.is_queue:
         say(*missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"))
         container = loaded.experiment.environment.container
-        for remark in missing_paths(container) if container is not None else ():
-            say(loaded.source.render(remark))
+        say(*map(loaded.source.render, missing_paths(container) if container is not None else ()))
     say_remarks(loaded)
     _say_no_key(loaded)
     if not choice.launcher.is_queue:
-        for remark in unused_without_queue(loaded.experiment, is_local=choice.on_this_machine):
-            say(loaded.source.render(remark))
+        unused = unused_without_queue(loaded.experiment, is_local=choice.on_this_machine)
+        say(*map(loaded.source.render, unused))
 
 
 def _say_no_key(loaded: Loaded) -> None:
@@ -269,17 +267,11 @@ def _say_no_key(loaded: Loaded) -> None:
     wandb = loaded.experiment.logging.wandb
     if wandb is None or not needs_key(wandb.mode) or has_key():
         return
-    outcome = (
-        "runs log into their folders"
-        if effective_mode(wandb.mode) == "offline"
-        else "wandb gets nothing of the runs"
-    )
+    is_offline = effective_mode(wandb.mode) == "offline"
+    outcome = "runs log into their folders" if is_offline else "wandb gets nothing of the runs"
     remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
-    say(
-        loaded.problem(
-            "logging.wandb.mode", f"there is no API key, so {outcome}", remedy, "logging.wandb-key"
-        )
-    )
+    problem = f"there is no API key, so {outcome}"
+    say(loaded.problem("logging.wandb.mode", problem, remedy, "logging.wandb-key"))
 
 
 class JobForecastJson(TypedDict):

@@ -25,7 +25,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.budgets import spent_budget
 from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
-from hpc_train.run import create
+from hpc_train.run import create, stage_order
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json
@@ -33,7 +33,7 @@ from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.frozen_experiment import load_changed
 from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
-from hpc_train.run.run_status import GOING_ON, RunStatus, extended_run, extensions, read_status
+from hpc_train.run.run_status import CANCELLED, GOING_ON, RunStatus, extended_run, extensions, read_status
 from hpc_train.run.trust import check_run
 from hpc_train.run.versions import Differences, in_words
 
@@ -76,18 +76,29 @@ def start_again(
 
 
 def _follow(runs: Sequence[RunPaths], before: Sequence[str], request: _Request) -> list[ExitCode]:
-    """Start the stages that wait for the resumed runs; ``before``: the runs' states before."""
-    request = replace(request, overrides=[])
+    """Start the stages after runs that were resumed: a waiting job is replaced, since it waits for a job that
+    has ended. Elsewhere than in a queue they start once the former one has completed.
 
-    def launcher_name(paths: RunPaths) -> str:
-        return request.launcher or last_launcher(paths)
-
-    return starting.follow(
-        runs,
-        before,
-        lambda paths: _resume_batch(launcher_name(paths), [paths], request),
-        lambda paths: load_launcher(launcher_name(paths)).is_queue,
-    )
+    ``before``: the runs' states before; a cancelled stage follows only a run that was cancelled, too.
+    """
+    request, codes = replace(request, overrides=[]), list[ExitCode]()
+    for run, state in zip(runs, before, strict=True):
+        later = [] if state in {*GOING_ON, "completed"} else stage_order.later(run)
+        if not later or statuses([run])[0].state not in {*GOING_ON, "completed"}:
+            continue
+        for paths in later:
+            name, is_cancelled = (
+                request.launcher or last_launcher(paths),
+                read_status(paths).state == CANCELLED,
+            )
+            if is_cancelled and state != CANCELLED:
+                break
+            if not load_launcher(name).is_queue and stage_order.waiting_words(paths) is not None:
+                break
+            if not is_cancelled:
+                launcher_of(paths).cancel([paths])
+            codes += _resume_batch(name, [paths], request)
+    return codes
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,7 @@ def resume_runs(
         options.take_over,
         options.nodes,
     )
-    waiting = starting.waiting_stages(runs)
+    waiting = [paths for paths in runs if stage_order.waiting_words(paths) is not None]
     runs = [paths for paths in runs if paths not in waiting]
     codes = [starting.say_waiting(paths, runs) for paths in waiting]
     for name, group in _batches(runs, request):

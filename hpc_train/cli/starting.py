@@ -19,7 +19,7 @@ from hpc_train.experiment.validate.loading import Loaded
 from hpc_train.experiment.workload import workload_of
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import DEFAULT, launcher_of, statuses
+from hpc_train.launchers.lookup import DEFAULT, statuses
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, main_metric, validation_rows
 from hpc_train.report.progress_display import Progress
@@ -376,11 +376,6 @@ def is_created_only(paths: RunPaths, launcher: Launcher, name: str) -> bool:
     return is_of_launcher and bool(facts.get("stage")) and not stage_order.has_begun(paths)
 
 
-def waiting_stages(runs: Sequence[RunPaths]) -> list[RunPaths]:
-    """Return the runs that are stages which wait for another run."""
-    return [paths for paths in runs if stage_order.waiting_words(paths) is not None]
-
-
 def say_waiting(paths: RunPaths, resumed: Sequence[RunPaths]) -> ExitCode:
     """Print why a stage is not resumed by itself, unless a run that is ``resumed`` lets it follow."""
     if any(paths in stage_order.later(run) for run in resumed):
@@ -389,32 +384,3 @@ def say_waiting(paths: RunPaths, resumed: Sequence[RunPaths]) -> ExitCode:
     assert before is not None
     say(f"{run_name(paths)}: {stage_order.waiting_words(paths)}; nothing started")
     return ExitCode.DONE if read_status(before).state in GOING_ON else ExitCode.FAILED
-
-
-def follow(
-    resumed: Sequence[RunPaths],
-    before: Sequence[str],
-    start: Callable[[RunPaths], list[ExitCode]],
-    is_queued: Callable[[RunPaths], bool],
-) -> list[ExitCode]:
-    """Start the stages after runs that were resumed: a waiting job is replaced, since it waits for a job that
-    has ended. Elsewhere than in a queue they start once the former one has completed.
-
-    ``before``: the runs' states before; a cancelled stage follows only a run that was cancelled, too.
-    ``start`` starts a run that has no job, ``is_queued`` returns True if it does so in a queue.
-    """
-    codes: list[ExitCode] = []
-    for run, state in zip(resumed, before, strict=True):
-        later = [] if state in {*GOING_ON, "completed"} else stage_order.later(run)
-        if not later or statuses([run])[0].state not in {*GOING_ON, "completed"}:
-            continue
-        for paths in later:
-            is_cancelled = read_status(paths).state == CANCELLED
-            if is_cancelled and state != CANCELLED:
-                break
-            if not is_queued(paths) and stage_order.waiting_words(paths) is not None:
-                break
-            if not is_cancelled:
-                launcher_of(paths).cancel([paths])
-            codes += start(paths)
-    return codes
