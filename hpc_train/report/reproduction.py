@@ -81,16 +81,7 @@ def reproduction(
 
     ``checkpoints`` and ``parts``: of the run. The replay has digests of the tensors at their steps.
     """
-    places: list[Place] = []
-    answer = _begun(run, lines, begin)
-    for step, of_ranks in lines.items():
-        computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
-        if computed is not None and recorded is not None:
-            if differs := recorded.differences(computed):
-                answer["first_difference"], answer["differs"] = step, differs
-                places.append(place(step, "record"))
-                break
-            answer["compared"] += 1
+    answer, places, _ = _steps_compared(run, lines, begin, -1.0)
     for step, checkpoint in checkpoints.items():
         compared = _against_checkpoint(lines[step], checkpoint) if begin < step in lines else None
         if compared is not None and compared["num_tensors"]:
@@ -116,8 +107,30 @@ def near(
 
     Of the loss, the gradients' norm, and the norm of all weights at a checkpoint; samples must be the same.
     """
+    answer, places, largest = _steps_compared(run, lines, begin, tolerance)
+    for step in (step for step in checkpoints if begin < step in lines and "distances" in lines[step][0]):
+        distance, tensor = _distance([line["distances"] for line in lines[step]])
+        largest = max(largest, distance)
+        if distance > tolerance:
+            answer["other_checkpoint"] = step
+            module = module_of(tensor)
+            places.append(place(step, "checkpoint", module=module, tensor=tensor, num_compared=1))
+            break
+        answer["equal_checkpoints"].append(step)
+    return answer, _first_of(places, answer), largest
+
+
+def _steps_compared(
+    run: str, lines: Lines, begin: int, tolerance: float
+) -> tuple[Reproduction, list[Place], float]:
+    """Compare the steps' digests up to the first that differs; also return the largest relative difference.
+
+    ``tolerance``: if negative, numbers must be bitwise identical; samples always.
+    """
+    facts = {"run": run, "checkpoint": begin, "ranks": len(next(iter(lines.values()))), "compared": 0}
+    empty = {"differs": [], "equal_checkpoints": [], "equal_parts": 0}
+    answer = cast("Reproduction", dict.fromkeys(Reproduction.__annotations__) | facts | empty)
     places: list[Place] = []
-    answer = _begun(run, lines, begin)
     largest = 0.0
     for step, of_ranks in lines.items():
         computed, recorded = (step_digest(of_ranks[0], key) for key in ("digest", "recorded"))
@@ -131,23 +144,7 @@ def near(
             places.append(place(step, "record"))
             break
         answer["compared"] += 1
-    for step in (step for step in checkpoints if begin < step in lines and "distances" in lines[step][0]):
-        distance, tensor = _distance([line["distances"] for line in lines[step]])
-        largest = max(largest, distance)
-        if distance > tolerance:
-            answer["other_checkpoint"] = step
-            module = module_of(tensor)
-            places.append(place(step, "checkpoint", module=module, tensor=tensor, num_compared=1))
-            break
-        answer["equal_checkpoints"].append(step)
-    return answer, _first_of(places, answer), largest
-
-
-def _begun(run: str, lines: Lines, begin: int) -> Reproduction:
-    ranks = len(next(iter(lines.values())))
-    facts = {"run": run, "checkpoint": begin, "ranks": ranks, "compared": 0, "differs": []}
-    facts |= {"equal_checkpoints": [], "equal_parts": 0}
-    return cast("Reproduction", dict.fromkeys(Reproduction.__annotations__) | facts)
+    return answer, places, largest
 
 
 def _first_of(places: Sequence[Place], answer: Reproduction) -> Place | None:
@@ -164,7 +161,7 @@ def _relative(number: float | None, reference: float | None) -> float:
     """Return the relative difference; infinite if one of the numbers is not finite."""
     if number is None or reference is None or not (math.isfinite(number) and math.isfinite(reference)):
         return math.inf
-    return abs(number - reference) / max(abs(reference), abs(number))
+    return abs(number - reference) / (max(abs(reference), abs(number)) or 1.0)  # 0.0 and -0.0
 
 
 def _distance(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> tuple[float, str]:
