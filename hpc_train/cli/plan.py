@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 from hpc_train.cli import plan_cost, preflight
 from hpc_train.cli.command_options import PlanOptions
 from hpc_train.cli.preflight import LauncherChoice, Preflight, missing_packs, say_remarks, with_found_sizes
-from hpc_train.cli.searching import next_trials
+from hpc_train.cli.search import next_trials
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.experiment.plan.devices import Device, device_here

@@ -19,7 +19,7 @@ from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.preflight import Checked, LauncherChoice, Preflight, never_starting, say_before, to_submit
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.run_row import rows_of
-from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
+from hpc_train.cli.search import GivenUp, finish_submissions, next_trials
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.experiment.config.schema import Job
