@@ -151,8 +151,10 @@ def replay(options: ReplayOptions) -> ExitCode:
         put_json(answer)
     else:
         put(*replayed_steps.replay_text(answer))
+    first = replays[0]
+    differs = first["first_difference"] is not None or any(step["differs"] for step in first["steps"])
     is_bitwise = num_ranks == stretch.ranks_of_run and not overrides
-    return ExitCode.FAILED if is_bitwise and _differs(replays[0]) else ExitCode.DONE
+    return ExitCode.FAILED if is_bitwise and differs else ExitCode.DONE
 
 
 def _refuse_fixed(overrides: Sequence[str]) -> None:
@@ -402,7 +404,3 @@ def _first(places: Iterable[dict[str, Any] | None]) -> NonFinite | None:
         before=place.get("before"),
         has_finite_weights=place.get("has_finite_weights"),
     )
-
-
-def _differs(replayed: Replayed) -> bool:
-    return replayed["first_difference"] is not None or any(step["differs"] for step in replayed["steps"])

@@ -338,9 +338,12 @@ class _Submission:
     def _say_not_applied(self, active: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
         """Print what the file changes in active runs, whether the queue accepts it, and how to apply it."""
         groups: dict[tuple[str, ...], list[tuple[RunPaths, PlannedRun]]] = {}
+        overrides_of: dict[tuple[str, ...], list[str]] = {}
         for paths, run in active:
-            lines = tuple(change.words for change in self._changes_of_active(paths, run))
+            changes = _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
+            lines = tuple(change.words for change in changes)
             groups.setdefault(lines, []).append((paths, run))
+            overrides_of.setdefault(lines, [change.override for change in changes])
         for lines, group in groups.items():
             runs = [paths for paths, _ in group]
             if not lines:
@@ -352,13 +355,9 @@ class _Submission:
                 self._codes.append(ExitCode.BAD_FILE)
                 continue
             names = names_of(runs)
-            overrides = [change.override for change in self._changes_of_active(*group[0])]
             cancel = shlex.join(["hpc-train", "cancel", *names])
-            resume = shlex.join(["hpc-train", "resume", *names, *overrides])
+            resume = shlex.join(["hpc-train", "resume", *names, *overrides_of[lines]])
             say(f"  the changes are valid; to apply them: `{cancel} && {resume}`")
-
-    def _changes_of_active(self, paths: RunPaths, run: PlannedRun) -> list[Change]:
-        return _changes_since(paths, run.experiment, is_queued=launcher_of(paths).is_queue)
 
 
 def _say_shorter(paths: RunPaths, run: PlannedRun) -> None:

@@ -45,12 +45,8 @@ class MetricsReader:
         self._tail_bytes = tail_bytes
         self._part = part
         self._offset = 0
-        self._inode = 0
-
-    @property
-    def inode(self) -> int:
-        """The file that was read last, 0 before the first: another file is read from the start."""
-        return self._inode
+        #: Of the file that was read last, 0 before the first: another file is read from the start.
+        self.inode = 0
 
     def new_rows(self) -> Iterator[Row]:
         """Yield the complete rows added since the last call; none if there is no file yet."""
@@ -64,10 +60,10 @@ class MetricsReader:
             return
         with file:
             seen = os.fstat(file.fileno())
-            if seen.st_ino != self._inode:  # a resume drops rows after its step: a new file of the same name
+            if seen.st_ino != self.inode:  # a resume drops rows after its step: a new file of the same name
                 skipped = 0 if self._tail_bytes is None else max(0, seen.st_size - self._tail_bytes)
                 # The rest of the line at that offset is not valid JSON, or is that line.
-                self._inode, self._offset = seen.st_ino, skipped
+                self.inode, self._offset = seen.st_ino, skipped
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written
