@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 from hpc_train.cli.command_options import CompareOptions
-from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.console import JSON_VERSION, csv_line, print_table, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
@@ -137,7 +137,6 @@ class GroupComparison(TypedDict):
     groups: list[GroupJson]
 
 
-@collecting_rarely()
 def compare(options: CompareOptions) -> ExitCode:
     """Print the runs, or their means, the best first.
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hpc_train.cli.command_options import StatusOptions, WatchOptions
-from hpc_train.cli.many_runs import collecting_rarely, find_readable
+from hpc_train.cli.many_runs import find_readable
 from hpc_train.cli.run_row import RunRow, notes_in_words, rows_at, rows_json
 from hpc_train.console import columns, print_table, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -47,7 +47,6 @@ _COLUMNS: dict[str, _Key] = {
 }
 
 
-@collecting_rarely()
 def status(options: StatusOptions) -> ExitCode:
     """Show these runs, or all."""
     runs = find_readable(options.runs)
