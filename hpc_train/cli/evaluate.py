@@ -108,9 +108,8 @@ def run_ranks(
     step = find_step(paths, best=wants_best, step=options.step)
     if words := selection_words(paths, step):
         say(f"{run_name(paths)}: {words}")
-    folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
     request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
-    run_of_ranks = ranks_folder(folder / paths.folder.name, experiment, snapshot)
+    run_of_ranks = ranks_folder(command, paths, experiment, snapshot)
     write_json(run_of_ranks.evaluated_checkpoint, request)
     ended = LocalLauncher().launch(LaunchRequest(run_of_ranks, experiment, 1, options.devices), lambda: None)
     if ended != ExitCode.DONE:
@@ -144,9 +143,9 @@ def newest_experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
     return experiment.with_micro_batch_size(size)
 
 
-def ranks_folder(folder: Path, experiment: Job, snapshot: Path | None) -> RunPaths:
-    """Create a run folder for ranks that do not train, with the code of ``snapshot``, if there is one."""
-    run = RunPaths(folder)
+def ranks_folder(command: str, paths: RunPaths, experiment: Job, snapshot: Path | None) -> RunPaths:
+    """Create a temporary run folder for ranks that do not train, with the code of ``snapshot``, if any."""
+    run = RunPaths(Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"), paths.folder.name))
     run.folder.mkdir(mode=0o700)
     frozen_experiment.write(run, experiment)
     if snapshot is not None:

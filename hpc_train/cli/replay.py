@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,8 +277,7 @@ def replay_folder(
     replayed: RunPaths, experiment: Experiment, snapshot: Path | None, request: Mapping[str, Any]
 ) -> RunPaths:
     """Create a temporary folder whose ranks repeat steps of ``replayed``. ``request``: of ``replay.json``."""
-    folder = Path(tempfile.mkdtemp(prefix="hpc-train-replay-"))
-    run = ranks_folder(folder / replayed.folder.name, experiment, snapshot)
+    run = ranks_folder("replay", replayed, experiment, snapshot)
     write_json(run.replayed_steps, {"version": 1, "run": str(replayed.folder.absolute()), **request})
     return run
 
