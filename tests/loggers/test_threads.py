@@ -105,8 +105,7 @@ def test_loggers_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -
 def test_a_constructor_that_hangs_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    construct = LoggerThread.construct
-    monkeypatch.setattr(LoggerThread, "construct", lambda self, make: construct(self, make, 0.2))
+    monkeypatch.setattr(logger_threads, "START_LIMIT_S", 0.2)
     assert start_logger(f"{__name__}:HangsInConstructor", context(tmp_path)) is None
     assert f"{__name__}:HangsInConstructor is abandoned: it was not constructed within 0.2 s" in caplog.text
 
