@@ -68,8 +68,8 @@ class Stretch:
 class Extras:
     """The results of a replay besides the numbers of its steps; paths are those of files to write."""
 
-    batch: Path | None = None
-    samples: Path | None = None
+    save_batch: Path | None = None
+    save_samples: Path | None = None
     profile: Path | None = None
     activations: bool = False
     debugger: bool = False
@@ -80,27 +80,23 @@ class Extras:
         _refuse_output("--save-batch", options.save_batch, ".safetensors")
         _refuse_output("--save-samples", options.save_samples)
         _refuse_output("--profile", options.profile, ".json.gz")
-        return cls(
-            options.save_batch, options.save_samples, options.profile, options.activations, options.debugger
-        )
+        return cls(**{name: getattr(options, name) for name in vars(NO_EXTRAS)})
 
     def request(self) -> dict[str, bool]:
         """Return their keys of ``replay.json``."""
-        names = ("save_batch", "save_samples", "profile", "activations", "debugger")
-        values = (self.batch, self.samples, self.profile, self.activations, self.debugger)
-        return {name: bool(value) for name, value in zip(names, values, strict=True)}
+        return {name: bool(value) for name, value in vars(self).items()}
 
     def move(self, run: RunPaths) -> None:
         """Move the files that the ranks of ``run`` have written."""
         targets = {
-            run.replayed_batch(0): self.batch,
-            run.replayed_samples: self.samples,
+            run.replayed_batch(0): self.save_batch,
+            run.replayed_samples: self.save_samples,
             run.attempt(1).profile_trace: self.profile,
         }
         for source, target in targets.items():
             if target is not None and source.exists():
                 shutil.move(source, target.absolute())
-        if self.samples is not None and not self.samples.exists():
+        if self.save_samples is not None and not self.save_samples.exists():
             say("--save-samples: the inputs are neither images nor tokens; --save-batch FILE writes them")
 
 
