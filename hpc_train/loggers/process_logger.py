@@ -37,7 +37,6 @@ from hpc_train.experiment.config.schema import MlflowConfig, WandbConfig
 from hpc_train.loggers import tracker_environment
 from hpc_train.loggers.base import LoggerContext, LoggerOffError, Row
 from hpc_train.loggers.sending import ORPHAN_LIMIT_S, BusyError, Mirror, check_version, in_a_line
-from hpc_train.loggers.tracker_environment import Tracker
 from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
 from hpc_train.redaction import redacted
@@ -80,6 +79,8 @@ class ProcessLogger:
         ``waits_for_start``: if true, ``close`` gives the process ``_START_LIMIT_S`` to start; for a target
         that needs no server, since the start of any other may wait for one.
         """
+        if line := tracker_environment.in_a_line(settings["to"], os.environ):
+            print(line, flush=True)  # the shell variables that the tracker uses or ignores
         self._settings = settings
         self._waits_for_start = waits_for_start
         self._has_warned = False
@@ -176,7 +177,6 @@ class WandbLogger(ProcessLogger):
         message = wandb_settings(context, settings)
         if message["mode"] == "disabled":
             raise LoggerOffError("turned off by WANDB_MODE or WANDB_DISABLED; `mode: online` overrides them")
-        print_environment("wandb")
         super().__init__(message, wandb_environment(), waits_for_start=message["mode"] == "offline")
 
     def log(self, row: Row) -> None:
@@ -220,9 +220,7 @@ class MlflowLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.mlflow
         assert settings is not None, "the mlflow logger needs logging.mlflow"
-        message = mlflow_settings(context, settings)
-        print_environment("mlflow")
-        super().__init__(message, mlflow_environment())
+        super().__init__(mlflow_settings(context, settings), mlflow_environment())
 
     def log(self, row: Row) -> None:
         """Do nothing: MLflow can't withdraw a row that is not final."""
@@ -269,12 +267,6 @@ def _is_ready(pipe: IO[bytes] | None, event: int, deadline: float) -> bool:
     poll = select.poll()  # unlike select, for descriptors above 1,023 too
     poll.register(_pipe(pipe), event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
-
-def print_environment(tracker: Tracker) -> None:
-    """Print the shell variables that the tracker uses or ignores, if there are any."""
-    if line := tracker_environment.in_a_line(tracker, os.environ):
-        print(line, flush=True)
 
 
 def notice(name: str, problem: str) -> str:
