@@ -44,7 +44,7 @@ NAMES: list[tuple[Any, str, str]] = [
     (torch, "_C _dynamo _functorch _guards", "training/distributed, training/health, training/compiling"),
     (torch, "_foreach_norm _foreach_mul_", "training/strategies/pieces"),
     (torch, "_foreach_zero_ _foreach_copy_", "training/strategies/running_statistics"),
-    (torch, "_foreach_lerp_", "training/ema"),
+    (torch, "_foreach_lerp_", "training/train_state"),
     (
         torch.utils,
         "_python_dispatch _pytree",

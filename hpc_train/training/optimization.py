@@ -35,7 +35,7 @@ from hpc_train.experiment.validate.optimizer_rules import (
 )
 from hpc_train.experiment.validate.part_rules import not_an_argument
 from hpc_train.training.distributed.device import Precision
-from hpc_train.training.models.patterns import parameters_by_name, selected
+from hpc_train.training.models.fine_tuning import parameters_by_name, selected
 from hpc_train.training.strategies.pieces import local_part
 
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")

@@ -25,9 +25,9 @@ from hpc_train.training.datasets.batches import evaluation_batches
 from hpc_train.training.datasets.normalize import Normalize
 from hpc_train.training.datasets.sources.image_files import ImageFiles
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.ema import Ema
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.lora import add_lora
+from hpc_train.training.models.fine_tuning import add_lora
+from hpc_train.training.train_state import Ema
 from tests.checkpoint.checkpoint_runs import Trainee, begin_attempt
 from tests.run.runs import small_run
 

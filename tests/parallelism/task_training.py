@@ -29,7 +29,7 @@ from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.models.building import build_model
-from hpc_train.training.models.torchvision_detection import as_given
+from hpc_train.training.models.torchvision import as_given
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.step import train_step
 from hpc_train.training.tasks.base import make_task, target_spec

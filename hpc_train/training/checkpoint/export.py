@@ -32,7 +32,7 @@ from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.training.checkpoint.shards import Entry, write_safetensors
 from hpc_train.training.checkpoint.state import EMA, MODEL
-from hpc_train.training.models import lora
+from hpc_train.training.models import fine_tuning
 from hpc_train.training.strategies.base import Piece
 
 
@@ -164,13 +164,15 @@ def plain_weights(checkpoint: CheckpointPaths, saved: SavedState, *, ema: bool =
         for name in (*saved.tensors, *saved.tied)
         if name.startswith(MODEL)
     }
-    if not any(name.endswith(f".{lora.A}") for name in entries):
+    if not any(name.endswith(f".{fine_tuning.A}") for name in entries):
         return entries
     run = RunPaths(checkpoint.folder.parent.parent)
     config = as_training(frozen_experiment.read(run)).model.lora
     if config is None:  # the names belong to the model
         return entries
-    readers = lora.merged({name: entry.read for name, entry in entries.items()}, lora.scale_of(config))
+    readers = fine_tuning.merged(
+        {name: entry.read for name, entry in entries.items()}, fine_tuning.scale_of(config)
+    )
     return {name: replace(entries[name], read=read) for name, read in readers.items()}
 
 
