@@ -55,7 +55,7 @@ from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import Precision, choose_device, choose_precision, set_determinism
 from hpc_train.training.distributed.lost_peers import peer_lost
 from hpc_train.training.distributed.process_group import join
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank import Rank
@@ -351,8 +351,8 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
         train_state.optimization.scaler.load_state_dict(
             train_state.optimization.scaler.state_dict() | {"scale": 1.0}
         )
-    to_input = make_to_input(experiment, place.source.info, place.device, place.precision)
-    forward = TrainingForward.of(experiment, train_state, task, place.precision, place.device, to_input)
+    parts = place.source.info, train_state, task, place.precision, place.device
+    forward = TrainingForward.of(experiment, *parts)
     # Take every step whatever the loss, so that the optimizer allocates its state.
     config = experiment.optimization.model_copy(update={"on_non_finite": "stop", "on_spike": None})
     guard = Guard(config, train_state.model, norm_counts=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ from hpc_train.training.profiling import StepProfiler
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.resuming import Resumed, extra, resumed
 from hpc_train.training.state_digests import PartDigests
-from hpc_train.training.step import Observers, StepObserver
+from hpc_train.training.step import StepObserver
 from hpc_train.training.step_digests import StepDigests, digests_mode
 from hpc_train.training.step_times import FirstStep, RunAhead, StepProgress, StepTimes
 from hpc_train.training.tasks.base import Task, make_task, target_spec
@@ -203,16 +203,16 @@ def _trainer(
         )
     digests = _observer(run, train_state, recorder)
     meters = _meters(run, digests)
-    observer, verification = digests, None
+    observers, verification = [] if digests is None else [digests], None
     if config.recovery.verify_every_steps is not None and run.stretch is None:
         steps = range(start.position.step, run.last_step)
         verification = Verification(rank, train_state, checkpointer.ranks, training, steps, start)
-        observer = Observers([verification, digests])
+        observers.insert(0, verification)
     status = _status_writer(run, start.position, meters) if rank.is_first else None
     compilation = stack.enter_context(watched(config.compile, _on_compilation(rank, status)))
     count_flops = _count_flops(run, train_state, task, start.position.step, stack)
     progress = StepProgress(rank.progress, meters.forward_time, _run_ahead(rank))
-    forward = _forward(run, train_state, task, progress, observer)
+    forward = _forward(run, train_state, task, progress, observers)
     rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     if status is not None:
@@ -257,7 +257,7 @@ def _trainer(
         status=status,
         profiler=_profiler(run, meters, stack),
         request_evaluation=partial(evaluation_jobs.request, run.paths) if rank.is_first else None,
-        observer=observer,
+        observers=observers,
         interval=run.interval,
     )
 
@@ -270,14 +270,14 @@ def _evaluates_by_job(run: TrainingRun) -> bool:
 
 def _observer(
     run: TrainingRun, train_state: TrainState, recorder: DigestWriter[StepDigest] | None
-) -> StepObserver:
-    """Return the observer of a replay, or that of the file's digests. Collective."""
+) -> StepObserver | None:
+    """Return the observer of a replay, or that of the file's digests, if any. Collective."""
     rank = run.rank
     if run.stretch is not None:
         return run.stretch.observe(run, train_state)
     mode = digests_mode(rank.experiment, rank.device)
     if mode == "off":
-        return StepObserver()
+        return None
     files, every = run.digests, rank.experiment.checkpoint.parts_every
     parts = None
     if mode == "parts":
@@ -288,21 +288,19 @@ def _observer(
 
 
 def _forward(
-    run: TrainingRun, train_state: TrainState, task: Task, progress: StepProgress, observer: StepObserver
+    run: TrainingRun,
+    train_state: TrainState,
+    task: Task,
+    progress: StepProgress,
+    observers: Sequence[StepObserver],
 ) -> TrainingForward:
-    rank = run.rank
-    to_input = make_to_input(rank.experiment, run.source.info, rank.device, rank.precision)
-    return TrainingForward.of(
-        rank.experiment,
-        train_state,
-        task,
-        rank.precision,
-        rank.device,
-        to_input,
-        on_begin=progress.begin_forward,
-        on_end=progress.end_forward,
-        on_loss=observer.loss_computed,
-    )
+    def on_loss(batch: Batch, loss: Tensor) -> None:
+        for observer in observers:
+            observer.loss_computed(batch, loss)
+
+    rank, info = run.rank, run.source.info
+    forward = TrainingForward.of(rank.experiment, info, train_state, task, rank.precision, rank.device)
+    return replace(forward, on_begin=progress.begin_forward, on_end=progress.end_forward, on_loss=on_loss)
 
 
 def _evaluator(
@@ -344,7 +342,7 @@ def _training_batches(run: TrainingRun, position: Position, task: Task) -> Train
     )
 
 
-def _meters(run: TrainingRun, observer: StepObserver) -> Meters:
+def _meters(run: TrainingRun, observer: StepObserver | None) -> Meters:
     config = run.rank.experiment
     return Meters(
         run.rank.attempt,

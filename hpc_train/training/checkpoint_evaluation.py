@@ -34,7 +34,7 @@ from hpc_train.training.datasets.sources.image_files import ImageFiles
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.consensus import Agreement
 from hpc_train.training.evaluation import Evaluator, make_validation, share_all_buffers
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.meters import row_head
 from hpc_train.training.models.preprocessing import with_preprocessing
 from hpc_train.training.rank import Rank, make_bad_samples
@@ -91,8 +91,7 @@ def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> di
     validation = make_validation(rank, source, make_bad_samples(rank), target_spec(task))
     if validation is None:
         raise BadFileError(f"data.name: {config.data.name} has no validation data to evaluate")
-    to_input = make_to_input(config, source.info, rank.device, rank.precision)
-    forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
+    forward = TrainingForward.of(config, source.info, state, task, rank.precision, rank.device)
     agreement = Agreement(rank.group, rank.flag)
     return Evaluator(state, forward, validation, agreement, rank.progress).metrics(step)
 
@@ -123,8 +122,7 @@ def write_predictions(
     batches = evaluation_batches(
         split, config, *place, rank.device, bad_samples, spec, has_targets=images is None
     )
-    to_input = make_to_input(config, source.info, rank.device, rank.precision)
-    forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
+    forward = TrainingForward.of(config, source.info, state, task, rank.precision, rank.device)
     share_all_buffers(state)
     averages = state.ema.swapped() if ema and state.ema is not None else nullcontext()
     state.wrapped.eval()

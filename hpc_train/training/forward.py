@@ -109,14 +109,11 @@ class TrainingForward:
     def of(
         cls,
         experiment: Experiment,
+        info: DataInfo,
         state: TrainState,
         task: Task,
         precision: Precision,
         device: torch.device,
-        to_device: Callable[[Batch], Batch],
-        on_begin: Callable[[Batch], None] = lambda batch: None,
-        on_end: Callable[[], None] = lambda: None,
-        on_loss: Callable[[Batch, Tensor], None] = lambda batch, loss: None,
     ) -> TrainingForward:
         """Return the forward for the file, with autocast if the strategy needs it."""
 
@@ -129,13 +126,10 @@ class TrainingForward:
             device,
             experiment.compile,
             context,
-            to_device,
+            make_to_input(experiment, info, device, precision),
             state.optimization.scale,
-            on_begin,
-            on_end,
-            Mixing.of(experiment, task),
-            TrainingSums.of(task, device),
-            on_loss,
+            mixing=Mixing.of(experiment, task),
+            training_sums=TrainingSums.of(task, device),
         )
 
     def to_input(self, batch: Batch) -> Batch:

@@ -264,7 +264,7 @@ class Trainer:
     profiler: StepProfiler | None = None
     #: Requests the evaluation of a step's checkpoint by a job; on rank 0 only.
     request_evaluation: Callable[[int], None] | None = None
-    observer: StepObserver = field(default_factory=StepObserver)
+    observers: Sequence[StepObserver] = ()
     _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
@@ -323,7 +323,7 @@ class Trainer:
         has_row, sums = self.meters.train_row_is_due(step + 1), self.forward.training_sums
         sums.begin(is_due=has_row)
         # Wait for a save that is still copying the weights before they change.
-        hooks = self.saves.wait_staged, self.observer
+        hooks = self.saves.wait_staged, self.observers
         try:
             done = train_step(self.state, step, batches, self.forward, self.guard, self.max_norm, *hooks)
         except WrongResultError as wrong:

@@ -203,17 +203,19 @@ class PredictedStep:
 
     def _run(self, model: nn.Module, memory: LiveMemory, slots: int) -> Prediction:
         experiment, precision = self.experiment, self._precision
-        to_input = make_to_input(experiment, self.info, _CPU, precision)
         micro_batches = self._arithmetic.micro_batches
         size = self.experiment.optimization.global_batch_size // micro_batches
         whole = replace(_without_data(self.sample).repeated(size), weight=1 / micro_batches)
         batches = [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
-        specs = self._stage_specs(model, to_input(batches[0]).inputs) if self.degrees.pipeline > 1 else None
+        specs: list[OutputSpecs] = []
+        if self.degrees.pipeline > 1:
+            to_input = make_to_input(experiment, self.info, _CPU, precision)
+            specs = self._stage_specs(model, to_input(batches[0]).inputs)
         state = self._assemble(model)
-        if specs is not None and isinstance(state.strategy, PipelineStrategy):
+        if specs and isinstance(state.strategy, PipelineStrategy):
             state.strategy.stage_specs = lambda batch, forward: specs  # type: ignore[method-assign]
         task = make_task(experiment, self.info)
-        forward = TrainingForward.of(experiment, state, task, precision, _CPU, to_input)
+        forward = TrainingForward.of(experiment, self.info, state, task, precision, _CPU)
         guard = NoGuard(experiment.optimization, state.model, norm_counts=False)
         labels = self._labels(memory, state)
         state.wrapped.train()

@@ -27,7 +27,7 @@ from hpc_train.run.tracebacks import shortened_traceback
 from hpc_train.training.datasets.types import Batch, DataInfo, map_tensors
 from hpc_train.training.distributed.device import choose_precision
 from hpc_train.training.evaluation import without_dimensions
-from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.forward import TrainingForward
 from hpc_train.training.model_selection import check_metrics
 from hpc_train.training.non_finite import NoGuard
 from hpc_train.training.rank_exit import out_of_memory
@@ -139,8 +139,7 @@ class Trial:
     @property
     def _forward(self) -> TrainingForward:
         single, precision = on_one_rank(self.experiment), ONE_RANK.precision
-        to_input = make_to_input(single, self.info, ONE_RANK.device, precision)
-        return TrainingForward.of(single, self.state, self.task, precision, ONE_RANK.device, to_input)
+        return TrainingForward.of(single, self.info, self.state, self.task, precision, ONE_RANK.device)
 
     def _report_unused(self) -> None:
         """Print the parameters without a gradient, for which ranks of DDP would wait."""

@@ -61,8 +61,7 @@ def train(rank: int, ranks: int, title: str, strategy: str, precision: str, root
     assert isinstance(degrees, Degrees), degrees
     state = _build(config, source, degrees, rank)
     task, chosen = make_task(config, source.info), choose_precision(config.precision, _CPU)
-    to_input = make_to_input(config, source.info, _CPU, chosen)
-    forward = TrainingForward.of(config, state, task, chosen, _CPU, to_input)
+    forward = TrainingForward.of(config, source.info, state, task, chosen, _CPU)
     guard = Guard(config.optimization, state.model, norm_counts=False)
     place = (degrees.data_rank(rank), degrees.data_ranks)
     losses = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from hpc_train.training.distributed.process_group import Group
 from hpc_train.training.distributed.rendezvous import Timeouts
 from hpc_train.training.evaluation import Evaluator, Validation
 from hpc_train.training.evaluation_outputs import EvaluationFiles, TaskFiles
-from hpc_train.training.forward import TrainingForward
+from hpc_train.training.forward import TrainingForward, TrainingSums
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.loop import AutoInterval, BadSampleCount, Cadence, Saves, Trainer
 from hpc_train.training.meters import Meters
@@ -105,15 +106,17 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task:
     agreement, progress = Agreement(group, StopFlag()), Progress()
     state = TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization)
     step_progress = StepProgress(progress, meters.forward_time)
-    forward = TrainingForward.of(
-        cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
-        state,
+    forward = TrainingForward(
+        0,
         task or Task(),
-        precision,
         CPU,
+        CompileConfig(),
+        nullcontext,
         lambda batch: batch,
-        on_begin=step_progress.begin_forward,
-        on_end=step_progress.end_forward,
+        optimization.scale,
+        step_progress.begin_forward,
+        step_progress.end_forward,
+        training_sums=TrainingSums.of(task or Task(), CPU),
     )
     return Trainer(
         state=state,
