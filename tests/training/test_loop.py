@@ -275,7 +275,7 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     task = trainer.forward.task
     forward = task.forward
     monkeypatch.setattr(task, "forward", lambda *given: seen.append("forward") or forward(*given))  # type: ignore[func-returns-value]
-    trainer.first_step._on_batch = lambda batch: seen.append(f"batch of step {batch.step}")
+    trainer.first_step.on_batch = lambda batch: seen.append(f"batch of step {batch.step}")
     with pytest.raises(RollbackError):
         trainer.train()
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
