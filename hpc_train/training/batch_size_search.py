@@ -64,7 +64,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.strategies.base import RankContext
 from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.training.tasks.base import make_task, target_spec
-from hpc_train.training.train_state import TrainState, build
+from hpc_train.training.train_state import build
 
 _KEY = "optimization.micro_batch_size"
 _TRIAL_MODULE = "hpc_train.training.batch_size_search"
@@ -345,7 +345,8 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     )
     # Built again for each size: a pipeline or a compiled model keeps the first shapes it saw.
     train_state = build(with_source(experiment, None), place.source.info, arithmetic, place.context)
-    _refuse_batchnorm(experiment, train_state)
+    if has_batchnorm(train_state.model):  # known models were refused when the file was checked
+        raise auto_batchnorm(experiment.model.name).as_error()
     task = make_task(experiment, place.source.info)
     if train_state.optimization.scaler is not None:  # an overflow would skip the step
         train_state.optimization.scaler.load_state_dict(
@@ -367,12 +368,6 @@ def _train_and_evaluate(place: _Place, size: int) -> None:
     train_state.wrapped.eval()
     with torch.no_grad(), nullcontext() if train_state.ema is None else train_state.ema.swapped():
         forward.sums(train_state.wrapped, batches[0], step=_STEPS)
-
-
-def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:
-    """Refuse the user's own models with BatchNorm; known models were refused when the file was checked."""
-    if has_batchnorm(train_state.model):
-        raise auto_batchnorm(experiment.model.name).as_error()
 
 
 def _clear(experiment: Experiment) -> None:

@@ -12,10 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -136,21 +135,19 @@ def watched(config: CompileConfig, on_change: Callable[[int, float], None]) -> I
     second argument is the total seconds of earlier compilations.
     """
     compilation = Compilation(on_change)
-    with ExitStack() as stack:
-        if config.enabled:
-            handler = torch._dynamo.callback.callback_handler
-            for call, calls in (
-                (compilation.begin, handler.start_callbacks),
-                (compilation.end, handler.end_callbacks),
-            ):
-                calls.append(call)
-                stack.callback(_without, calls, call)
+    if not config.enabled:
         yield compilation
-
-
-def _without(calls: list[Any], call: Callable[..., None]) -> None:
-    with suppress(ValueError):  # torch._dynamo.reset removes all
-        calls.remove(call)
+        return
+    handler = torch._dynamo.callback.callback_handler
+    calls = (handler.start_callbacks, compilation.begin), (handler.end_callbacks, compilation.end)
+    for callbacks, call in calls:
+        callbacks.append(call)
+    try:
+        yield compilation
+    finally:
+        for callbacks, call in calls:
+            with suppress(ValueError):  # torch._dynamo.reset removes all
+                callbacks.remove(call)
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:

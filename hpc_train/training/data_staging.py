@@ -68,7 +68,11 @@ def staged(rank: Rank) -> DataConfig:
     progress = _Parts(rank.progress)
     try:
         copy = copy_of(find_pack(data), stage_folder(data.stage))
-        has_copy = _make(rank, copy, progress) if rank.facts.local_rank == 0 else _wait(rank, copy, progress)
+        if rank.facts.local_rank == 0:
+            has_copy = _make(rank, copy, progress)
+        else:
+            file = rank.paths.attempt(rank.attempt).staging(rank.node)
+            has_copy = _outcome(file, progress, lambda: copy.copied).get("has_copy") is True
     except NoCopyError as error:  # the same on all ranks of the node
         has_copy = _warn(rank, error)
     progress.at(1.0)
@@ -132,12 +136,6 @@ def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
         has_copy = _warn(rank, error)
     write_json(rank.paths.attempt(rank.attempt).staging(rank.node), {"version": 1, "has_copy": has_copy})
     return has_copy
-
-
-def _wait(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
-    """Wait for the first rank of the node; return True if it has a copy."""
-    file = rank.paths.attempt(rank.attempt).staging(rank.node)
-    return _outcome(file, progress, lambda: copy.copied).get("has_copy") is True
 
 
 def _warn(rank: Rank, error: NoCopyError) -> bool:

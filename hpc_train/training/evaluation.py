@@ -215,7 +215,9 @@ class _Totals:
                 dist.all_reduce(table)
                 # On the CPU the order of additions does not depend on the device that computed the rows.
                 total = table.cpu() if table is self._counts else table.cpu().sum(0)
-                totals |= self._split(names, total)
+                parts = total.split([self._shapes[name].numel() for name in names])
+                for name, part in zip(names, parts, strict=True):
+                    totals[name] = without_dimensions(part.view(self._shapes[name]))
         return {name: totals[name] for name in self._names}
 
     def _all_records(self) -> dict[str, list[Tensor]]:
@@ -232,11 +234,6 @@ class _Totals:
             ]
             for name, records in gathered.items()
         }
-
-    def _split(self, names: list[str], total: Tensor) -> dict[str, Any]:
-        parts = total.split([self._shapes[name].numel() for name in names])
-        shaped = {name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)}
-        return {name: without_dimensions(part) for name, part in shaped.items()}
 
     def _size(self, names: list[str]) -> int:
         return sum(self._shapes[name].numel() for name in names)

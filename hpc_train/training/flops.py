@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -81,17 +81,16 @@ def without_weights(model: nn.Module) -> nn.Module | None:
 
     Allocates nothing and runs no code of the model except its ``__deepcopy__``, if any.
     """
-    tensors = (*model.parameters(), *model.buffers())
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     try:
-        return copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+        return copy.deepcopy(model, copies)
     except Exception as error:  # from any attribute of the model
         _log_uncounted(f"the model can't be copied: {error}")
         return None
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 @dataclass

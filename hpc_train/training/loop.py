@@ -274,7 +274,7 @@ class Trainer:
                 return False
             if self.selection.saves(self.step):  # again: the checkpoint is now the best
                 self._begin_save()
-        if self._has_stopped_early():
+        if self.selection.has_stopped:
             self._saving(self.saves.close)
             return True
         self.state.wrapped.train()
@@ -290,9 +290,9 @@ class Trainer:
                 self._begin_save()
                 saved_step = self.step
             self.saves.collect()
-            if self._has_stopped_early():
+            if self.selection.has_stopped:
                 break
-        assert self._has_stopped_early() or self.step == self.cadence.total_steps
+        assert self.selection.has_stopped or self.step == self.cadence.total_steps
         assert saved_step == self.step, "the last step is saved"
         self._saving(self.saves.close)
         return True
@@ -397,9 +397,6 @@ class Trainer:
                     self._begin_save()
                     raise
         return True
-
-    def _has_stopped_early(self) -> bool:
-        return self.selection.has_stopped
 
     def _evaluation_is_missing(self) -> bool:
         """Return True if the current step should have been evaluated but the evaluation was cut short."""

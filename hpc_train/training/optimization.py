@@ -208,20 +208,19 @@ def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
 
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
     """Return a factory for the optimizer ``name``, and its class. Imports timm only for timm's optimizers."""
-    if problem := problem_of_optimizer(name, _names_of_timm):
+
+    def names_of_timm() -> list[str]:
+        from timm import optim
+
+        return cast("list[str]", optim.list_optimizers())
+
+    if problem := problem_of_optimizer(name, names_of_timm):
         raise problem.as_error()
     provider, _, rest = name.lower().rpartition("/")
     if provider != "timm" and rest in (of_torch := _torch_classes()):
         kind = of_torch[rest]
         return lambda groups, arguments: kind(groups, **arguments), kind
     return _timm_maker(rest), _timm_class(rest)
-
-
-def _names_of_timm() -> list[str]:
-    from timm import optim
-
-    names: list[str] = optim.list_optimizers()
-    return names
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -354,26 +353,20 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
     """
     if problem := problem_of_schedule_name(config.name):
         raise problem.as_error()
-    warmup = _warmup_steps(config, total_steps, steps_per_epoch)
-    span = total_steps - warmup
-    arguments = ScheduleArguments(config, steps_per_epoch)
-    if config.name in OVER_SPAN:
-        shape = OVER_SPAN[config.name](arguments)
-        floor = config.min_factor
-        after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
-    else:
-        decay = OVER_STEPS[config.name](arguments)
-        after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
-    arguments.refuse_unused()
-    return after
-
-
-def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
-    steps = count_warmup_steps(config, steps_per_epoch)
-    if total_steps > 0 and (problem := too_long_warmup(config, steps, total_steps)):
+    warmup = count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := too_long_warmup(config, warmup, total_steps)):
         raise problem.as_error()
-    return steps
+    arguments = ScheduleArguments(config, steps_per_epoch)
+    over_span = config.name in OVER_SPAN
+    factor = (OVER_SPAN if over_span else OVER_STEPS)[config.name](arguments)
+    arguments.refuse_unused()
+    floor = config.min_factor
 
+    def schedule(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if over_span:
+            return floor + (1 - floor) * factor((step - warmup) / (total_steps - warmup))
+        return max(floor, factor(step))
 
-def _warmed_up(warmup: int, after: Schedule) -> Schedule:
-    return lambda step: (step + 1) / warmup if step < warmup else after(step)
+    return schedule

@@ -335,16 +335,16 @@ def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
 
     Runs in a forked child limited to the free memory, since the user's code may read a file of weights.
     """
-    call = ForkedCall(lambda: _measured_bytes(config, info))
+
+    def measured() -> int:
+        with limited_to_free_memory(), torch.device("meta"):
+            return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
+
+    call = ForkedCall(measured)
     try:
         return cast("int | None", call.result()) if call.has_ended(_LIMIT_S) else None
     finally:
         call.close()
-
-
-def _measured_bytes(config: ModelConfig, info: DataInfo) -> int:
-    with limited_to_free_memory(), torch.device("meta"):
-        return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))
 
 
 if __name__ == "__main__":
