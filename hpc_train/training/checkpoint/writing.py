@@ -243,13 +243,14 @@ class UnderWay:
     clear_up: Callable[[], None]
     stall_s: float = 0.0
     error: BaseException | None = None
+    #: Set once the checkpoint is committed or the save has failed; ``clear_up`` may still be running.
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(init=False)
     _committed_at: float = 0.0
-    _written: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         signals.block()  # the training thread handles them
@@ -258,22 +259,9 @@ class UnderWay:
             self._committed_at = time.monotonic()
         except BaseException as error:
             self.error = error
-        self._written.set()
+        self.has_ended.set()
         if self.error is None:
             self.clear_up()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the checkpoint is committed or the save has failed; ``clear_up`` may still be running."""
-        return self._written.is_set()
-
-    def wait(self) -> None:
-        """Return once it has ended, successfully or not."""
-        self._written.wait()
-
-    def wait_cleared(self) -> None:
-        """Return once its thread has ended."""
-        self._thread.join()
 
     def result(self) -> Save:
         """Return its result, or raise its error. After it ended."""
