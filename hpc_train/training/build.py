@@ -102,7 +102,8 @@ def train_again(run: TrainingRun, stretch: Stretch) -> bool | None:
 
 def free_memory(rank: Rank) -> None:
     """Free what the last training on this rank occupied, before everything is built again."""
-    rank.rebuilds()
+    rank.progress.forget_phases()
+    rank.progress.at("building")
     gc.collect()  # modules under FSDP are in reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -233,7 +234,7 @@ def _trainer(
         forward=forward,
         training=training,
         step=start.position.step,
-        cadence=Cadence.of(
+        cadence=Cadence(
             config.evaluation,
             config.checkpoint,
             run.last_step,

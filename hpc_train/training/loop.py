@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
@@ -144,36 +145,24 @@ _DATA_PAUSE_S = 0.05
 class Cadence:
     """The steps that are evaluated and saved: functions of the step, so that a resumed run does the same.
 
-    ``save_every_s`` is None if saves are due by steps. ``by_job``: jobs evaluate.
+    ``by_job``: jobs evaluate.
     """
 
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
     total_steps: int
-    evaluate_every: int
-    save_every: int | None
-    save_every_s: float | None
-    keep_every: int | None = None
+    steps_per_epoch: int
     by_job: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        evaluation: EvaluationConfig,
-        checkpoint: CheckpointConfig,
-        total_steps: int,
-        steps_per_epoch: int,
-        *,
-        by_job: bool = False,
-    ) -> Cadence:
-        """Read it from the file."""
-        minutes = minutes_between_saves(checkpoint)
-        return cls(
-            total_steps=total_steps,
-            evaluate_every=evaluation_interval(evaluation, steps_per_epoch),
-            save_every=checkpoint.every_steps,
-            save_every_s=None if minutes is None else minutes * 60,
-            keep_every=checkpoint.keep_every,
-            by_job=by_job,
-        )
+    @cached_property
+    def save_every_s(self) -> float | None:
+        """Seconds between saves; None if they are due by steps."""
+        minutes = minutes_between_saves(self.checkpoint)
+        return None if minutes is None else minutes * 60
+
+    @cached_property
+    def _evaluate_every(self) -> int:
+        return evaluation_interval(self.evaluation, self.steps_per_epoch)
 
     def evaluates(self, step: int) -> bool:
         """Return True if the ranks evaluate after ``step``."""
@@ -184,11 +173,11 @@ class Cadence:
         return self.by_job and self._evaluation_is_due(step)
 
     def _evaluation_is_due(self, step: int) -> bool:
-        return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
+        return step > 0 and (step % self._evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:
         """Return True if ``step`` is saved regardless of time; the last step always is."""
-        intervals = [every for every in (self.save_every, self.keep_every) if every is not None]
+        intervals = filter(None, (self.checkpoint.every_steps, self.checkpoint.keep_every))
         is_due = step == self.total_steps or any(step % every == 0 for every in intervals)
         return is_due or self.evaluates_by_job(step)
 

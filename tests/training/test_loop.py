@@ -123,7 +123,7 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100, task:
         forward=forward,
         training=Steps(),
         step=0,
-        cadence=Cadence(total_steps=10, evaluate_every=evaluate_every, save_every=1, save_every_s=None),
+        cadence=Cadence(EvaluationConfig(every_steps=evaluate_every), CheckpointConfig(every_steps=1), 10, 4),
         guard=Guard(config, trainee.model, norm_counts=True, skips=1),
         max_norm=None,
         evaluator=Evaluator(state, forward, Validation(lambda: [batch_of(0)], 1), agreement, progress),
@@ -193,7 +193,7 @@ def test_a_save_is_due_by_the_time_since_the_last_one(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, waited_s: float, saved: list[int]
 ) -> None:
     trainer = make_trainer(run, "skip")
-    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=60.0)
+    trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_min=1), 2, 4)
     trainer.training = Steps(2)
     now = trainer._save_began_at + waited_s
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
@@ -215,7 +215,7 @@ def test_an_automatic_interval_replaces_that_of_the_file(
     monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
     events = EventLog(attempt)
     trainer.interval = AutoInterval(events, [crashed])
-    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=600.0)
+    trainer.cadence = Cadence(EvaluationConfig(every_steps=100), CheckpointConfig(every_min=10), 2, 4)
     trainer.training = Steps(2)
     now += waited_s
     assert trainer.train()
@@ -239,7 +239,7 @@ def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
 
 def test_a_loss_that_is_not_finite_ends_the_next_step(run: RunPaths) -> None:
     trainer = make_trainer(run, "stop")
-    trainer.cadence = replace(trainer.cadence, save_every=None)
+    trainer.cadence = replace(trainer.cadence, checkpoint=CheckpointConfig())
     with pytest.raises(NonFiniteError, match="the train loss is NaN or infinite on a rank"):
         trainer.train()
     assert trainer.step == GOOD_STEPS + 2, "the step that met it, and the one whose exchange reported it"
@@ -250,7 +250,7 @@ def test_a_save_that_failed_ends_the_next_step(run: RunPaths, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "full")
 
     trainer = make_trainer(run, "stop")
-    trainer.cadence = replace(trainer.cadence, save_every=2)
+    trainer.cadence = replace(trainer.cadence, checkpoint=CheckpointConfig(every_steps=2))
     monkeypatch.setattr(writing.CheckpointWriter, "_commit", refuse)
     has_failed = StepFlags(has_failed=True)
     monkeypatch.setattr(trainer, "_own_flags", lambda: has_failed if trainer.step == 2 else StepFlags())
@@ -300,7 +300,7 @@ TOTAL_STEPS = 12
 
 
 def cadence(evaluation: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None) -> Cadence:
-    return Cadence.of(
+    return Cadence(
         EvaluationConfig(**evaluation or {}),
         CheckpointConfig(**checkpoint or {}),
         TOTAL_STEPS,
@@ -326,7 +326,7 @@ def test_evaluations_are_due_at_their_interval_and_at_the_end(
 
 
 def test_a_save_takes_the_place_of_an_evaluation_by_a_job() -> None:
-    found = Cadence(total_steps=12, evaluate_every=5, save_every=4, save_every_s=None, by_job=True)
+    found = replace(cadence(checkpoint={"every_steps": 4}), by_job=True)
     steps = range(TOTAL_STEPS + 1)
     assert [step for step in steps if found.evaluates_by_job(step)] == [5, 10, 12]
     assert not any(map(found.evaluates, steps))

@@ -121,7 +121,7 @@ def test_a_device_that_hangs_raises_the_alarm_with_its_step(tmp_path: Path) -> N
     trainer = hanging(make_run(tmp_path / "run"), check_peers, lambda: Device(HANGS_IN))
     attempt, limit_s = AttemptPaths(tmp_path / "3"), {"hang_after_s": 0.3, "first_hang_after_s": HANG_LIMIT_S}
     watchdog = Watchdog(attempt, RankFacts(), "n1", None, trainer.progress, **limit_s, end=codes.append)
-    trainer.first_step._on_end = lambda parts: watchdog.has_stepped()
+    trainer.first_step.on_end = lambda parts: trainer.progress.has_stepped()
     watchdog.start()
 
     def train() -> None:

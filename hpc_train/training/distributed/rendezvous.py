@@ -51,11 +51,6 @@ class Timeouts:
     #: For NCCL and gloo to destroy unused groups.
     teardown_s: float = 30.0
 
-    @classmethod
-    def beyond(cls, hang_after_s: float) -> Timeouts:
-        """Return timeouts that expire after a watchdog with this limit, which can name the hung rank."""
-        return cls(silence_s=2 * hang_after_s)
-
 
 DEFAULT_TIMEOUTS = Timeouts()
 
