@@ -252,14 +252,8 @@ class PredictedStep:
 
     @property
     def _context(self) -> RankContext:
-        experiment, precision = self.experiment, self._precision
-        return RankContext(
-            rank=self._few_rank,
-            degrees=self._few,
-            device=_CPU,
-            precision=precision,
-            parallel=experiment.parallel.model_copy(update={"sync_batchnorm": False}),
-        )
+        parallel = self.experiment.parallel.model_copy(update={"sync_batchnorm": False})
+        return RankContext(self._few_rank, self._few, _CPU, self._precision, parallel=parallel)
 
     def _stage_specs(self, model: nn.Module, inputs: Any) -> list[OutputSpecs]:
         """Return the specs of tensors between stages of a pipeline, as ``PipelineStrategy.stage_specs``."""

@@ -88,16 +88,9 @@ class TrainState:
 
 def context(rank: Rank) -> RankContext:
     """Return this rank's context for a strategy."""
-    config = rank.experiment
-    return RankContext(
-        rank=rank.facts.rank,
-        degrees=rank.degrees,
-        device=rank.device,
-        precision=rank.precision,
-        channels_last=config.model.channels_last,
-        parallel=config.parallel,
-        open_shared_sum=rank.group.open_shared_sum,
-    )
+    options = rank.experiment.model.channels_last, rank.experiment.parallel
+    place = rank.facts.rank, rank.degrees, rank.device, rank.precision
+    return RankContext(*place, *options, rank.group.open_shared_sum)
 
 
 def build(

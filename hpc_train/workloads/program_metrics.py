@@ -55,6 +55,8 @@ class ProgramMetrics:
         config = job.program.metrics
         regex, jsonl = (config.regex, config.jsonl) if config else (None, None)
         self._pattern = None if regex is None else re.compile(regex)
+        #: Whether the program's output passes through this process.
+        self.reads_output = regex is not None
         #: File → the offset of the first line that was not read.
         self._session = paths.attempt(attempt).session(0)
         self._sources = {self._session: 0}
@@ -79,11 +81,6 @@ class ProgramMetrics:
         #: Of the thread.
         self._error: Exception | None = None
         self._lock = threading.Lock()
-
-    @property
-    def reads_output(self) -> bool:
-        """Whether the program's output passes through this process."""
-        return self._pattern is not None
 
     @property
     def step(self) -> int:

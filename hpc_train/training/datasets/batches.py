@@ -58,11 +58,11 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
     def __init__(
         self, stream: BatchStream, sampler: MicroBatchSampler, reader: SlotReader, bad: BadSamples | None
     ) -> None:
-        self._stream, self.sampler, self._reader, self._bad_samples = stream, sampler, reader, bad
+        self.stream, self.sampler, self._reader, self._bad_samples = stream, sampler, reader, bad
         self._slots_per_step = sampler.slots_per_step
 
     def __next__(self) -> tuple[int, list[Batch]]:
-        reads = [next(self._stream) for _ in range(self._slots_per_step)]
+        reads = [next(self.stream) for _ in range(self._slots_per_step)]
         if self._bad_samples is not None:
             self._bad_samples.note(sample for read in reads for sample in read.bad)
         return reads[0].batch.step, [read.batch for read in reads]
@@ -77,16 +77,11 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
         Waits up to ``within_s`` for it, so that polling takes no time from the rank's loader processes.
         Always true without loader processes, because then the rank itself reads.
         """
-        return self._stream.holds(self._slots_per_step, within_s)
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The loader processes; empty if there are none, or once closed."""
-        return self._stream.worker_pids
+        return self.stream.holds(self._slots_per_step, within_s)
 
     def close(self) -> None:
         """End the loader processes."""
-        self._stream.close()
+        self.stream.close()
 
     def __enter__(self) -> Self:
         return self
