@@ -20,8 +20,8 @@ from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpc_train.errors import BadFileError
+from hpc_train.training.strategies.batchnorm import only_updates_statistics
 from hpc_train.training.strategies.buffers import persistent_places
-from hpc_train.training.strategies.running_statistics import only_updates_statistics
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -62,7 +62,7 @@ from hpc_train.training.rank import Rank
 from hpc_train.training.rank_exit import TrialError, out_of_memory
 from hpc_train.training.step import train_step
 from hpc_train.training.strategies.base import RankContext
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.tasks.base import make_task, target_spec
 from hpc_train.training.train_state import build
 

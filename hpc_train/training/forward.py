@@ -22,10 +22,9 @@ from hpc_train.experiment.config.schema import Experiment
 from hpc_train.experiment.config.training_sections import CompileConfig
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.datasets.normalize import Normalize
-from hpc_train.training.datasets.random_numbers import hash_words
+from hpc_train.training.datasets.random_numbers import hash_words, seed_forward
 from hpc_train.training.datasets.types import Batch, DataInfo
 from hpc_train.training.distributed.device import Precision
-from hpc_train.training.distributed.seeds import seed_forward
 from hpc_train.training.tasks.base import Task, mean_loss, total_weight, weighs_batches
 from hpc_train.training.train_state import TrainState
 

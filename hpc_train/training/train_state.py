@@ -33,8 +33,8 @@ from hpc_train.training.checkpoint.export import plain_weights
 from hpc_train.training.checkpoint.saved_tensors import SavedState
 from hpc_train.training.checkpoint.state import NamedTensors, TrainingState
 from hpc_train.training.compiling import compile_model
+from hpc_train.training.datasets.random_numbers import seed_build
 from hpc_train.training.datasets.types import DataInfo
-from hpc_train.training.distributed.seeds import seed_build
 from hpc_train.training.flops import without_weights
 from hpc_train.training.models.blocks import find_blocks, layer_depths
 from hpc_train.training.models.building import build_model, converter_of
@@ -44,9 +44,9 @@ from hpc_train.training.models.weights import LoadReport, StateDict, load_what_f
 from hpc_train.training.optimization import Optimization, make_optimizer, make_schedule, matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.strategies.base import RankContext, Strategy
+from hpc_train.training.strategies.batchnorm import has_batchnorm, sync_batchnorm
 from hpc_train.training.strategies.buffers import Buffers
 from hpc_train.training.strategies.pieces import local_part
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
 
 #: Methods that a plug-in's strategy may lack.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")

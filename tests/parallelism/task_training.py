@@ -22,10 +22,10 @@ from hpc_train.training.checkpoint.state import NamedTensors
 from hpc_train.training.datasets.base import DataSource
 from hpc_train.training.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
 from hpc_train.training.datasets.building import build_source
+from hpc_train.training.datasets.random_numbers import seed_build, seed_forward
 from hpc_train.training.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.training.datasets.types import Batch
 from hpc_train.training.distributed.device import choose_precision
-from hpc_train.training.distributed.seeds import seed_build, seed_forward
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.models.building import build_model

@@ -253,7 +253,7 @@ SHARED = {
         schedule_slots(5),
         ranks=2,
     ),
-    "training.strategies.sync_batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
+    "training.strategies.batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
         {"parallel": {"sync_batchnorm": True}},
         lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
         ranks=3,

@@ -2,8 +2,8 @@
 
 Used by ``hpc-train export``, by ``load_model``, and by runs that start from another run's weights. The
 command runs in its own process, ``python -m hpc_train.training.checkpoint.export RUN_FOLDER TARGET
-[--ema|--no-ema] [--best|--last|--step STEP]``: commands import no torch. ``checkpoint.programs`` writes other
-formats.
+[--ema|--no-ema] [--best|--last|--step STEP]``: commands import no torch. ``checkpoint.inference`` writes
+programs.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def export(
     run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
     metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
     if target.suffix in PROGRAMS:
-        from hpc_train.training.checkpoint.inference import load_model
-        from hpc_train.training.checkpoint.programs import write_program
+        from hpc_train.training.checkpoint.inference import load_model, write_program
 
         model = load_model(run, best=None, step=checkpoint.step, ema=ema)
         _write(target, lambda path: write_program(model, path, target.suffix, metadata))

@@ -33,8 +33,12 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.training.distributed import nccl
 from hpc_train.training.distributed.lost_peers import connection_faults_named
 from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Rendezvous, Timeouts, meet
-from hpc_train.training.distributed.shared_flags import SharedFlags, open_shared_flags
-from hpc_train.training.distributed.shared_sum import SharedSum, open_shared_sum
+from hpc_train.training.distributed.shared_flags import (
+    SharedFlags,
+    SharedSum,
+    open_shared_flags,
+    open_shared_sum,
+)
 from hpc_train.training.distributed.timed_call import within
 
 #: Assumed: time for which a rank with a stop signal waits for the others to connect; usually a moment.

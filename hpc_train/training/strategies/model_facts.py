@@ -17,7 +17,7 @@ from hpc_train.training.models.blocks import find_blocks
 from hpc_train.training.models.building import build_model
 from hpc_train.training.models.splitting import most_stages
 from hpc_train.training.models.weights import head_keys
-from hpc_train.training.strategies.sync_batchnorm import has_batchnorm
+from hpc_train.training.strategies.batchnorm import has_batchnorm
 from hpc_train.training.strategies.tensor_layers import numbers_shared, shareable_in
 
 #: Image size of models that don't declare it.
