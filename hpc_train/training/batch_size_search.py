@@ -52,8 +52,8 @@ from hpc_train.training.datasets.building import build_source
 from hpc_train.training.datasets.sampler import Position
 from hpc_train.training.datasets.skipping import BadSamples
 from hpc_train.training.datasets.types import Batch
+from hpc_train.training.distributed.backends import peer_lost
 from hpc_train.training.distributed.device import choose_device, choose_precision, set_determinism
-from hpc_train.training.distributed.lost_peers import peer_lost
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.models.preprocessing import with_preprocessing

@@ -21,8 +21,8 @@ from hpc_train.registry import split_name, target_of
 from hpc_train.run.attempts import read_record
 from hpc_train.run.create import training_experiment
 from hpc_train.training.build import train
-from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.distributed import log_stream
+from hpc_train.training.evaluation import evaluate_checkpoint
 from hpc_train.training.rank import joined
 from hpc_train.training.rank_exit import report
 from hpc_train.training.replaying import replay

@@ -31,7 +31,7 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.storage_errors import error_clauses, error_words, storage_error
 from hpc_train.run.tracebacks import refusal
 from hpc_train.training.compiling import compile_error
-from hpc_train.training.distributed.lost_peers import nccl_words, peer_lost
+from hpc_train.training.distributed.backends import nccl_words, peer_lost
 
 #: Disk errors that the user can fix; any other OSError is shown with its traceback.
 _DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}

@@ -23,8 +23,8 @@ from hpc_train.rank.env import RankFacts
 from hpc_train.rank.signals import STOP_SIGNALS
 from hpc_train.run.attempts import rank_ends, tell_end
 from hpc_train.run.files import read_json
-from hpc_train.training.distributed import nccl
-from hpc_train.training.health import alarm
+from hpc_train.training.distributed import backends
+from hpc_train.training.health import hang as alarm
 from hpc_train.training.health.hang import Report
 from hpc_train.training.health.progress import Progress
 from hpc_train.training.health.watchdog import Watchdog
@@ -42,12 +42,12 @@ import torch, torch.distributed as dist
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.attempts import tell_end
-from hpc_train.training.health import alarm
+from hpc_train.training.health import hang as alarm
 from hpc_train.training.health.hang import Report
 from hpc_train.training.distributed.process_group import join
 from hpc_train.training.health.progress import Progress
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.health.alarm import Board
+from hpc_train.training.health.hang import Board
 from hpc_train.training.health.watchdog import Watchdog
 rank, world_size, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[3])
 # Dealt to nodes in turn: a node's ranks need not be in a row.
@@ -290,12 +290,12 @@ def test_the_connecting_librarys_interface_is_named(tmp_path: Path, monkeypatch:
         own = alarm.Alarm(AttemptPaths(tmp_path / "3"), RankFacts(), "n1", None, None, report, {}, None)
         return own.verdict().text.split("profile: ")[1].split(";")[0]
 
-    monkeypatch.setattr(nccl, "uses_nccl2", lambda: False)
+    monkeypatch.setattr(backends, "uses_nccl2", lambda: False)
     assert named("connecting devices") == "network_interface (GLOO_SOCKET_IFNAME)"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert named("connecting") == "network_interface (GLOO_SOCKET_IFNAME)"
     assert named("connecting devices") == "network_interface (NCCL_SOCKET_IFNAME)"
-    monkeypatch.setattr(nccl, "uses_nccl2", lambda: True)
+    monkeypatch.setattr(backends, "uses_nccl2", lambda: True)
     assert named("connecting") == "network_interface (NCCL_SOCKET_IFNAME)"
 
 

@@ -30,8 +30,8 @@ from torch.distributed import distributed_c10d
 from hpc_train.errors import PeerLostError, TryAgainError
 from hpc_train.rank import network, signals
 from hpc_train.rank.env import RankFacts
-from hpc_train.training.distributed import nccl
-from hpc_train.training.distributed.lost_peers import connection_faults_named
+from hpc_train.training.distributed import backends
+from hpc_train.training.distributed.backends import connection_faults_named
 from hpc_train.training.distributed.rendezvous import DEFAULT_TIMEOUTS, Rendezvous, Timeouts, meet
 from hpc_train.training.distributed.shared_flags import (
     SharedFlags,
@@ -147,7 +147,7 @@ def make_group(
     arguments: dict[str, Any] = {}
     backend = os.environ.get(_TEST_CUDA_BACKEND, "nccl")
     if has_own_gloo and backend == "nccl":
-        arguments = nccl.prepare(device, os.environ)
+        arguments = backends.prepare(device, os.environ)
     make = partial(
         dist.init_process_group,
         f"cpu:gloo,cuda:{backend}" if has_own_gloo else "gloo",

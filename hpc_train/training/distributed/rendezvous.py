@@ -27,7 +27,7 @@ from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.rank import network
 from hpc_train.rank.env import RankFacts
 from hpc_train.run.files import read_json, write_json
-from hpc_train.training.distributed.lost_peers import first_line, this_node
+from hpc_train.training.distributed.backends import first_line, this_node
 
 #: Keys of the store: number of ranks that arrived, the verdict (all continue or all leave), its readers.
 _ARRIVED, _VERDICT, _READ = "hpc_train/arrived", "hpc_train/verdict", "hpc_train/read"

@@ -1,7 +1,7 @@
 """A thread of each rank that monitors its progress and ends the attempt if a rank hangs.
 
 Each tick it reports its rank's progress to the others, through the store. A watchdog whose rank makes no
-progress for too long raises the alarm, and every watchdog continues as described in ``health.alarm``.
+progress for too long raises the alarm, and every watchdog continues as described in ``health.hang``.
 
 If the main thread holds the interpreter lock, in a C extension that does not release it, the watchdog can't
 run either, and the rank looks stopped to the others. Calls that may never return, to the store and to disks,
@@ -28,8 +28,7 @@ from hpc_train.run.attempts import now
 from hpc_train.run.files import write_json
 from hpc_train.run.processes import Process
 from hpc_train.training.distributed.timed_call import TimedCall, within
-from hpc_train.training.health.alarm import Alarm, Board
-from hpc_train.training.health.hang import Report
+from hpc_train.training.health.hang import Alarm, Board, Report
 from hpc_train.training.health.progress import CONNECTING, Progress
 from hpc_train.training.health.stacks import state_of
 
